@@ -1,0 +1,4 @@
+"""Identity, peer ids, contacts, signed facts and Noise sessions: bytes in, bytes out.
+
+Pure: no sockets, clocks, threads, logs or globals. Imports nothing of the other packages.
+"""

@@ -1,0 +1,168 @@
+"""Where a peer can be reached: addresses as multiaddrs (a subset), and the signed contact.
+
+Addresses are `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
+specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, parse_peer, peer_text
+
+PORT_MAX = 65_535
+ADDRESSES_MAX = 8
+"""Addresses in one contact: a few interfaces, two families. More would only be spam."""
+ADDRESS_LENGTH_MAX = 160
+CONTACT_BYTES_MAX = 2_048
+NAME_LENGTH_MAX = 40
+CONTACT_PURPOSE = "contact"
+
+_HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_DNS_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$")
+
+
+@dataclass(frozen=True)
+class Address:
+    """One dialable place. `peer` is who is expected there, None for "whoever answers"."""
+
+    kind: str
+    host: str
+    port: int
+    peer: PeerId | None = None
+
+    def __str__(self) -> str:
+        suffix = f"/p2p/{peer_text(self.peer)}" if self.peer is not None else ""
+        return f"/{self.kind}/{self.host}/tcp/{self.port}{suffix}"
+
+    @property
+    def short(self) -> str:
+        """`host:port`, what a person types and reads."""
+        return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
+
+    def of(self, peer: PeerId | None) -> "Address":
+        """The same place with another expectation of who is there."""
+        return replace(self, peer=peer)
+
+
+def parse_address(text: str) -> Address:
+    """Read a multiaddr or `host:port`.
+
+    Raises:
+        ValueError: with the reason, in words for a person.
+    """
+    if len(text) > ADDRESS_LENGTH_MAX:
+        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} letters")
+    return _parse_multiaddr(text) if text.startswith("/") else _parse_typed(text)
+
+
+def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
+    """An address from a bare host (IPv4, IPv6 or DNS name) and a port."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return Address("dns", host, port, peer)
+    return Address(f"ip{version}", host, port, peer)
+
+
+def _parse_multiaddr(text: str) -> Address:
+    parts = text[1:].split("/")
+    if len(parts) not in (4, 6) or parts[2] not in ("tcp", "udp"):
+        raise ValueError("want /ip4/HOST/tcp/PORT, with /p2p/PEER at most behind it")
+    kind, host, _, port_text = parts[:4]
+    if kind not in _HOST_KINDS:
+        raise ValueError(f"'{kind}' is not one of {' '.join(_HOST_KINDS)}")
+    peer = None
+    if len(parts) == 6:
+        if parts[4] != "p2p":
+            raise ValueError(f"'{parts[4]}' cannot follow a port; want p2p")
+        peer = parse_peer(parts[5])
+    _check_host(kind, host)
+    return Address(kind, host, _parse_port(port_text), peer)
+
+
+def _parse_typed(text: str) -> Address:
+    match = re.fullmatch(r"\[([^\]]*)\]:(.*)|([^:]*):([^:]*)", text)
+    if match is None:
+        raise ValueError("want HOST:PORT, or [IPV6]:PORT, or a multiaddr such as /ip4/10.0.0.5/tcp/9747")
+    host, port_text = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
+    address = make_address(host, _parse_port(port_text))
+    _check_host(address.kind, host)
+    return address
+
+
+def _parse_port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= PORT_MAX):
+        raise ValueError(f"port must be 1-{PORT_MAX}")
+    return int(text)
+
+
+def _check_host(kind: str, host: str) -> None:
+    if kind in ("ip4", "ip6"):
+        try:
+            version = ipaddress.ip_address(host).version
+        except ValueError:
+            version = 0
+        if f"ip{version}" != kind:
+            raise ValueError(f"'{host}' is not an IPv{kind[-1]} address")
+    elif not _DNS_NAME.match(host):
+        raise ValueError(f"'{host}' is not a host name")
+
+
+class ContactBody(msgspec.Struct, frozen=True, array_like=True):
+    """What a contact fact says of its author.
+
+    `static` is the peer's X25519 key (32 bytes); `sequence` grows with every new contact, at least
+    to the wall clock in milliseconds, so that a restored backup does not go back.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=ADDRESSES_MAX),
+    ]
+    static: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True)
+class Contact:
+    """A checked contact: who, by what name, and where."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[Address, ...]
+    static: bytes
+    sequence: int
+
+
+def sign_contact(signer: Signer, body: ContactBody) -> Fact:
+    """This peer's own contact, ready to hand out."""
+    return signer.sign(CONTACT_PURPOSE, encode(body))
+
+
+def check_contact(signer: Signer, fact: Fact) -> Contact:
+    """A contact whose signature and addresses hold; else RemoteProtocolError."""
+    body: ContactBody = decode(fact.body, ContactBody, bytes_max=CONTACT_BYTES_MAX)
+    peer = signer.check(CONTACT_PURPOSE, fact)
+    return Contact(peer, body.name, parse_addresses(body.addresses, peer), body.static, body.sequence)
+
+
+def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
+    """Addresses a peer claims for itself; a claim for somebody else is refused."""
+    addresses = []
+    for text in texts:
+        try:
+            address = parse_address(text)
+        except ValueError as error:
+            raise RemoteProtocolError(f"a contact with a malformed address: {error}") from None
+        if address.peer not in (None, peer):
+            raise RemoteProtocolError("a contact with another peer's address")
+        addresses.append(address.of(peer))
+    return tuple(addresses)

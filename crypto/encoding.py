@@ -1,0 +1,42 @@
+"""Messages to bytes and back: frozen `msgspec` structs in MessagePack, validated while decoding.
+
+What is signed is always the exact bytes that were sent, so nothing depends on two encoders
+agreeing. Decoding is the gate for everything hostile: wrong types, missing fields, broken
+MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at.
+"""
+
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from crypto.errors import RemoteProtocolError
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    """Encode one struct (or builtin value) as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int) -> T:
+    """Decode `data` as `kind`, a struct or a union of tagged structs.
+
+    Raises:
+        RemoteProtocolError: longer than `bytes_max`, not MessagePack, or not a valid `kind`.
+    """
+    if len(data) > bytes_max:
+        raise RemoteProtocolError(f"message of {len(data)} bytes, at most {bytes_max} allowed")
+    try:
+        message: T = _decoder(kind).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RemoteProtocolError(f"not a valid message: {error}") from None
+    return message
+
+
+@lru_cache(maxsize=64)
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)

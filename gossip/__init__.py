@@ -1,0 +1,1 @@
+"""SWIM membership and the all-reduce of a group, as pure state machines."""

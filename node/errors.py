@@ -1,0 +1,83 @@
+"""The exception tree: a class exists only if somebody catches it differently.
+
+    PeerloomError                what a person did or can mend; carries its exit code
+        UsageError        2      a flag, a config key, an address, a port, a data folder
+        NoNode            3      a client command found no node on this machine
+        JoinTimeout       4      --require-join ran out
+        RunFailed         5      a plan is infeasible, or a run failed
+    Unreachable                  no path to a peer; the caller tries elsewhere
+        WrongPeer                somebody else answered at the address
+    StreamClosed                 the other side, or we, closed a stream
+    StageFailed                  a stage process died or refused
+
+Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
+"""
+
+from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+
+__all__ = [
+    "JoinTimeout",
+    "LocalProtocolError",
+    "NoNode",
+    "PeerloomError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "RunFailed",
+    "StageFailed",
+    "StreamClosed",
+    "Unreachable",
+    "UsageError",
+    "WrongPeer",
+]
+
+EXIT_DONE = 0
+EXIT_UNEXPECTED = 1
+EXIT_FORCED = 130
+
+
+class PeerloomError(Exception):
+    """`what` happened and where, and optionally what to `do`; printed in at most three lines."""
+
+    exit_code = EXIT_UNEXPECTED
+
+    def __init__(self, what: str, do: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.do = do
+
+
+class UsageError(PeerloomError):
+    exit_code = 2
+
+
+class NoNode(PeerloomError):
+    exit_code = 3
+
+
+class JoinTimeout(PeerloomError):
+    exit_code = 4
+
+
+class RunFailed(PeerloomError):
+    exit_code = 5
+
+
+class Unreachable(Exception):
+    """No path to a peer. `reason` is one word for tables: refused, timeout, unknown, wrong key."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class WrongPeer(Unreachable):
+    """Another peer than the expected one proved its identity."""
+
+
+class StreamClosed(Exception):
+    """The stream is over; nothing more can be sent or received on it."""
+
+
+class StageFailed(Exception):
+    """The stage's process died, broke a bound or refused a request."""

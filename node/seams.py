@@ -1,0 +1,138 @@
+"""The six seams to the outside world, and no seventh (DESIGN law 2).
+
+Network, Clock, rng, entropy, Executor, Storage. Everything a node does to the world goes through
+one of these; the simulator swaps them and nothing else. These are the shapes; the real ones stand
+in `transport`, `storage`, `executor` and `RealClock` here, the simulated ones in `sim.seams`.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol, TypeVar
+
+import trio
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Two clocks: `monotonic` for timers and leases, `wall` (unix seconds) for record expiry."""
+
+    def monotonic(self) -> float: ...
+    def wall(self) -> float: ...
+
+
+class Inbox(Protocol):
+    """Datagrams of one protocol that have arrived, oldest first, bounded: the newest are dropped."""
+
+    async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
+        """What has come, waiting for the first until the monotonic time `until`; may be empty."""
+
+    def wake(self) -> None:
+        """Make the waiting `take` return now: the deadline it waits for has changed."""
+
+
+class Stream(Protocol):
+    """An authenticated, encrypted, ordered stream of messages with one peer.
+
+    Raises `node.errors.StreamClosed` from `send` and `receive` once either side has closed.
+    """
+
+    @property
+    def peer(self) -> PeerId: ...
+    async def send(self, message: bytes | memoryview) -> None: ...
+    async def receive(self) -> bytes: ...
+    async def aclose(self) -> None: ...
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+"""Serves one inbound stream; the network closes the stream when it returns."""
+
+
+class Network(Protocol):
+    """Reach a peer by its id. Protocols are versioned names such as `/peerloom/swim/1`."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where this node listens, as others should dial it."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What was refused and dropped, by reason."""
+
+    def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        """Remember where a peer may be reached (a hint until it answers)."""
+
+    def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
+        """Send one message, unreliably; what does not fit a datagram goes by a stream."""
+
+    def inbox(self, protocol: str) -> Inbox:
+        """Where messages sent to this node under `protocol` arrive."""
+
+    def handle(self, protocol: str, handler: Handler) -> None:
+        """Serve streams that peers open under `protocol`."""
+
+    async def open(self, peer: PeerId, protocol: str) -> Stream:
+        """Open a stream to a known peer. Raises `node.errors.Unreachable`."""
+
+    async def identify(self, address: Address) -> PeerId:
+        """Who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""
+
+
+class Stage(Protocol):
+    """A hosted pipeline stage: see `partition.stage` for the requests it takes."""
+
+    async def call(self, request: object) -> object:
+        """Hand one request to the stage and wait for its answer. Raises `StageFailed`."""
+
+    def vector(self, name: str) -> memoryview:
+        """The bytes of one of its arenas (`parameters`, `gradients`, ...), without a copy."""
+
+    async def aclose(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Where computing happens: never on the event loop."""
+
+    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
+        """Run `function` elsewhere. `seconds` is what it is modelled to take, for the simulator."""
+
+    async def open_stage(self, specification: bytes) -> Stage:
+        """Start a stage from an encoded `partition.stage.StageSpecification`."""
+
+
+class Storage(Protocol):
+    """Small named blobs that survive a restart. A write is atomic: old or new, never half."""
+
+    def read(self, name: str) -> bytes | None: ...
+    def write(self, name: str, data: bytes) -> None: ...
+    def delete(self, name: str) -> None: ...
+
+
+class RealClock:
+    """The machine's clocks. `monotonic` is trio's, so that tests may run under a MockClock."""
+
+    def monotonic(self) -> float:
+        return trio.current_time()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+@dataclass(frozen=True)
+class Seams:
+    """All six, as one node holds them."""
+
+    network: Network
+    clock: Clock
+    rng: Random
+    entropy: Callable[[int], bytes]
+    executor: Executor
+    storage: Storage

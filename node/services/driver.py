@@ -1,0 +1,94 @@
+"""The one driver: runs any sans-IO core under trio, on real or simulated seams.
+
+A core has one shape (DESIGN section 2). The driver hands it what arrived, wakes it at its
+deadline, sends what it returns and publishes what it learnt. `sim.engine` does the same from a
+heap; a test holds that both give the same trace.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.seams import Clock, Network
+
+Sends = list[tuple[PeerId, Any]]
+
+
+class Core(Protocol):
+    """A pure protocol machine. `events` is drained by whoever drives it."""
+
+    events: list[Any]
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends: ...
+    def wake(self, now: float) -> Sends: ...
+
+
+class Driver:
+    """Drives one core over one datagram protocol.
+
+    `message_type` is the union of the protocol's structs; `publish` is called with every event, in
+    order, *before* the core's messages are sent, so that addresses learnt are known to the network.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        protocol: str,
+        message_type: Any,
+        *,
+        message_bytes_max: int,
+        network: Network,
+        clock: Clock,
+        publish: Callable[[Any], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self.core = core
+        self.protocol = protocol
+        self._message_type = message_type
+        self._message_bytes_max = message_bytes_max
+        self._network = network
+        self._clock = clock
+        self._publish = publish
+        self._refuse = refuse
+        self._inbox = network.inbox(protocol)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Drive until cancelled."""
+        task_status.started()
+        while True:
+            arrived = await self._inbox.take(self.core.deadline)
+            now = self._clock.monotonic()
+            for sender, data in arrived:
+                self._receive(now, sender, data)
+            if self.core.deadline <= now:
+                self._pass_on(self.core.wake(now))
+
+    def command(self, order: Callable[[float], Sends]) -> None:
+        """Let local code act on the core: `order(now)` returns what to send."""
+        self._pass_on(order(self._clock.monotonic()))
+        self._inbox.wake()
+
+    def _receive(self, now: float, sender: PeerId, data: bytes) -> None:
+        try:
+            message: Any = decode(data, self._message_type, bytes_max=self._message_bytes_max)
+            sends = self.core.receive(now, sender, message)
+        except RemoteProtocolError as error:
+            self._refuse(sender, error)
+            return
+        self._pass_on(sends)
+
+    def _pass_on(self, sends: Sends) -> None:
+        events = self.core.events[:]
+        self.core.events.clear()
+        for event in events:
+            self._publish(event)
+        for peer, message in sends:
+            self._network.send(peer, self.protocol, encode(message))

@@ -1,0 +1,1 @@
+"""Models as stages: specification, cost, solver, plan, schedule, frames, steps and execution."""
