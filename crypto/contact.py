@@ -105,11 +105,7 @@ def _parse_port(text: str) -> int:
 
 def _check_host(kind: str, host: str) -> None:
     if kind in ("ip4", "ip6"):
-        try:
-            version = ipaddress.ip_address(host).version
-        except ValueError:
-            version = 0
-        if f"ip{version}" != kind:
+        if make_address(host, 0).kind != kind:
             raise ValueError(f"'{host}' is not an IPv{kind[-1]} address")
     elif not _DNS_NAME.match(host):
         raise ValueError(f"'{host}' is not a host name")

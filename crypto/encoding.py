@@ -5,7 +5,6 @@ agreeing. Decoding is the gate for everything hostile: wrong types, missing fiel
 MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at.
 """
 
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ from crypto.errors import RemoteProtocolError
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(message: Any) -> bytes:
@@ -37,6 +37,8 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int) -> 
     return message
 
 
-@lru_cache(maxsize=64)
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+    # Building a decoder costs far more than using it; the kinds are the program's own message types, so few.
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind]

@@ -1,0 +1,58 @@
+"""What the DHT core learns, for its shell: frozen, past tense."""
+
+from dataclasses import dataclass
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+from dht.keys import Key
+from dht.records import Record
+
+
+@dataclass(frozen=True)
+class PeerHeard:
+    """A peer is said to be reachable at these addresses: a hint that the network may try."""
+
+    peer: PeerId
+    addresses: tuple[Address, ...]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The lookup of our own key that `join` began has ended; with 0 `contacts`, nobody answered."""
+
+    contacts: int
+
+
+@dataclass(frozen=True)
+class RecordsFound:
+    """The end of a `find`: the newest record of each publisher, in the order of their ids."""
+
+    request: int
+    key: Key
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class NodesFound:
+    """The end of a `locate`: the k nearest that answered, nearest first, without ourselves."""
+
+    request: int
+    key: Key
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class RecordStored:
+    """The end of a `store`: of `tried` nodes `acknowledged` keep the record, ourselves included.
+
+    With 0 `acknowledged` nobody has it. `refusals` are the reasons others gave, in no more than
+    `tried` words.
+    """
+
+    request: int
+    acknowledged: int
+    tried: int
+    refusals: tuple[str, ...] = ()
+
+
+Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored

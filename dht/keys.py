@@ -1,0 +1,45 @@
+"""The key space: 160 bits, shared by nodes and records, under the xor distance (Kademlia section 2.1).
+
+160 bits because that is the width of the `kademlia` package this DHT is built on. A node does not
+choose its key: it is a hash of its public key, so a place near a record costs as many new
+identities as the network has nodes.
+"""
+
+import hashlib
+from random import Random
+from typing import NewType
+
+from crypto.identity import PeerId
+
+Key = NewType("Key", bytes)
+"""A point of the key space, 20 bytes, big-endian."""
+
+KEY_BYTES = 20
+KEY_BITS = 8 * KEY_BYTES
+KEY_MAX = 2**KEY_BITS - 1
+
+
+def node_key(peer: PeerId) -> Key:
+    """Where a node stands: SHA-256 of its public key, cut to 160 bits."""
+    return Key(hashlib.sha256(peer).digest()[:KEY_BYTES])
+
+
+def record_key(purpose: str, name: bytes) -> Key:
+    """Where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
+
+    The zero byte keeps two purposes apart where one begins as the other. Raises ValueError for a
+    purpose that holds one.
+    """
+    if "\0" in purpose:
+        raise ValueError("a purpose must not hold a zero byte")
+    return Key(hashlib.sha256(purpose.encode() + b"\0" + name).digest()[:KEY_BYTES])
+
+
+def distance(one: bytes, other: bytes) -> int:
+    """The xor distance of two keys, 0 to KEY_MAX."""
+    return int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
+
+
+def random_key(rng: Random, lower: int, upper: int) -> Key:
+    """A key anywhere from `lower` to `upper`, both included: the target of a bucket's refresh."""
+    return Key(rng.randint(lower, upper).to_bytes(KEY_BYTES, "big"))

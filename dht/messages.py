@@ -1,0 +1,186 @@
+"""The messages of Kademlia: four requests and their answers (Maymounkov & Mazieres 2002, section 2.3).
+
+    Ping      -> Pong
+    FindNode  -> Nodes      the nearest contacts to a key
+    FindValue -> Values     a page of records under a key, and the nearest contacts
+    Store     -> Stored     kept, or the reason why not
+
+Every message carries its request's id and the sender's own addresses, so that the address a node
+passes on is the one a peer claims for itself and not what somebody else said of it. Who sent a
+message is known from the session beneath, never from the message.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from crypto.contact import Address, parse_address
+from crypto.encoding import encode
+from crypto.facts import Fact
+from crypto.identity import PEER_ID_BYTES, PeerId
+from dht.keys import KEY_BYTES
+
+PROTOCOL = "/peerloom/dht/1"
+
+MESSAGE_BYTES_MAX = 8_192
+"""Before decoding. The largest honest message is a Store of about 1,200 bytes; payload_bytes_max
+may be set a little higher."""
+
+HINTS_MAX = 32
+"""Hints in one reply: no less than any k in use."""
+
+HINT_ADDRESSES_MAX = 2
+"""One per address family is enough to reach a peer, who then says the rest itself."""
+
+HINT_ADDRESS_LENGTH_MAX = 64
+"""An IPv6 multiaddr needs at most 54 letters; longer names are left out of hints."""
+
+RECORDS_MAX = 32
+"""Records in one page; payload_bytes_max cuts it long before."""
+
+REASON_LENGTH_MAX = 24
+
+AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
+AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
+PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+KeyBytes = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+class Hint(msgspec.Struct, frozen=True, array_like=True):
+    """A peer somebody has heard of, and where. Nothing is true of it before it answers itself."""
+
+    peer: PeerBytes
+    addresses: AddressTexts
+
+
+Hints = Annotated[tuple[Hint, ...], msgspec.Meta(max_length=HINTS_MAX)]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Are you there?"""
+
+    id: RequestId
+    addresses: AddressTexts
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Yes."""
+
+    id: RequestId
+    addresses: AddressTexts
+
+
+class FindNode(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Whom do you know nearest to `key`?"""
+
+    id: RequestId
+    addresses: AddressTexts
+    key: KeyBytes
+
+
+class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The nearest first; fewer than k where they did not fit."""
+
+    id: RequestId
+    addresses: AddressTexts
+    hints: Hints
+
+
+class FindValue(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Which records do you hold under `key`, of publishers behind `after`, and who is near it?"""
+
+    id: RequestId
+    addresses: AddressTexts
+    key: KeyBytes
+    after: Annotated[bytes, msgspec.Meta(max_length=PEER_ID_BYTES)]
+
+
+class Values(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A page of records in the order of their publishers' ids; `more` if there is a next page."""
+
+    id: RequestId
+    addresses: AddressTexts
+    records: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+    more: bool
+    hints: Hints
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Keep this record."""
+
+    id: RequestId
+    addresses: AddressTexts
+    record: Fact
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """`refused` is empty if the record is kept, else one of `dht.records.Refusal`."""
+
+    id: RequestId
+    addresses: AddressTexts
+    refused: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
+Request = Ping | FindNode | FindValue | Store
+Answer = Pong | Nodes | Values | Stored
+Message = Ping | Pong | FindNode | Nodes | FindValue | Values | Store | Stored
+
+ANSWER_OF: dict[type[Request], type[Answer]] = {
+    Ping: Pong,
+    FindNode: Nodes,
+    FindValue: Values,
+    Store: Stored,
+}
+"""Which answer fits which request."""
+
+Item = TypeVar("Item")
+
+
+def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
+    """As many of `items`, from the first, as fit `room_bytes` when encoded."""
+    fitting: list[Item] = []
+    for item in items:
+        room_bytes -= len(encode(item))
+        if room_bytes < 0:
+            break
+        fitting.append(item)
+    return tuple(fitting)
+
+
+def encoded_bytes(message: Any) -> int:
+    """The size of a message on the wire."""
+    return len(encode(message))
+
+
+def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
+    """Addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
+
+    Cut to the first HINT_ADDRESSES_MAX that are short enough.
+    """
+    texts = []
+    for address in addresses:
+        place = address.of(None)
+        text = str(place)
+        if place.kind in ("ip4", "ip6", "dns"):
+            text = place.short
+        if len(text) <= HINT_ADDRESS_LENGTH_MAX:
+            texts.append(text)
+    return tuple(texts[:HINT_ADDRESSES_MAX])
+
+
+def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
+    """The addresses among `texts` that this version can read and that may be `peer`'s.
+
+    Others are left out and not refused: a later version may know kinds of address that we do not.
+    """
+    addresses = []
+    for text in texts:
+        try:
+            address = parse_address(text)
+        except ValueError:
+            continue
+        if address.peer in (None, peer):
+            addresses.append(address.of(peer))
+    return tuple(addresses)

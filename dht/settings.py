@@ -1,0 +1,114 @@
+"""The DHT's settings: what each does, its bounds against its siblings, and a good value."""
+
+from dataclasses import dataclass
+
+from dht.messages import HINTS_MAX
+
+PAYLOAD_BYTES_MIN = 300
+"""Room for a reply's head and a few hints; less would make lookups blind."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Frozen, checked at construction (ValueError). The defaults suit a swarm over the internet."""
+
+    k: int = 20
+    """Contacts in a bucket and replicas of a record; 1 to HINTS_MAX. 20 outlives an hour of churn."""
+
+    alpha: int = 3
+    """Requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages."""
+
+    find_width: int = 8
+    """A find that holds a record ends when this many of the nearest alive have answered; 1 to `k`.
+    More finds fresher sequences and more publishers. A find that holds none always asks `k`."""
+
+    request_seconds: float = 0.5
+    """How long a request may take before its peer is passed over; above 0. Some round trips."""
+
+    late_seconds: float = 2.0
+    """How much longer an answer is still welcome after that; 0 or more."""
+
+    store_attempts: int = 2
+    """How often a Store is sent to one peer before it counts as failed; 1 or more."""
+
+    failures_max: int = 3
+    """Requests in a row a contact may leave unanswered before it loses its place; 1 or more."""
+
+    recheck_seconds: float = 5.0
+    """How long after a failure the contact is pinged again; above `request_seconds`."""
+
+    checks_max: int = 64
+    """Pings in flight to contacts that are not yet, or no longer, trusted; 1 or more. A flood of
+    strangers beyond this is answered but not met."""
+
+    fresh_seconds: float = 60.0
+    """A contact heard from within this time is not pinged to make room for another; 0 or more."""
+
+    refresh_seconds: float = 600.0
+    """A bucket in which nothing was looked up for so long is refreshed; above `refresh_gap_seconds`."""
+
+    refresh_gap_seconds: float = 2.0
+    """The least time between two refreshes, so that they do not come in a burst; above 0."""
+
+    republish_seconds: float = 1_800.0
+    """How often a node stores its own records again, give or take a tenth; above 0. 30 minutes
+    keeps 19 of 20 replicas alive at a median session of an hour."""
+
+    lookup_requests_max: int = 128
+    """Requests of one lookup; at least `k`. An honest one needs about `k` + 10."""
+
+    lookup_seconds_max: float = 20.0
+    """A lookup ends after this with what it has; above `request_seconds`. Only liars make it so long."""
+
+    pages_max: int = 16
+    """Pages of records asked of one holder in a find; 1 or more."""
+
+    found_max: int = 256
+    """Publishers collected by one find; 1 or more. Beyond it, new ones are passed over."""
+
+    payload_bytes_max: int = 1_000
+    """Size of a reply, encoded; PAYLOAD_BYTES_MIN or more. What fits a datagram with its envelope.
+    A reply always has room for one record, be it larger."""
+
+    records_max: int = 10_000
+    """Records this node holds for others and itself; 1 or more. About 1.5 kB each."""
+
+    records_per_key_max: int = 64
+    """Publishers under one key; 1 to `records_max`."""
+
+    records_per_publisher_max: int = 256
+    """Keys of one publisher; 1 to `records_max`."""
+
+    expiry_check_seconds: float = 60.0
+    """How often expired records are swept out; above 0. They are not handed out in between."""
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, holds in self._bounds().items() if not holds]
+        if wrong:
+            raise ValueError(f"DHT settings out of bounds: {', '.join(wrong)}")
+
+    def _bounds(self) -> dict[str, bool]:
+        return {
+            "k": 1 <= self.k <= HINTS_MAX,
+            "alpha": 1 <= self.alpha <= self.k,
+            "find_width": 1 <= self.find_width <= self.k,
+            "request_seconds": self.request_seconds > 0,
+            "late_seconds": self.late_seconds >= 0,
+            "store_attempts": self.store_attempts >= 1,
+            "failures_max": self.failures_max >= 1,
+            "recheck_seconds": self.recheck_seconds > self.request_seconds,
+            "checks_max": self.checks_max >= 1,
+            "fresh_seconds": self.fresh_seconds >= 0,
+            "refresh_seconds": self.refresh_seconds > self.refresh_gap_seconds,
+            "refresh_gap_seconds": self.refresh_gap_seconds > 0,
+            "republish_seconds": self.republish_seconds > 0,
+            "lookup_requests_max": self.lookup_requests_max >= self.k,
+            "lookup_seconds_max": self.lookup_seconds_max > self.request_seconds,
+            "pages_max": self.pages_max >= 1,
+            "found_max": self.found_max >= 1,
+            "payload_bytes_max": self.payload_bytes_max >= PAYLOAD_BYTES_MIN,
+            "records_max": self.records_max >= 1,
+            "records_per_key_max": 1 <= self.records_per_key_max <= self.records_max,
+            "records_per_publisher_max": 1 <= self.records_per_publisher_max <= self.records_max,
+            "expiry_check_seconds": self.expiry_check_seconds > 0,
+        }

@@ -1,0 +1,395 @@
+"""The configuration of a node: flag > `PEERLOOM_*` > file > default. None is needed.
+
+A frozen value, pure of trio and torch. Every fault is one `UsageError` that names where it stands
+(`--join`, `PEERLOOM_JOIN`, `node.toml:7`), what is wrong and what would be right. `RULES` is the
+only list of settings: the flags, the environment names and the file keys are all read from it.
+"""
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
+from node import toml
+from node.errors import UsageError
+from node.paths import ENVIRONMENT_PREFIX, default_data_dir
+
+DEFAULT_PORT = 9747
+DEFAULT_LISTEN = Address("ip4", "0.0.0.0", DEFAULT_PORT)  # noqa: S104 - a node is there to be reached
+CORES_MAX = 4_096
+SEEDS_MAX = 256
+"""Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
+LABEL_LENGTH_MAX = 64
+
+Preset = Literal["lan", "wan", "local"]
+AcceptRuns = Literal["swarm", "listed", "never"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An amount of memory: bytes, or a fraction of what the device has."""
+
+    bytes: int = 0
+    fraction: float = 0.0
+
+    def of(self, total_bytes: int) -> int:
+        """The amount in bytes on a device with `total_bytes`, never more than it has."""
+        return min(self.bytes or int(self.fraction * total_bytes), total_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes" if self.bytes else f"{self.fraction * 100:g}%"
+
+
+@dataclass(frozen=True)
+class Join:
+    """Where to look for the first peer. `seeds` holds flags, file and seed files, in that order."""
+
+    seeds: tuple[Address, ...] = ()
+    remember: bool = True
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where this node is reached: port 0 takes any free one; `announce` replaces what others are told."""
+
+    addresses: tuple[Address, ...] = (DEFAULT_LISTEN,)
+    announce: tuple[Address, ...] = ()
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Which swarm, and for what kind of network its timers are set."""
+
+    name: str = "default"
+    preset: Preset = "lan"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N."""
+
+    device: str = "auto"
+    memory: Memory = Memory(fraction=0.8)
+    cores: int = 0
+    location: str = ""
+    accept_runs: AcceptRuns = "swarm"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a node is told before it starts. An `observer` watches and takes no stage."""
+
+    name: str = field(default_factory=lambda: default_name())
+    data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
+    observer: bool = False
+    join: Join = Join()
+    listen: Listen = Listen()
+    swarm: Swarm = Swarm()
+    resources: Resources = Resources()
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Config":
+        """The config in a file, with `PEERLOOM_*` above it. Raises UsageError."""
+        return resolve({"config": str(path)}, os.environ)
+
+
+def default_name() -> str:
+    """This machine's name, without its domain."""
+    name = "".join(letter for letter in platform.node().partition(".")[0] if letter.isprintable())
+    return name[:NAME_LENGTH_MAX] or "node"
+
+
+# What may stand in the file; None is "not given". Texts are read further by RULES.
+
+
+class _JoinTable(msgspec.Struct, frozen=True):
+    seeds: tuple[str, ...] | None = None
+    seed_files: tuple[str, ...] | None = None
+    remember: bool | None = None
+
+
+class _ListenTable(msgspec.Struct, frozen=True):
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=ADDRESSES_MAX)] | None = None
+    announce: Annotated[tuple[str, ...], msgspec.Meta(max_length=ADDRESSES_MAX)] | None = None
+
+
+class _SwarmTable(msgspec.Struct, frozen=True):
+    name: str | None = None
+    preset: Preset | None = None
+
+
+class _ResourcesTable(msgspec.Struct, frozen=True):
+    device: str | None = None
+    memory: str | None = None
+    cores: Annotated[int, msgspec.Meta(ge=0, le=CORES_MAX)] | None = None
+    location: str | None = None
+    accept_runs: AcceptRuns | None = None
+
+
+class _File(msgspec.Struct, frozen=True):
+    name: str | None = None
+    data_dir: str | None = None
+    observer: bool | None = None
+    join: _JoinTable = _JoinTable()
+    listen: _ListenTable = _ListenTable()
+    swarm: _SwarmTable = _SwarmTable()
+    resources: _ResourcesTable = _ResourcesTable()
+
+
+# Readers: one text as a person writes it to a value, or ValueError with the reason.
+
+
+def read_listen(text: str) -> Address:
+    """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
+    any_port = re.fullmatch(r"(/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
+    address = parse_address(any_port[1] + "1" if any_port else text)
+    if address.kind not in ("ip4", "ip6"):
+        raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
+    return replace(address, port=0) if any_port else address
+
+
+def read_memory(text: str) -> Memory:
+    """`12GB`, `800 MiB` or `80%`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|%)", text)
+    number = float(match[1]) if match else 0.0
+    if match is None or number <= 0 or (match[2] == "%" and number > 100):
+        raise ValueError("want an amount such as 12GB, 800MiB or 80%")
+    if match[2] == "%":
+        return Memory(fraction=number / 100)
+    unit = 1024 if "i" in match[2] else 1000
+    return Memory(bytes=int(number * unit ** ("KMGT".index(match[2][0]) + 1)))
+
+
+def read_duration(text: str) -> float:
+    """`500ms`, `30s`, `2m` or `1h` in seconds; a bare number is seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s|m|h)?", text)
+    if match is None:
+        raise ValueError("want a time such as 30s, 500ms or 2m")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+
+
+def _read_cores(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= CORES_MAX):
+        raise ValueError(f"want a whole number, 0 (all) to {CORES_MAX}")
+    return int(text)
+
+
+def _read_device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
+        raise ValueError("want auto, cpu, cuda:0 or mps")
+    return "cuda:0" if text == "cuda" else text
+
+
+def _read_switch(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False}
+    words |= {"no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("want true or false")
+    return words[text.lower()]
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"want one of {', '.join(words)}{toml.did_you_mean(text, words)}")
+        return text
+
+    return read
+
+
+def _label(length_max: int, *, may_be_empty: bool = False) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if len(text) > length_max or not text.isprintable() or (text != text.strip()):
+            raise ValueError(f"want at most {length_max} printable letters")
+        if not text and not may_be_empty:
+            raise ValueError("must not be empty")
+        return text
+
+    return read
+
+
+def _read_path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError("want a path")
+    return Path(text).expanduser()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting: its flag (and environment name), its key in the file, and how its text is read."""
+
+    name: str
+    key: tuple[str, ...]
+    read: Callable[[str], Any]
+    many: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+RULES = (
+    Rule("name", ("name",), _label(NAME_LENGTH_MAX)),
+    Rule("data_dir", ("data_dir",), _read_path),
+    Rule("observer", ("observer",), _read_switch),
+    Rule("join", ("join", "seeds"), parse_address, many=True),
+    Rule("seed_files", ("join", "seed_files"), _read_path, many=True),
+    Rule("remember", ("join", "remember"), _read_switch),
+    Rule("listen", ("listen", "addresses"), read_listen, many=True),
+    Rule("announce", ("listen", "announce"), parse_address, many=True),
+    Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
+    Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "local")),
+    Rule("device", ("resources", "device"), _read_device),
+    Rule("memory", ("resources", "memory"), read_memory),
+    Rule("cores", ("resources", "cores"), _read_cores),
+    Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
+    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "listed", "never")),
+)
+_CONFIG_RULE = Rule("config", (), _read_path)
+
+
+def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:
+    """Merge all sources into a Config.
+
+    `flags` maps rule names (and `config`, the file) to what was typed, None or empty for not given.
+    A list given by a higher source replaces the lower one's, except `join`: all seeds are tried.
+
+    Raises:
+        UsageError: the first fault, with where it stands.
+    """
+    _check_environment(environ)
+    document, folder = _read_file(flags, environ)
+    values: dict[str, Any] = {}
+    for rule in RULES:
+        sources = [_from_flags(rule, flags), _from_environment(rule, environ)]
+        sources.append(_from_file(rule, document, folder))
+        given = [source for source in sources if source is not None]
+        if rule.name == "join":
+            values[rule.name] = tuple(seed for source in given for seed in source)
+        elif given:
+            values[rule.name] = given[0]
+    seeds = values["join"] + tuple(
+        seed for path in values.pop("seed_files", ()) for seed in read_seed_file(path)
+    )
+    values["join"] = tuple(dict.fromkeys(seeds))
+    if len(values["join"]) > SEEDS_MAX:
+        raise UsageError(f"{len(values['join'])} seeds to join; at most {SEEDS_MAX} are tried")
+    return _build(values)
+
+
+def read_seed_file(path: Path) -> tuple[Address, ...]:
+    """One address a line, `#` starts a comment. Raises UsageError with file and line."""
+    seeds = []
+    for number, line in enumerate(toml.read_text(path).splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            seeds.append(read_setting(f"{path}:{number}:", text, parse_address))
+    return tuple(seeds)
+
+
+def read_setting(where: str, text: str, read: Callable[[str], Any]) -> Any:
+    """Read one text; a fault says `{where} {text}: {reason}`. Raises UsageError."""
+    try:
+        return read(text)
+    except ValueError as error:
+        typed = text if text and text.isprintable() and len(text) <= 60 else toml.shown(text)
+        raise UsageError(f"{where} {typed}: {error}") from None
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    """A misspelt variable is an error; one that looks like nothing of ours may be somebody else's.
+
+    (Kubernetes sets PEERLOOM_PORT and PEERLOOM_SERVICE_HOST beside a service named peerloom.)
+    """
+    known = [rule.environment for rule in (*RULES, _CONFIG_RULE)]
+    words = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in known]
+    for name in sorted(environ):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+            hint = toml.did_you_mean(name.removeprefix(ENVIRONMENT_PREFIX), words, cutoff=0.75)
+            if hint:
+                right = ENVIRONMENT_PREFIX + hint.split("'")[1].upper()
+                raise UsageError(f"unknown variable {name} in the environment; did you mean {right}?")
+
+
+def _read_file(
+    flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[toml.Document[_File] | None, Path]:
+    path = _from_flags(_CONFIG_RULE, flags) or _from_environment(_CONFIG_RULE, environ)
+    if path is None:
+        return None, Path()
+    return toml.read(path, _File), path.parent
+
+
+def _from_flags(rule: Rule, flags: Mapping[str, Any]) -> Any:
+    given = flags.get(rule.name)
+    if given is None or (rule.many and not given):
+        return None
+    if isinstance(given, bool):
+        return given
+    if rule.many:
+        return tuple(read_setting(rule.flag, text, rule.read) for text in given)
+    return read_setting(rule.flag, given, rule.read)
+
+
+def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
+    text = environ.get(rule.environment)
+    if text is None:
+        return None
+    where = f"{rule.environment}:"
+    if rule.many:
+        return tuple(read_setting(where, item, rule.read) for item in re.split(r"[,\s]+", text) if item)
+    return read_setting(where, text, rule.read)
+
+
+def _from_file(rule: Rule, document: toml.Document[_File] | None, folder: Path) -> Any:
+    if document is None:
+        return None
+    value: Any = document.value
+    for part in rule.key:
+        value = getattr(value, part)
+    if isinstance(value, tuple):
+        read = tuple(_from_file_text(rule, item, document, index) for index, item in enumerate(value))
+        return tuple(folder / item if isinstance(item, Path) else item for item in read)
+    if isinstance(value, str):
+        value = _from_file_text(rule, value, document)
+    # Paths in a file are meant from where the file lies, not from where the program was started.
+    return folder / value if isinstance(value, Path) else value
+
+
+def _from_file_text(rule: Rule, text: str, document: toml.Document[_File], *index: int) -> Any:
+    where = f"{document.where(*rule.key, *index)}: {rule.key[-1]}"
+    return read_setting(where, text, rule.read)
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    def section(**names: str) -> Iterator[tuple[str, Any]]:
+        return ((key, values[name]) for key, name in names.items() if name in values)
+
+    top = dict(section(name="name", data_dir="data_dir", observer="observer"))
+    return Config(
+        **top,
+        join=Join(**dict(section(seeds="join", remember="remember"))),
+        listen=Listen(**dict(section(addresses="listen", announce="announce"))),
+        swarm=Swarm(**dict(section(name="swarm", preset="preset"))),
+        resources=Resources(
+            **dict(
+                section(
+                    device="device",
+                    memory="memory",
+                    cores="cores",
+                    location="location",
+                    accept_runs="accept_runs",
+                )
+            )
+        ),
+    )

@@ -1,0 +1,164 @@
+"""What happens in a node, as frozen events: the only thing screens, `--json`, metrics and the
+simulator's report are made of (DESIGN law 5).
+
+Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
+and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.
+"""
+
+import msgspec
+
+from crypto.identity import PeerId
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Base: when it happened, by this node's wall clock (unix seconds)."""
+
+    at: float
+
+
+class NodeStarted(Event, frozen=True, kw_only=True):
+    """This node listens and serves."""
+
+    peer: PeerId
+    name: str
+    swarm: str
+    addresses: tuple[str, ...]
+    identity_is_new: bool
+    data_dir: str
+    port_wanted: int
+    port: int
+
+
+class CapacityMeasured(Event, frozen=True, kw_only=True):
+    """What this machine offers, as it measured itself."""
+
+    device: str
+    cores: int
+    memory_free_bytes: int
+    memory_total_bytes: int
+    flops_per_second: float
+    location: str
+
+
+class JoinTried(Event, frozen=True, kw_only=True):
+    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown."""
+
+    address: str
+    outcome: str
+    detail: str
+    peer: PeerId | None = None
+    seconds: float = 0.0
+
+
+class MemberJoined(Event, frozen=True, kw_only=True):
+    """A member is alive, for the first time or again; `found_through` says how it was found."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[str, ...]
+    found_through: str
+    capacity: CapacityMeasured | None = None
+
+
+class MemberSuspected(Event, frozen=True, kw_only=True):
+    peer: PeerId
+    by: PeerId
+
+
+class MemberRefuted(Event, frozen=True, kw_only=True):
+    """A suspected member proved to be alive."""
+
+    peer: PeerId
+
+
+class MemberLost(Event, frozen=True, kw_only=True):
+    """A member was declared dead."""
+
+    peer: PeerId
+    reason: str
+
+
+class MemberLeft(Event, frozen=True, kw_only=True):
+    """A member said goodbye."""
+
+    peer: PeerId
+
+
+class RunAccepted(Event, frozen=True, kw_only=True):
+    """A signed manifest was taken in."""
+
+    run: str
+    model: str
+    data: str
+    steps: int
+    requester: PeerId
+
+
+class RunPlanned(Event, frozen=True, kw_only=True):
+    """A plan came into force. `stages` holds one tuple of peers (the replicas) per stage."""
+
+    run: str
+    plan: str
+    height: int
+    trainer: PeerId
+    planner: PeerId
+    layers: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[PeerId, ...], ...]
+
+
+class StageLeased(Event, frozen=True, kw_only=True):
+    """This node gave a slot to a stage of a run."""
+
+    run: str
+    stage: int
+    layers: tuple[int, int]
+
+
+class ReplicaDropped(Event, frozen=True, kw_only=True):
+    """A stage replica died in a step; its micro-batches are replayed on the others of its stage."""
+
+    run: str
+    step: int
+    stage: int
+    peer: PeerId
+    microbatches_replayed: int
+
+
+class StepCommitted(Event, frozen=True, kw_only=True):
+    """A step is final. `loss` is the mean over the step's samples."""
+
+    run: str
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    replicas: int
+
+
+class RunEvaluated(Event, frozen=True, kw_only=True):
+    """Held-out accuracy of the committed parameters."""
+
+    run: str
+    accuracy: float
+    loss: float
+    samples: int
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    """`outcome`: done or failed. `weights` is the BLAKE3 hash (hex) of the safetensors file."""
+
+    run: str
+    outcome: str
+    detail: str
+    weights: str = ""
+
+
+class StrangerRefused(Event, frozen=True, kw_only=True):
+    """Refusals by one reason passed a threshold; below it they are only counted."""
+
+    reason: str
+    count: int
+
+
+class NodeStopped(Event, frozen=True, kw_only=True):
+    """This node said goodbye to the swarm."""

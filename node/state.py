@@ -1,0 +1,326 @@
+"""One view of a node: `apply(state, event)` is pure, and every screen is a function of `State`.
+
+Not a place for protocol state: cores keep theirs. This is what a person or a program may ask.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import singledispatch
+from types import MappingProxyType
+from typing import Any
+
+from crypto.identity import PeerId, peer_text
+from node import events
+
+JOINS_MAX = 64
+"""Join attempts kept: the newest; older ones no longer explain the present."""
+LOSSES_MAX = 100_000
+"""Losses kept per run, so that a long run's curve stays whole within bounded memory."""
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """Another member as this node sees it. `status`: alive, suspect, dead, left."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[str, ...]
+    status: str
+    since: float
+    reason: str
+    found_through: str
+    capacity: events.CapacityMeasured | None
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as this node knows it. `status`: placing, running, degraded, done, failed."""
+
+    run: str
+    model: str
+    data: str
+    steps: int
+    requester: PeerId
+    status: str
+    plan: events.RunPlanned | None = None
+    losses: tuple[float, ...] = ()
+    step: int = 0
+    microbatches_replayed: int = 0
+    accuracy: float | None = None
+    detail: str = ""
+    weights: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a screen may show. Times are unix seconds."""
+
+    started: events.NodeStarted | None = None
+    capacity: events.CapacityMeasured | None = None
+    joins: tuple[events.JoinTried, ...] = ()
+    members: Mapping[PeerId, MemberView] = field(default_factory=lambda: MappingProxyType({}))
+    runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
+    refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def alive(self) -> tuple[MemberView, ...]:
+        """Members believed alive (suspects too), by peer id."""
+        return tuple(m for _, m in sorted(self.members.items()) if m.status in ("alive", "suspect"))
+
+
+@singledispatch
+def _fold(_: events.Event, state: State) -> State:
+    return state
+
+
+def apply(state: State, event: events.Event) -> State:
+    """The state after `event`; events it has no use for leave it as it is."""
+    return _fold(event, state)
+
+
+@_fold.register
+def _(event: events.NodeStarted, state: State) -> State:
+    return replace(state, started=event)
+
+
+@_fold.register
+def _(event: events.CapacityMeasured, state: State) -> State:
+    return replace(state, capacity=event)
+
+
+@_fold.register
+def _(event: events.JoinTried, state: State) -> State:
+    others = tuple(join for join in state.joins if join.address != event.address)
+    return replace(state, joins=(*others, event)[-JOINS_MAX:])
+
+
+@_fold.register
+def _(event: events.MemberJoined, state: State) -> State:
+    known = state.members.get(event.peer)
+    since = known.since if known is not None and known.status == "alive" else event.at
+    return _with_member(
+        state,
+        MemberView(
+            peer=event.peer,
+            name=event.name,
+            addresses=event.addresses,
+            status="alive",
+            since=since,
+            reason="",
+            found_through=event.found_through,
+            capacity=event.capacity,
+        ),
+    )
+
+
+@_fold.register
+def _(event: events.MemberSuspected, state: State) -> State:
+    return _with_status(state, event.peer, "suspect", event.at, "no ack")
+
+
+@_fold.register
+def _(event: events.MemberRefuted, state: State) -> State:
+    return _with_status(state, event.peer, "alive", event.at, "")
+
+
+@_fold.register
+def _(event: events.MemberLost, state: State) -> State:
+    return _with_status(state, event.peer, "dead", event.at, event.reason)
+
+
+@_fold.register
+def _(event: events.MemberLeft, state: State) -> State:
+    return _with_status(state, event.peer, "left", event.at, "left")
+
+
+@_fold.register
+def _(event: events.RunAccepted, state: State) -> State:
+    if event.run in state.runs:
+        return state
+    view = RunView(event.run, event.model, event.data, event.steps, event.requester, "placing")
+    return _with_run(state, view)
+
+
+@_fold.register
+def _(event: events.RunPlanned, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, status="running", plan=event))
+
+
+@_fold.register
+def _(event: events.ReplicaDropped, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None:
+        return state
+    replayed = view.microbatches_replayed + event.microbatches_replayed
+    return _with_run(state, replace(view, status="degraded", microbatches_replayed=replayed))
+
+
+@_fold.register
+def _(event: events.StepCommitted, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None:
+        return state
+    losses = (*view.losses, event.loss)[-LOSSES_MAX:]
+    return _with_run(state, replace(view, losses=losses, step=event.step + 1))
+
+
+@_fold.register
+def _(event: events.RunEvaluated, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, accuracy=event.accuracy))
+
+
+@_fold.register
+def _(event: events.RunEnded, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None:
+        return state
+    return _with_run(state, replace(view, status=event.outcome, detail=event.detail, weights=event.weights))
+
+
+@_fold.register
+def _(event: events.StrangerRefused, state: State) -> State:
+    return replace(state, refused=MappingProxyType({**state.refused, event.reason: event.count}))
+
+
+def _with_member(state: State, member: MemberView) -> State:
+    return replace(state, members=MappingProxyType({**state.members, member.peer: member}))
+
+
+def _with_status(state: State, peer: PeerId, status: str, at: float, reason: str) -> State:
+    member = state.members.get(peer)
+    if member is None:
+        return state
+    return _with_member(state, replace(member, status=status, since=at, reason=reason))
+
+
+def _with_run(state: State, view: RunView) -> State:
+    return replace(state, runs=MappingProxyType({**state.runs, view.run: view}))
+
+
+def rfc3339(at: float) -> str:
+    """Unix seconds as RFC 3339 in UTC, to the millisecond."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def status_document(state: State, now: float, counters: Mapping[str, int]) -> dict[str, Any]:
+    """`status --json`, schema `peerloom/status/1`. It only grows."""
+    started = state.started
+    alive = [member for member in state.members.values() if member.status == "alive"]
+    return {
+        "schema": "peerloom/status/1",
+        "peer": peer_text(started.peer) if started else "",
+        "name": started.name if started else "",
+        "swarm": started.swarm if started else "",
+        "addresses": list(started.addresses) if started else [],
+        "data_dir": started.data_dir if started else "",
+        "started": rfc3339(started.at) if started else None,
+        "up_seconds": round(now - started.at, 3) if started else 0.0,
+        "capacity": capacity_document(state.capacity),
+        "joins": [join_document(join) for join in state.joins],
+        "members_alive": len(alive),
+        "members_known": len(state.members),
+        "runs": [run_document(view) for view in state.runs.values()],
+        "counters": dict(sorted(counters.items())),
+    }
+
+
+def peers_document(state: State, now: float) -> dict[str, Any]:
+    """`peers --json`, schema `peerloom/peers/1`."""
+    return {
+        "schema": "peerloom/peers/1",
+        "peers": [
+            {
+                "peer": peer_text(member.peer),
+                "name": member.name,
+                "status": member.status,
+                "reason": member.reason,
+                "since": rfc3339(member.since),
+                "since_seconds": round(max(0.0, now - member.since), 3),
+                "found_through": member.found_through,
+                "addresses": list(member.addresses),
+                "capacity": capacity_document(member.capacity),
+            }
+            for _, member in sorted(state.members.items())
+        ],
+    }
+
+
+def join_document(join: events.JoinTried) -> dict[str, Any]:
+    """One row of the join table."""
+    return {
+        "address": join.address,
+        "outcome": join.outcome,
+        "detail": join.detail,
+        "peer": peer_text(join.peer) if join.peer is not None else None,
+        "seconds": round(join.seconds, 6),
+        "at": rfc3339(join.at),
+    }
+
+
+def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any] | None:
+    """What a machine offers."""
+    if capacity is None:
+        return None
+    return {
+        "device": capacity.device,
+        "cores": capacity.cores,
+        "memory_free_bytes": capacity.memory_free_bytes,
+        "memory_total_bytes": capacity.memory_total_bytes,
+        "flops_per_second": capacity.flops_per_second,
+        "location": capacity.location,
+    }
+
+
+def run_document(view: RunView) -> dict[str, Any]:
+    """One run, with its plan and its loss so far."""
+    plan = view.plan
+    return {
+        "run": view.run,
+        "model": view.model,
+        "data": view.data,
+        "requester": peer_text(view.requester),
+        "status": view.status,
+        "detail": view.detail,
+        "step": view.step,
+        "steps": view.steps,
+        "loss": view.losses[-1] if view.losses else None,
+        "accuracy": view.accuracy,
+        "microbatches_replayed": view.microbatches_replayed,
+        "weights": view.weights,
+        "plan": None
+        if plan is None
+        else {
+            "plan": plan.plan,
+            "height": plan.height,
+            "planner": peer_text(plan.planner),
+            "trainer": peer_text(plan.trainer),
+            "stages": [
+                {"layers": list(layers), "replicas": [peer_text(peer) for peer in replicas]}
+                for layers, replicas in zip(plan.layers, plan.stages, strict=True)
+            ],
+        },
+    }
+
+
+def event_document(event: events.Event) -> dict[str, Any]:
+    """Any event as JSON: its class name, its time, and its fields, peers as text."""
+    document: dict[str, Any] = {"kind": type(event).__name__}
+    for name in event.__struct_fields__:
+        document[name] = _plain(getattr(event, name))
+    document["at"] = rfc3339(event.at)
+    document["at_seconds"] = event.at
+    return document
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case bytes():
+            return peer_text(PeerId(value))
+        case tuple():
+            return [_plain(item) for item in value]
+        case events.CapacityMeasured():
+            return capacity_document(value)
+        case _:
+            return value

@@ -1,0 +1,121 @@
+"""The data folder: the real Storage seam, and the lock that keeps it to one process.
+
+A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced:
+after a crash there is the old blob or the new one, never half (the rename of POSIX, rename(2)).
+Not for weights or blobs by hash; it holds keys, contacts and small tables.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from crypto.errors import LocalProtocolError
+from node.errors import UsageError
+from node.paths import short_path
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+NAME_DEPTH_MAX = 8
+LOCK_NAME = "node.lock"
+_TEMPORARY_SUFFIX = ".half"
+# No leading dot, so neither `..` nor hidden files; 128 letters leave room for the suffix in any file system.
+_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class FolderStorage:
+    """`node.seams.Storage` in a folder of files. One writer per name at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder (mode 0700) where there is none. Raises UsageError."""
+        self.path = path
+        try:
+            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(path, error) from None
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise UsageError(f"data folder {short_path(path)}: not writable", _OTHER_FOLDER)
+
+    def read(self, name: str) -> bytes | None:
+        """The blob, or None where there is none."""
+        try:
+            return self.file(name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put `data` in place of what was there, durably, readable by this user only."""
+        target = self.file(name)
+        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        half = target.with_name(target.name + _TEMPORARY_SUFFIX)
+        # A half file left by a crash may have any mode; a new one surely has ours.
+        half.unlink(missing_ok=True)
+        descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(target)
+        _sync_folder(target.parent)
+
+    def delete(self, name: str) -> None:
+        """Remove the blob; nothing happens where there is none."""
+        self.file(name).unlink(missing_ok=True)
+
+    def file(self, name: str) -> Path:
+        """Where the blob `name` lies. Names are `/`-separated and cannot leave the folder."""
+        parts = name.split("/")
+        safe = len(parts) <= NAME_DEPTH_MAX and all(_PART.fullmatch(part) for part in parts)
+        if not safe or name.endswith(_TEMPORARY_SUFFIX):
+            raise LocalProtocolError(f"not a name for storage: {name!r}")
+        return self.path.joinpath(*parts)
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the data folder `path` for this process; the system frees it when the process ends.
+
+    Raises:
+        UsageError: another process holds it; says which.
+    """
+    try:
+        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise _in_use(path, os.pread(descriptor, 20, 0)) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        # The file stays: removing it would let two processes lock two files of one name.
+        os.close(descriptor)
+
+
+def _in_use(path: Path, holder: bytes) -> UsageError:
+    process = f"process {holder.decode()}" if holder.isdigit() else "another process"
+    return UsageError(
+        f"this node already runs: {process} holds {short_path(path)}",
+        "look: python -m node status          a second one: python -m node --data-dir DIR",
+    )
+
+
+_OTHER_FOLDER = "give the node a folder of its own: python -m node --data-dir DIR"
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    reason = (error.strerror or str(error)).lower()
+    return UsageError(f"data folder {short_path(path)}: {reason}", _OTHER_FOLDER)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""The two keys of a node, kept from its first second: identity (Ed25519) and static (X25519).
+
+Raw 32-byte files of mode 0600 in the data folder. What is lost here cannot be replaced: a node
+without its identity is another peer. So a wrong file is refused with a remedy, never overwritten.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from crypto.identity import SEED_BYTES, Identity
+from node.errors import UsageError
+from node.paths import short_path
+from node.storage.folder import FolderStorage
+
+IDENTITY_NAME = "identity.key"
+STATIC_NAME = "static.key"
+STATIC_BYTES = 32
+
+
+@dataclass(frozen=True)
+class NodeKeys:
+    """`static` is the private X25519 key (32 bytes); `is_new` tells whether the identity was made now."""
+
+    identity: Identity
+    static: bytes = field(repr=False)
+    is_new: bool
+
+
+def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes]) -> NodeKeys:
+    """The keys in the data folder; those missing are made from `entropy` (the seam) and kept.
+
+    Raises:
+        UsageError: a key file is readable by others, of a wrong size, or not a file.
+    """
+    seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
+    static = read_key(storage, STATIC_NAME, STATIC_BYTES)
+    is_new = seed is None
+    if seed is None:
+        seed = entropy(SEED_BYTES)
+        storage.write(IDENTITY_NAME, seed)
+    if static is None:
+        static = entropy(STATIC_BYTES)
+        storage.write(STATIC_NAME, static)
+    return NodeKeys(Identity(seed), static, is_new)
+
+
+def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None:
+    """A secret of `size_bytes`, None where there is none. Raises UsageError."""
+    path = storage.file(name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe must not hang us
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"key file {short_path(path)}: {reason}", f"chmod 600 {short_path(path)}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        # The opened file is examined, not the path again: nothing can be swapped in between.
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"key file {short_path(path)}: not a file", _RESTORE)
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o077:
+            raise UsageError(
+                f"key file {short_path(path)} is open to others (mode {mode:04o})",
+                f"chmod 600 {short_path(path)}",
+            )
+        data = file.read(size_bytes + 1)
+    if len(data) != size_bytes:
+        found = f"{len(data)} bytes" if len(data) <= size_bytes else f"more than {size_bytes} bytes"
+        raise UsageError(f"key file {short_path(path)} holds {found}; a key has {size_bytes}", _RESTORE)
+    return data
+
+
+_RESTORE = "restore it from a backup, or move it away to start as a new peer"

@@ -1,0 +1,338 @@
+"""Strict TOML: a file becomes a frozen `msgspec` struct, or one error that names file, line and key.
+
+What it is not: a TOML parser (`tomllib` reads) or a merger of sources (`node.config` does that). It
+serves the node's config and the RUN.toml of a run: any struct of structs, tuples, literals and
+bounded numbers. `tomllib` keeps no positions, so a small scanner walks the (already valid) text
+once more and notes the line of every table, key and array item; it follows TOML v1.0.
+"""
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import inspect as shapes
+
+from node.errors import UsageError
+
+T = TypeVar("T")
+TomlPath = tuple[str | int, ...]
+
+FILE_BYTES_MAX = 1 << 20
+"""Nobody writes a megabyte of settings; a wrong path to a data file should not be read whole."""
+_SHOWN_LENGTH_MAX = 60
+
+
+@dataclass(frozen=True)
+class Document(Generic[T]):
+    """A checked file: the struct, and where each part of it stands for later complaints."""
+
+    value: T
+    name: str
+    lines: Mapping[TomlPath, int]
+
+    def where(self, *path: str | int) -> str:
+        """`node.toml:7` for a key or array item; the nearest enclosing line where it has none."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.lines:
+                return f"{self.name}:{self.lines[path[:length]]}"
+        return self.name
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """The struct in the file at `path`. Raises UsageError."""
+    return read(path, kind).value
+
+
+def read(path: Path, kind: type[T]) -> Document[T]:
+    """Like `load`, with the positions. Raises UsageError."""
+    return parse(read_text(path), kind, name=str(path))
+
+
+def read_text(path: Path) -> str:
+    """A text file a person named, of bounded size. Raises UsageError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise UsageError(f"{path}: more than {FILE_BYTES_MAX} bytes; is it the right file?")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line}: not UTF-8 text") from None
+
+
+def parse(text: str, kind: type[T], *, name: str) -> Document[T]:
+    """Check TOML `text` against the struct `kind`; `name` stands in errors. Raises UsageError."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(_syntax_error(name, text, str(error))) from None
+    except RecursionError:
+        raise UsageError(f"{name}: nested too deeply") from None
+    places = Document[None](None, name, line_numbers(text))
+    _check(tree, kind, (), places)
+    return Document(msgspec.convert(tree, kind), name, places.lines)
+
+
+def _syntax_error(name: str, text: str, message: str) -> str:
+    # tomllib says "... (at line 3, column 7)" or "... (at end of document)".
+    what, _, place = message.rpartition(" (at ")
+    if place.startswith("line "):
+        line, _, column = place.removeprefix("line ").rstrip(")").partition(", ")
+        return f"{name}:{line}: not TOML: {what} ({column})"
+    return f"{name}:{text.count(chr(10)) + 1}: not TOML: {what or message}"
+
+
+def _check(value: Any, kind: Any, path: TomlPath, places: Document[None]) -> None:
+    """Find the first fault of `value` in reading order, and say it with its line."""
+    bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
+        _check_table(value, bare, path, places)
+        return
+    if get_origin(bare) in (tuple, list) and isinstance(value, list):
+        item_kind = get_args(bare)[0]
+        for index, item in enumerate(value):
+            _check(item, item_kind, (*path, index), places)
+    elif get_origin(bare) is dict and isinstance(value, dict):
+        for key, item in value.items():
+            _check(item, get_args(bare)[1], (*path, key), places)
+    try:
+        msgspec.convert(value, kind)
+        finite = not isinstance(value, float) or math.isfinite(value)
+    except msgspec.ValidationError:
+        finite = False
+    if not finite:
+        want = describe(shapes.type_info(kind))
+        raise UsageError(f"{places.where(*path)}: {_named(path)} = {shown(value)}: want {want}")
+
+
+def _check_table(value: Any, kind: type[msgspec.Struct], path: TomlPath, places: Document[None]) -> None:
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"{places.where(*path)}: {_named(path)} = {shown(value)}: want a table, [{path[-1]}]"
+        )
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for key, item in value.items():
+        if key not in fields:
+            table = f" in [{_dotted(path)}]" if path else ""
+            hint = did_you_mean(key, list(fields))
+            raise UsageError(f"{places.where(*path, key)}: unknown key '{_cut(key)}'{table}{hint}")
+        _check(item, hints[fields[key].name], (*path, key), places)
+    for key, field in fields.items():
+        if field.required and key not in value:
+            table = f"[{_dotted(path)}] " if path else ""
+            raise UsageError(f"{places.where(*path)}: {table}lacks the key '{key}'")
+
+
+def did_you_mean(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
+    """`; did you mean 'seeds'?`, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def shown(value: object) -> str:
+    """A value as a person typed it, on one line and cut to a bearable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        text = str(value)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable if len(printable) <= _SHOWN_LENGTH_MAX else printable[:_SHOWN_LENGTH_MAX] + "..."
+
+
+def _dotted(path: TomlPath) -> str:
+    return ".".join(str(part) for part in path if isinstance(part, str))
+
+
+def _named(path: TomlPath) -> str:
+    """The last key of `path`, with the table it stands in: `cores in [resources]`, `seeds[2] in [join]`."""
+    keys = [index for index, part in enumerate(path) if isinstance(part, str)]
+    last = keys[-1]
+    name = str(path[last]) + "".join(f"[{part}]" for part in path[last + 1 :])
+    return f"{_dotted(path[:last])}.{name}" if last else name
+
+
+def describe(kind: shapes.Type) -> str:
+    """What a type allows, in words: `a whole number, 0 to 1024`."""
+    match kind:
+        case shapes.IntType():
+            return "a whole number" + _range(kind)
+        case shapes.FloatType():
+            return "a finite number" + _range(kind)
+        case shapes.BoolType():
+            return "true or false"
+        case shapes.StrType():
+            return "text" + _length(kind, "letters")
+        case shapes.LiteralType():
+            return "one of " + ", ".join(shown(value) for value in kind.values)
+        case shapes.VarTupleType() | shapes.ListType():
+            return f"a list of {describe(kind.item_type)}" + _length(kind, "items")
+        case shapes.UnionType():
+            # TOML has no null, so an optional value is simply its type.
+            known = [describe(item) for item in kind.types if not isinstance(item, shapes.NoneType)]
+            return " or ".join(known)
+        case shapes.StructType() | shapes.DictType():
+            return "a table"
+    return "another kind of value"
+
+
+def _range(kind: shapes.IntType | shapes.FloatType) -> str:
+    low = kind.ge if kind.ge is not None else kind.gt
+    high = kind.le if kind.le is not None else kind.lt
+    if kind.ge is not None and kind.le is not None:
+        return f", {low} to {high}"
+    parts = []
+    if low is not None:
+        parts.append(f"{low} or more" if kind.ge is not None else f"more than {low}")
+    if high is not None:
+        parts.append(f"at most {high}" if kind.le is not None else f"less than {high}")
+    return ", " + " and ".join(parts) if parts else ""
+
+
+def _length(kind: shapes.StrType | shapes.VarTupleType | shapes.ListType, unit: str) -> str:
+    low, high = kind.min_length, kind.max_length
+    if low is not None and high is not None:
+        return f", {low} to {high} {unit}"
+    if low == 1:
+        return ", not empty"
+    if low is not None:
+        return f", at least {low} {unit}"
+    return f", at most {high} {unit}" if high is not None else ""
+
+
+def line_numbers(text: str) -> dict[TomlPath, int]:
+    """The line (from 1) of every table header, key and array item of valid TOML `text`.
+
+    What stands inside an inline table has no entry of its own; `Document.where` falls back to its key.
+    """
+    scanner = _Scanner(text)
+    scanner.scan()
+    return scanner.lines
+
+
+class _Scanner:
+    """One pass over TOML that `tomllib` has accepted already, so it need not refuse anything."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text.replace("\r\n", "\n")
+        self.at = 0
+        self.line = 1
+        self.table: TomlPath = ()
+        self.lines: dict[TomlPath, int] = {}
+        self._array_sizes: dict[TomlPath, int] = {}
+
+    def scan(self) -> None:
+        while self.at < len(self.text):
+            letter = self.text[self.at]
+            if letter in " \t\n":
+                self._step()
+            elif letter == "#":
+                self._skip_comment()
+            elif letter == "[":
+                self._header()
+            else:
+                path = (*self.table, *self._key("="))
+                self._note(path)
+                self._value(path)
+
+    def _note(self, path: TomlPath) -> None:
+        for length in range(1, len(path) + 1):
+            self.lines.setdefault(path[:length], self.line)
+
+    def _step(self, count: int = 1) -> None:
+        self.line += self.text.count("\n", self.at, self.at + count)
+        self.at += count
+
+    def _skip_comment(self) -> None:
+        end = self.text.find("\n", self.at)
+        self.at = len(self.text) if end < 0 else end
+
+    def _header(self) -> None:
+        is_array = self.text.startswith("[[", self.at)
+        self._step(2 if is_array else 1)
+        path = self._real(self._key("]"))
+        if is_array:
+            self._step()
+            index = self._array_sizes.get(path, 0)
+            self._array_sizes[path] = index + 1
+            self._note(path)
+            path = (*path, index)
+        self.table = path
+        self._note(path)
+
+    def _real(self, path: TomlPath) -> TomlPath:
+        """A header's path with the index of the last item after each array of tables on the way."""
+        real: TomlPath = ()
+        for part in path[:-1]:
+            real = (*real, part)
+            if real in self._array_sizes:
+                real = (*real, self._array_sizes[real] - 1)
+        return (*real, path[-1])
+
+    def _key(self, end: str) -> TomlPath:
+        """Read a dotted key up to and with `end`."""
+        start = self.at
+        while self.text[self.at] != end:
+            if self.text[self.at] in "\"'":
+                self._string()
+            else:
+                self._step()
+        key_text = self.text[start : self.at]
+        self._step()
+        path: list[str | int] = []
+        tree: Any = tomllib.loads(f"{key_text} = 0")
+        while isinstance(tree, dict):
+            key, tree = next(iter(tree.items()))
+            path.append(key)
+        return tuple(path)
+
+    def _value(self, path: TomlPath) -> None:
+        """Skip a value to the end of its line, noting the lines of the items of an outermost array."""
+        depth = 0
+        index = 0
+        in_array = False
+        while self.at < len(self.text):
+            letter = self.text[self.at]
+            if letter == "\n" and depth == 0:
+                return
+            if letter == "#":
+                self._skip_comment()
+                continue
+            if in_array and depth == 1 and letter not in " \t\n,]":
+                self.lines.setdefault((*path, index), self.line)
+            if letter in "\"'":
+                self._string()
+                continue
+            if letter in "[{":
+                in_array = in_array or (depth == 0 and letter == "[")
+                depth += 1
+            elif letter in "]}":
+                depth -= 1
+            elif letter == "," and depth == 1:
+                index += 1
+            self._step()
+
+    def _string(self) -> None:
+        quote = self.text[self.at]
+        triple = self.text.startswith(quote * 3, self.at)
+        ending = quote * 3 if triple else quote
+        self._step(len(ending))
+        while not self.text.startswith(ending, self.at):
+            self._step(2 if quote == '"' and self.text[self.at] == "\\" else 1)
+        self._step(len(ending))
+        while triple and self.at < len(self.text) and self.text[self.at] == quote:
+            self._step()  # up to two more quotes may belong to the text, before the closing three

@@ -1,0 +1,53 @@
+"""What a stage costs: time, memory and bytes on the wire, in integers.
+
+Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine
+(DESIGN section 6). FLOPs over a measured rate is the skeleton's model of time; a fitted model per
+operator class takes its place behind `stage_nanoseconds`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NANOSECONDS = 1_000_000_000
+BACKWARD_FLOPS_RATIO = 2
+"""Backward costs about twice forward: one product for the input's gradient, one for the weights'."""
+ARENAS = 5
+"""Arenas as large as the parameters: parameters, gradient sums, totals and two moments (Adam)."""
+STAGE_BASELINE_BYTES = 400 * 1024 * 1024
+"""A stage process before it holds a model: the interpreter and torch, measured at 230-350 MiB."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: parameter bytes, and per sample: forward FLOPs, bytes kept for backward, output bytes."""
+
+    parameter_bytes: int
+    forward_flops: int
+    saved_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one peer offers: floating-point operations per second, and memory in bytes."""
+
+    flops_per_second: int
+    memory_bytes: int
+
+
+def stage_memory_bytes(layers: Sequence[LayerCost], samples_in_flight: int) -> int:
+    """Peak memory of a stage that trains `layers` with this many samples between forward and backward."""
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
+    return STAGE_BASELINE_BYTES + ARENAS * parameters + saved * samples_in_flight
+
+
+def stage_nanoseconds(layers: Sequence[LayerCost], samples: int, flops_per_second: int) -> int:
+    """Forward and backward of one micro-batch on a group that computes at `flops_per_second` together."""
+    flops = samples * (1 + BACKWARD_FLOPS_RATIO) * sum(layer.forward_flops for layer in layers)
+    return flops * NANOSECONDS // max(1, flops_per_second)
+
+
+def transfer_nanoseconds(layer: LayerCost, samples: int, bytes_per_second: int) -> int:
+    """Sending one micro-batch's output of `layer` over a link."""
+    return samples * layer.output_bytes * NANOSECONDS // max(1, bytes_per_second)

@@ -1,0 +1,115 @@
+"""What trainer and replicas say to each other about a step, beside frames.
+
+Every message names the plan by hash; a receiver drops what belongs to another plan. All are
+idempotent: a repeat changes nothing, so after a broken stream everything unanswered is sent again.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from crypto.identity import PeerId
+from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer
+
+REASON_LENGTH_MAX = 300
+DROPPED_MAX = STAGES_MAX * REPLICAS_MAX
+
+
+class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Base: the plan it belongs to."""
+
+    plan: Hash
+
+
+class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
+    """Trainer to replica: a plan has come into force; drop what is in flight and say where you are."""
+
+    dropped: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=DROPPED_MAX)] = ()
+
+
+class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
+    """Trainer to replica: all have reduced; divide the totals by `samples` and step the optimizer."""
+
+    step: Count
+    attempt: Count
+    samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+
+
+class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
+    """Replica to trainer: `step` steps are applied; `reduced` the attempt held ready, `applied` the last."""
+
+    step: Count
+    reduced: Count | None
+    applied: Apply | None
+
+
+class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
+    """Replica to trainer: this micro-batch's gradient is in my sums. The last stage adds the loss sum."""
+
+    step: Count
+    microbatch: Count
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+    samples: Count
+    loss: float
+
+
+class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
+    """Last stage to trainer: one held-out micro-batch; `loss` is a sum over its samples."""
+
+    microbatch: Count
+    samples: Count
+    correct: Count
+    loss: float
+
+
+class StageCommit(msgspec.Struct, frozen=True, array_like=True):
+    """One replica of one stage, and the micro-batches its sums count."""
+
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+    replica: Peer
+    microbatches: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
+
+
+class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
+    """Trainer to replica: what the step consists of. Each stage counts each micro-batch exactly once."""
+
+    step: Count
+    attempt: Count
+    replicas: Annotated[tuple[StageCommit, ...], msgspec.Meta(max_length=DROPPED_MAX)]
+
+
+class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
+    """Replica to trainer: I hold the total of my stage; `digest` is BLAKE3 of its bytes."""
+
+    step: Count
+    attempt: Count
+    digest: Hash
+
+
+class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
+    """Replica to trainer: the optimizer has stepped; `digest` is BLAKE3 of the parameters."""
+
+    step: Count
+    digest: Hash
+
+
+class Drop(StepMessage, frozen=True, kw_only=True, tag="drop"):
+    """Trainer to replica: these peers are out, in this order; send again what now goes elsewhere.
+
+    `step` is the step being counted: a reduction of it is void, one of an earlier step stands.
+    """
+
+    step: Count
+    dropped: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=DROPPED_MAX)]
+
+
+class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
+    """Replica to trainer: I cannot go on, and why."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
+TrainerMessage = Sync | Apply | StepCommit | Drop
+ReplicaMessage = Synced | Counted | Evaluated | Reduced | Applied | Failed
+
+Sends = list[tuple[PeerId, object]]

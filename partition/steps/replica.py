@@ -1,0 +1,437 @@
+"""The replica's side of exact mode: one stage's share of one step, as a pure state machine.
+
+A step is a set of numbered micro-batches. A replica computes those that reach it, keeps the bytes of
+every frame it sent until the step is applied, and counts a micro-batch once its gradient is in its
+sums. When a peer is dropped, frames whose receiver has changed are sent again from the kept bytes,
+so a dead replica's micro-batches are replayed on its stage alone: the stage before sends the inputs
+again, the stage after sends the gradients again (DESIGN section 7).
+
+    counting --StepCommit--> reducing --reduced()--> reduced --Apply--> applying --applied()--> counting
+        ^                        |                      |
+        +--------- Drop ---------+----------------------+        (the sums stay; only the total is void)
+
+Computing is the shell's: it drains `events`, runs them in order on the stage, and reports back.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.codec import Payload
+from partition.plan.plan import Plan, plan_hash
+from partition.plan.schedule import Routes
+from partition.steps.frames import Direction, Frame, OpenedFrame
+from partition.steps.messages import (
+    Applied,
+    Apply,
+    Counted,
+    Drop,
+    Evaluated,
+    Failed,
+    Reduced,
+    Sends,
+    StepCommit,
+    StepMessage,
+    Sync,
+    Synced,
+)
+
+EVALUATIONS_PENDING_MAX = 256
+"""Held-out micro-batches waiting for their other half (input or labels); the trainer keeps fewer."""
+
+
+@dataclass(frozen=True)
+class ForwardReady:
+    """All a forward pass needs is here. The shell answers with `forwarded`."""
+
+    plan: bytes
+    step: int
+    microbatch: int
+    train: bool
+    input: Payload
+    labels: Payload | None
+
+
+@dataclass(frozen=True)
+class BackwardReady:
+    """The gradient of this micro-batch's output is here. The shell answers with `backwarded`."""
+
+    plan: bytes
+    step: int
+    microbatch: int
+    gradient: Payload
+
+
+@dataclass(frozen=True)
+class ReduceReady:
+    """Sum the stage's gradients over `members`. The shell answers with `reduced`."""
+
+    plan: bytes
+    step: int
+    attempt: int
+    members: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class ReduceVoided:
+    """A member died: the reduction under way is to be forgotten."""
+
+    plan: bytes
+    step: int
+
+
+@dataclass(frozen=True)
+class ApplyReady:
+    """Step the optimizer on the totals. The shell answers with `applied`."""
+
+    plan: bytes
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepDiscarded:
+    """Forget what is in flight and zero the sums: a new plan begins the step again."""
+
+
+@dataclass(frozen=True)
+class ReplicaDropped:
+    """The plan goes on without this replica."""
+
+
+@dataclass
+class _Microbatch:
+    """What this replica has of one micro-batch in the current step."""
+
+    input: Payload | None = None
+    labels: Payload | None = None
+    gradient: Payload | None = None
+    forward: Literal["waiting", "running", "done"] = "waiting"
+    backward: Literal["waiting", "running", "done"] = "waiting"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A frame sent, to be sent again if `stage` gets another owner for it."""
+
+    stage: int
+    microbatch: int
+    frame: Frame
+    receiver: PeerId
+
+
+class Replica:
+    """One stage replica under one plan after another. `step` counts the steps applied."""
+
+    deadline = inf
+
+    def __init__(self, me: PeerId, plan: Plan) -> None:
+        self.me = me
+        self.step = 0
+        self.events: list[Any] = []
+        self.dropped: tuple[PeerId, ...] = ()
+        self._applied: Apply | None = None
+        self._reducing: int | None = None
+        self._reduced: int | None = None
+        self._applying = False
+        self._synced = False
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._evaluations: dict[int, _Microbatch] = {}
+        self._counted: set[int] = set()
+        self._kept: dict[tuple[int, Direction], _Kept] = {}
+        self._reports: dict[str, StepMessage] = {}
+        self._take_plan(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """A new plan has come into force; the trainer's Sync will follow."""
+        self._take_plan(plan)
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
+        """A step message, or an opened frame, that arrived from `sender`."""
+        if isinstance(message, OpenedFrame):
+            return self._frame(sender, message)
+        if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
+            return []  # of a plan that has ended, or has not begun here: its sender will send again
+        if sender != self.plan.trainer:
+            raise RemoteProtocolError("a step message from a peer that is not the trainer")
+        match message:
+            case Sync():
+                return self._sync(message)
+            case Drop():
+                return self._drop(message)
+            case StepCommit():
+                return self._commit(message)
+            case Apply():
+                return self._apply(message)
+        raise RemoteProtocolError(f"a {type(message).__name__} is not for a replica")
+
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
+        """Nothing here is timed: the trainer and SWIM decide who is gone."""
+        return []
+
+    def reconnected(self, peer: PeerId) -> Sends:
+        """The stream to `peer` broke and is open again: what it may have lost is sent again."""
+        sends: Sends = [(peer, kept.frame) for kept in self._kept.values() if kept.receiver == peer]
+        if peer == self.plan.trainer:
+            sends += [(peer, message) for message in self._reports.values()]
+        return sends
+
+    # What the shell reports back
+
+    def forwarded(
+        self,
+        done: ForwardReady,
+        *,
+        output: Frame | None,
+        gradient: Frame | None,
+        samples: int,
+        loss: float,
+        correct: int,
+    ) -> Sends:
+        """A forward pass ended. The last stage has run backward too and hands the `gradient` frame."""
+        if done.plan != self.plan_hash or done.step != self.step:
+            return []
+        if not done.train:
+            return self._evaluated(done, output, samples, loss, correct)
+        state = self._microbatches[done.microbatch]
+        state.forward = "done"
+        if output is not None:
+            sends = self._keep(self.stage + 1, done.microbatch, "input", output)
+            return sends + self._start_backward(done.microbatch)
+        state.backward = "done"
+        sends = [] if gradient is None else self._keep(self.stage - 1, done.microbatch, "gradient", gradient)
+        return sends + self._report_counted(done.microbatch, samples, loss)
+
+    def backwarded(self, done: BackwardReady, *, gradient: Frame | None, samples: int) -> Sends:
+        """A backward pass ended; `gradient` is for the stage before, None on the first."""
+        if done.plan != self.plan_hash or done.step != self.step:
+            return []
+        self._microbatches[done.microbatch].backward = "done"
+        sends = [] if gradient is None else self._keep(self.stage - 1, done.microbatch, "gradient", gradient)
+        return sends + self._report_counted(done.microbatch, samples, 0.0)
+
+    def reduced(self, done: ReduceReady, digest: bytes) -> Sends:
+        """The stage's total is ready."""
+        if (done.plan, done.step, done.attempt) != (self.plan_hash, self.step, self._reducing):
+            return []
+        self._reduced = done.attempt
+        return self._report(
+            "reduced", Reduced(plan=self.plan_hash, step=self.step, attempt=done.attempt, digest=digest)
+        )
+
+    def applied(self, done: ApplyReady, digest: bytes) -> Sends:
+        """The optimizer has stepped: the step is final here."""
+        if done.step != self.step:
+            return []
+        self._applied = Apply(
+            plan=done.plan, step=done.step, attempt=self._reduced or 0, samples=done.samples
+        )
+        self.step += 1
+        self._clear()
+        return self._report("applied", Applied(plan=self.plan_hash, step=done.step, digest=digest))
+
+    def failed(self, reason: str) -> Sends:
+        """The stage process is gone or refused; the trainer will drop this replica."""
+        return [(PeerId(self.plan.trainer), Failed(plan=self.plan_hash, reason=reason[:300]))]
+
+    # Messages of the trainer
+
+    def _sync(self, message: Sync) -> Sends:
+        self.dropped = tuple(PeerId(peer) for peer in message.dropped)
+        self._routes = Routes(self.plan, self.dropped)
+        if not self._synced:
+            # A total that was ready stays ready: others of the stage may have applied theirs.
+            self.events.append(StepDiscarded())
+            self._synced = True
+        # While a step of the plan before is being applied, where this replica is has no answer yet.
+        return [] if self._applying else self._answer_sync()
+
+    def _answer_sync(self) -> Sends:
+        if not self._synced:
+            return []
+        message = Synced(plan=self.plan_hash, step=self.step, reduced=self._reduced, applied=self._applied)
+        return [(PeerId(self.plan.trainer), message)]
+
+    def _drop(self, message: Drop) -> Sends:
+        dropped = tuple(PeerId(peer) for peer in message.dropped)
+        if dropped[: len(self.dropped)] != self.dropped:
+            raise RemoteProtocolError("a Drop that takes back an earlier one")
+        if self.me in dropped:
+            self.events.append(ReplicaDropped())
+            return []
+        self.dropped = dropped
+        self._routes = Routes(self.plan, dropped)
+        if message.step == self.step and not self._applying:
+            if self._reducing is not None:
+                self.events.append(ReduceVoided(self.plan_hash, self.step))
+            self._reducing = self._reduced = None
+            self._reports.pop("reduced", None)
+        return self._send_rerouted()
+
+    def _send_rerouted(self) -> Sends:
+        """Kept frames whose receiver has changed, from the bytes as they were sent."""
+        sends: Sends = []
+        for key, kept in self._kept.items():
+            if not self._routes.live(kept.stage):
+                continue
+            receiver = self._routes.owner(kept.stage, kept.microbatch)
+            if receiver != kept.receiver:
+                self._kept[key] = _Kept(kept.stage, kept.microbatch, kept.frame, receiver)
+                sends.append((receiver, kept.frame))
+        return sends
+
+    def _commit(self, message: StepCommit) -> Sends:
+        if message.step != self.step or self._applying:
+            return []
+        mine = [row for row in message.replicas if row.stage == self.stage and row.replica == self.me]
+        if len(mine) != 1 or set(mine[0].microbatches) != self._counted:
+            return self.failed(f"step {self.step}: the commit does not name what this replica has summed")
+        if self._reducing is not None and message.attempt <= self._reducing:
+            return self._repeat("reduced")
+        members = tuple(PeerId(row.replica) for row in message.replicas if row.stage == self.stage)
+        self._reducing, self._reduced = message.attempt, None
+        self.events.append(ReduceReady(self.plan_hash, self.step, message.attempt, members))
+        return []
+
+    def _apply(self, message: Apply) -> Sends:
+        if message.step != self.step:
+            return self._repeat("applied")
+        if self._applying:
+            return []
+        if self._reduced is None or message.attempt != self._reduced:
+            raise RemoteProtocolError("an Apply before the totals were reduced")
+        self._applying = True
+        self.events.append(ApplyReady(self.plan_hash, self.step, message.samples))
+        return []
+
+    # Frames
+
+    def _frame(self, sender: PeerId, frame: OpenedFrame) -> Sends:
+        header = frame.header
+        if header.plan != self.plan_hash or header.step < self.step:
+            return []
+        self._check_frame(sender, frame)
+        if not header.train:
+            return self._frame_to_evaluate(frame)
+        state = self._microbatches.setdefault(header.microbatch, _Microbatch())
+        if header.direction == "gradient":
+            state.gradient = state.gradient or frame.payload
+            return self._start_backward(header.microbatch)
+        self._put_half(state, frame)
+        if state.forward == "waiting" and self._is_complete(state):
+            state.forward = "running"
+            self._emit_forward(header.microbatch, state, train=True)
+        return []
+
+    def _check_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
+        header = frame.header
+        count = self.plan.microbatches
+        if header.step > self.step or header.stage != self.stage:
+            raise RemoteProtocolError("a frame for another stage or a step that has not begun")
+        if header.train and not self.step * count <= header.microbatch < (self.step + 1) * count:
+            raise RemoteProtocolError("a frame for a micro-batch outside its step")
+        match header.direction:
+            case "input" if self.stage > 0:
+                allowed = sender in self.plan.stages[self.stage - 1].replicas
+            case "gradient":
+                allowed = not self.is_last and sender in self.plan.stages[self.stage + 1].replicas
+            case "labels":
+                allowed = self.is_last and sender == self.plan.trainer
+            case _:
+                allowed = sender == self.plan.trainer
+        if not allowed or (header.direction == "gradient" and not header.train):
+            raise RemoteProtocolError(f"a frame of {header.direction} from a peer that has none to send")
+
+    def _frame_to_evaluate(self, frame: OpenedFrame) -> Sends:
+        number = frame.header.microbatch
+        state = self._evaluations.setdefault(number, _Microbatch())
+        if len(self._evaluations) > EVALUATIONS_PENDING_MAX:
+            del self._evaluations[number]
+            raise RemoteProtocolError("more held-out micro-batches in flight than allowed")
+        self._put_half(state, frame)
+        if self._is_complete(state):
+            del self._evaluations[number]
+            self._emit_forward(number, state, train=False)
+        return []
+
+    def _put_half(self, state: _Microbatch, frame: OpenedFrame) -> None:
+        if frame.header.direction == "input":
+            state.input = state.input or frame.payload
+        else:
+            state.labels = state.labels or frame.payload
+
+    def _is_complete(self, state: _Microbatch) -> bool:
+        return state.input is not None and (state.labels is not None or not self.is_last)
+
+    def _emit_forward(self, microbatch: int, state: _Microbatch, *, train: bool) -> None:
+        assert state.input is not None
+        self.events.append(
+            ForwardReady(self.plan_hash, self.step, microbatch, train, state.input, state.labels)
+        )
+
+    def _start_backward(self, microbatch: int) -> Sends:
+        state = self._microbatches[microbatch]
+        if state.gradient is not None and state.forward == "done" and state.backward == "waiting":
+            state.backward = "running"
+            self.events.append(BackwardReady(self.plan_hash, self.step, microbatch, state.gradient))
+        return []
+
+    def _evaluated(
+        self, done: ForwardReady, output: Frame | None, samples: int, loss: float, correct: int
+    ) -> Sends:
+        if output is not None:
+            return [(self._routes.owner(self.stage + 1, done.microbatch), output)]
+        message = Evaluated(
+            plan=self.plan_hash, microbatch=done.microbatch, samples=samples, correct=correct, loss=loss
+        )
+        return [(PeerId(self.plan.trainer), message)]
+
+    # Bookkeeping
+
+    def _keep(self, stage: int, microbatch: int, direction: Direction, frame: Frame) -> Sends:
+        receiver = self._routes.owner(stage, microbatch)
+        self._kept[microbatch, direction] = _Kept(stage, microbatch, frame, receiver)
+        return [(receiver, frame)]
+
+    def _report_counted(self, microbatch: int, samples: int, loss: float) -> Sends:
+        self._counted.add(microbatch)
+        message = Counted(
+            plan=self.plan_hash,
+            step=self.step,
+            microbatch=microbatch,
+            stage=self.stage,
+            samples=samples,
+            loss=loss,
+        )
+        return self._report(f"counted {microbatch}", message)
+
+    def _report(self, name: str, message: StepMessage) -> Sends:
+        self._reports[name] = message
+        return [(PeerId(self.plan.trainer), message)]
+
+    def _repeat(self, name: str) -> Sends:
+        message = self._reports.get(name)
+        return [] if message is None else [(PeerId(self.plan.trainer), message)]
+
+    def _take_plan(self, plan: Plan) -> None:
+        stage = plan.stage_of(self.me)
+        assert stage is not None, "a plan is only given to its own replicas"
+        self.plan = plan
+        self.plan_hash = plan_hash(plan)
+        self.stage = stage
+        self.is_last = stage == len(plan.stages) - 1
+        self.dropped = ()
+        self._routes = Routes(plan, ())
+        self._synced = False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Nothing of a step in flight is left, but for a total that is ready or being applied."""
+        self._microbatches.clear()
+        self._evaluations.clear()
+        self._counted.clear()
+        self._kept.clear()
+        self._reports.clear()
+        self._reducing = None

@@ -1,0 +1,126 @@
+"""The link model: when a message arrives, or that it never does. Pure: no trio, no clock.
+
+Time is counted in whole microseconds, written as the nearest float of seconds, so that the heap of
+`sim.engine` and trio's clock under `sim.seams` see exactly the same instants. What happens to a
+message is a keyed hash of (seed, sender, receiver, protocol, its number on that link), so it does
+not depend on what other links carry or on the order in which a driver asks.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from sim.seeds import DRAW_BYTES, draw
+
+_TICKS_PER_SECOND = 1_000_000
+_DRAW = struct.Struct("<II")
+_DRAWS_PER_HASH = DRAW_BYTES // _DRAW.size
+_DRAW_RANGE = 2.0**32
+
+
+def instant(seconds: float) -> float:
+    """The first whole microsecond that is not before `seconds`; inf stays inf.
+
+    Strict: the result is never below `seconds`, not even by a rounding error, so a core woken at
+    `instant(deadline)` always finds its deadline passed.
+    """
+    if math.isinf(seconds):
+        return seconds
+    ticks = round(seconds * _TICKS_PER_SECOND)
+    if ticks / _TICKS_PER_SECOND < seconds:
+        ticks += 1
+    return ticks / _TICKS_PER_SECOND
+
+
+def nearest_instant(seconds: float) -> float:
+    """The whole microsecond that a clock means which shows `seconds`, give or take float noise."""
+    return round(seconds * _TICKS_PER_SECOND) / _TICKS_PER_SECOND
+
+
+def after(now: float, seconds: float) -> float:
+    """The instant `seconds` after the instant `now`, at least one microsecond later.
+
+    Added in whole microseconds: 0.1 + 0.2 is 0.3 here, so what should coincide does.
+    """
+    ticks = math.ceil(seconds * _TICKS_PER_SECOND - 1e-6)
+    return (round(now * _TICKS_PER_SECOND) + max(1, ticks)) / _TICKS_PER_SECOND
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """How links behave.
+
+    `nearest_seconds`, `farthest_seconds`: each pair of peers has one one-way latency, drawn evenly
+    between these, the same in both directions. `jitter_seconds`: each message adds 0 to this much.
+    `loss`: the share of datagrams that never arrive; streams lose nothing. `bytes_per_second`: what
+    one stream carries in one direction.
+    """
+
+    nearest_seconds: float = 0.05
+    farthest_seconds: float = 0.05
+    jitter_seconds: float = 0.0
+    loss: float = 0.0
+    bytes_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nearest_seconds <= self.farthest_seconds < math.inf:
+            raise ValueError("want 0 <= nearest_seconds <= farthest_seconds < inf")
+        if not 0 <= self.jitter_seconds < math.inf:
+            raise ValueError("want 0 <= jitter_seconds < inf")
+        if not 0 <= self.loss <= 1:
+            raise ValueError("loss is a share, 0 to 1")
+        if not self.bytes_per_second > 0:
+            raise ValueError("want bytes_per_second > 0")
+
+
+class _Link:
+    """One direction between two peers for one protocol: how much it carried, and its next draws."""
+
+    __slots__ = ("draws", "latency_seconds", "sequence")
+
+    def __init__(self, latency_seconds: float) -> None:
+        self.sequence = 0
+        self.latency_seconds = latency_seconds
+        self.draws = b""
+
+
+class Links:
+    """All links of one simulation, under one model and seed."""
+
+    def __init__(self, model: LinkModel, seed: int) -> None:
+        self.model = model
+        self._seed = seed
+        self._links: dict[tuple[PeerId, PeerId, str], _Link] = {}
+        self._draws_needed = model.loss > 0 or model.jitter_seconds > 0
+
+    def post(self, now: float, sender: PeerId, receiver: PeerId, protocol: str) -> tuple[int, float]:
+        """One datagram leaves at the instant `now`: (its number on the link, when it arrives).
+
+        It arrives at inf if it is lost.
+        """
+        key = (sender, receiver, protocol)
+        link = self._links.get(key)
+        if link is None:
+            link = self._links[key] = _Link(self.latency_seconds(sender, receiver))
+        sequence = link.sequence
+        link.sequence = sequence + 1
+        if not self._draws_needed:
+            return sequence, after(now, link.latency_seconds)
+        offset = sequence % _DRAWS_PER_HASH
+        if offset == 0:
+            link.draws = draw(self._seed, "link", sender, receiver, protocol, sequence)
+        fate, jitter = _DRAW.unpack_from(link.draws, offset * _DRAW.size)
+        if fate < self.model.loss * _DRAW_RANGE:
+            return sequence, math.inf
+        wait_seconds = link.latency_seconds + self.model.jitter_seconds * jitter / _DRAW_RANGE
+        return sequence, after(now, wait_seconds)
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        """The one-way latency between two peers, without jitter; the same in both directions."""
+        model = self.model
+        if model.nearest_seconds == model.farthest_seconds:
+            return model.nearest_seconds
+        low, high = min(one, other), max(one, other)
+        share = int.from_bytes(draw(self._seed, "distance", low, high)[:4], "little") / _DRAW_RANGE
+        return model.nearest_seconds + (model.farthest_seconds - model.nearest_seconds) * share

@@ -1,0 +1,53 @@
+"""Toy cores: the smallest things with the core shape, to try the simulator on."""
+
+import math
+from random import Random
+from typing import Any
+
+import msgspec
+
+from crypto.identity import PeerId
+from node.services.driver import Sends
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Ponged(msgspec.Struct, frozen=True):
+    """An event: the answer to ping `number` came."""
+
+    number: int
+    peer: bytes
+
+
+Message = Ping | Pong
+
+
+class Pinger:
+    """Every `period_seconds` pings one peer of `others`, chosen at random; answers pings."""
+
+    def __init__(self, others: list[PeerId], rng: Random, *, now: float, period_seconds: float) -> None:
+        self.events: list[Any] = []
+        self.deadline = now + period_seconds if others else math.inf
+        self.others = others
+        self.received: list[tuple[float, PeerId, int]] = []
+        self._rng = rng
+        self._period_seconds = period_seconds
+        self._number = 0
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        if isinstance(message, Ping):
+            self.received.append((now, sender, message.number))
+            return [(sender, Pong(message.number))]
+        self.events.append(Ponged(message.number, sender))
+        return []
+
+    def wake(self, now: float) -> Sends:
+        self.deadline = now + self._period_seconds
+        self._number += 1
+        return [(self._rng.choice(self.others), Ping(self._number))]
