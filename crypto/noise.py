@@ -13,7 +13,6 @@ How messages lie on a wire is not here: see `node.transport`.
 
 import hashlib
 import hmac
-from collections.abc import Buffer
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +33,7 @@ NONCE_MAX = 2**64 - 1
 _PROLOGUE = b"peerloom/noise/1\0"
 _ORDERS = {"AESGCM": "big", "ChaChaPoly": "little"}
 
+Data = bytes | bytearray | memoryview
 Tokens = tuple[str, ...]
 PATTERNS: dict[str, tuple[Tokens, ...]] = {
     "XX": (("e",), ("e", "ee", "s", "es"), ("s", "se")),
@@ -44,9 +44,9 @@ PATTERNS: dict[str, tuple[Tokens, ...]] = {
 class _Aead(Protocol):
     """What both AEADs of `cryptography` offer."""
 
-    def encrypt(self, nonce: bytes, data: Buffer, associated_data: bytes | None) -> bytes: ...
-    def encrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes | None, buf: Buffer) -> int: ...
-    def decrypt(self, nonce: bytes, data: Buffer, associated_data: bytes | None) -> bytes: ...
+    def encrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
+    def encrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
+    def decrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
 
 
 class WrongIdentity(RemoteProtocolError):
@@ -69,18 +69,18 @@ class CipherState:
         self._big_endian = _ORDERS[cipher] == "big"
         self._counter = 0
 
-    def encrypt(self, plaintext: Buffer, associated: bytes = b"") -> bytes:
+    def encrypt(self, plaintext: Data, associated: bytes = b"") -> bytes:
         """The ciphertext: `TAG_BYTES` longer than `plaintext`."""
         ciphertext = self._aead.encrypt(self._nonce(), plaintext, associated)
         self._counter += 1
         return ciphertext
 
-    def encrypt_into(self, plaintext: Buffer, buffer: Buffer) -> None:
+    def encrypt_into(self, plaintext: Data, buffer: Data) -> None:
         """As `encrypt` without associated data, into a buffer of exactly the ciphertext's length."""
         self._aead.encrypt_into(self._nonce(), plaintext, None, buffer)
         self._counter += 1
 
-    def decrypt(self, ciphertext: Buffer, associated: bytes = b"") -> bytes:
+    def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:
         """The plaintext, or RemoteProtocolError if anybody touched it."""
         try:
             plaintext = self._aead.decrypt(self._nonce(), ciphertext, associated)
@@ -189,15 +189,15 @@ class Handshake:
     def write(self, payload: bytes = b"") -> bytes:
         """The next message to send, carrying `payload` (in the clear as long as no key is mixed in)."""
         parts = []
-        for token in self._take_turn(ours=True):
-            if token == "e":
+        for word in self._take_turn(ours=True):
+            if word == "e":
                 public = self._keys["e"].public_key().public_bytes_raw()
                 self._symmetric.mix_hash(public)
                 parts.append(public)
-            elif token == "s":
+            elif word == "s":
                 parts.append(self._symmetric.seal(self._keys["s"].public_key().public_bytes_raw()))
             else:
-                self._mix_shared(token)
+                self._mix_shared(word)
         parts.append(self._symmetric.seal(payload))
         message = b"".join(parts)
         if len(message) > NOISE_BYTES_MAX:
@@ -210,15 +210,15 @@ class Handshake:
         try:
             if len(message) > NOISE_BYTES_MAX:
                 raise RemoteProtocolError(f"a handshake message of {len(message)} bytes")
-            for token in tokens:
-                if token == "e":
+            for word in tokens:
+                if word == "e":
                     self._remote["e"], message = _cut(message, KEY_BYTES)
                     self._symmetric.mix_hash(self._remote["e"])
-                elif token == "s":
+                elif word == "s":
                     sealed, message = _cut(message, KEY_BYTES + self._symmetric.sealed_extra_bytes)
                     self._remote["s"] = self._symmetric.unseal(sealed)
                 else:
-                    self._mix_shared(token)
+                    self._mix_shared(word)
             return self._symmetric.unseal(message)
         except RemoteProtocolError:
             self._failed = True
@@ -237,9 +237,9 @@ class Handshake:
         self._our_turn = not self._our_turn
         return self._pending.pop(0)
 
-    def _mix_shared(self, token: str) -> None:
+    def _mix_shared(self, word: str) -> None:
         """`es` and its kin: the first letter is the initiator's key, the second the responder's."""
-        ours, theirs = token if self._initiator else token[::-1]
+        ours, theirs = (word[0], word[1]) if self._initiator else (word[1], word[0])
         public = X25519PublicKey.from_public_bytes(self._remote[theirs])
         try:
             self._symmetric.mix_key(self._keys[ours].exchange(public))

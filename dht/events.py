@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from crypto.contact import Address
 from crypto.identity import PeerId
 from dht.keys import Key
-from dht.records import Record
+from dht.records import Record, Refusal
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ class NodesFound:
 class RecordStored:
     """The end of a `store`: of `tried` nodes `acknowledged` keep the record, ourselves included.
 
-    With 0 `acknowledged` nobody has it. `refusals` are the reasons others gave, in no more than
-    `tried` words.
+    With 0 `acknowledged` nobody has it. `refusals` are the reasons given, each once.
     """
 
     request: int
     acknowledged: int
     tried: int
-    refusals: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
 
 Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored

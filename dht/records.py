@@ -125,10 +125,6 @@ class RecordStore:
             return None
         refusal = self._no_room(record)
         if refusal is not None:
-            # What has expired since the last sweep must not keep a live record out.
-            self.expire(wall)
-            refusal = self._no_room(record)
-        if refusal is not None:
             return refusal
         self._by_key.setdefault(record.key, {})[record.publisher] = record
         self._of_publisher[record.publisher] = self._of_publisher.get(record.publisher, 0) + 1

@@ -18,6 +18,7 @@ import msgspec
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
 from node import toml
 from node.errors import UsageError
+from node.nearest import did_you_mean, nearest
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 
 DEFAULT_PORT = 9747
@@ -197,7 +198,7 @@ def _read_switch(text: str) -> bool:
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in words:
-            raise ValueError(f"want one of {', '.join(words)}{toml.did_you_mean(text, words)}")
+            raise ValueError(f"want one of {', '.join(words)}{did_you_mean(text, words)}")
         return text
 
     return read
@@ -315,9 +316,9 @@ def _check_environment(environ: Mapping[str, str]) -> None:
     words = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in known]
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
-            hint = toml.did_you_mean(name.removeprefix(ENVIRONMENT_PREFIX), words, cutoff=0.75)
-            if hint:
-                right = ENVIRONMENT_PREFIX + hint.split("'")[1].upper()
+            near = nearest(name.removeprefix(ENVIRONMENT_PREFIX), words, cutoff=0.75)
+            if near is not None:
+                right = ENVIRONMENT_PREFIX + near.upper()
                 raise UsageError(f"unknown variable {name} in the environment; did you mean {right}?")
 
 

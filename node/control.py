@@ -20,10 +20,10 @@ import msgspec
 import trio
 
 from node.errors import EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.nearest import did_you_mean
+from node.paths import CONTROL_NAME
 from node.seams import Storage
-from node.toml import did_you_mean
 
-CONTROL_NAME = "control.json"
 HOST = "127.0.0.1"
 LINE_BYTES_MAX = 4 << 20
 """Of a request: the largest carries a RUN.toml and paths, far below this."""

@@ -10,7 +10,7 @@ import msgspec
 from crypto.identity import PeerId
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: when it happened, by this node's wall clock (unix seconds)."""
 
     at: float

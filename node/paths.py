@@ -1,4 +1,4 @@
-"""Where a node's data folder is, for the node and for the client commands that look for it.
+"""Where a node's data folder and its control file are, for the node and for the client commands that look for it.
 
 Kept apart from `node.config` because a client command must start at once: only the standard library.
 """
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ENVIRONMENT_PREFIX = "PEERLOOM_"
+CONTROL_NAME = "control.json"
+"""In the data folder: how to reach the node that holds it (`node.control`)."""
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:

@@ -6,11 +6,10 @@ bounded numbers. `tomllib` keeps no positions, so a small scanner walks the (alr
 once more and notes the line of every table, key and array item; it follows TOML v1.0.
 """
 
-import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import inspect as shapes
 
 from node.errors import UsageError
+from node.nearest import did_you_mean
 
 T = TypeVar("T")
 TomlPath = tuple[str | int, ...]
@@ -132,12 +132,6 @@ def _check_table(value: Any, kind: type[msgspec.Struct], path: TomlPath, places:
         if field.required and key not in value:
             table = f"[{_dotted(path)}] " if path else ""
             raise UsageError(f"{places.where(*path)}: {table}lacks the key '{key}'")
-
-
-def did_you_mean(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
-    """`; did you mean 'seeds'?`, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def shown(value: object) -> str:

@@ -27,6 +27,8 @@ VECTOR_BYTES_MAX = 1 << 32
 """One arena: 4 GiB, a billion float32 parameters in one stage. A node may well refuse far less."""
 SAMPLES_MAX = 65_536
 """Samples in a micro-batch. A real one has tens."""
+MICROBATCH_BYTES_MAX = 1 << 30
+"""What goes into or out of a stage for one micro-batch. A real one has a few MB."""
 THREADS_MAX = 1_024
 IN_FLIGHT_MAX = 64
 """Micro-batches forwarded but not yet backward: a pipeline holds about as many as it has stages."""
@@ -82,7 +84,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
     what the stage's answers are packed with. `threads` and `device` are the replica's own affair.
 
     Raises:
-        ValueError: an unknown model, a range that is not in it, or a vector above VECTOR_BYTES_MAX.
+        ValueError: an unknown model, a range that is not in it, a vector or a micro-batch that is too large.
     """
 
     run: Annotated[bytes, msgspec.Meta(min_length=1, max_length=RUN_BYTES_MAX)]
@@ -107,6 +109,11 @@ class StageSpecification(msgspec.Struct, frozen=True):
             )
         if vector_bytes(self) > VECTOR_BYTES_MAX:
             raise ValueError(f"a stage of {vector_bytes(self)} bytes, at most {VECTOR_BYTES_MAX} allowed")
+        sample_bytes = self.item_bytes * max(prod(self.input_shape), prod(self.output_shape))
+        if self.samples_max * sample_bytes > MICROBATCH_BYTES_MAX:
+            raise ValueError(
+                f"{self.samples_max} samples of {sample_bytes} bytes exceed {MICROBATCH_BYTES_MAX} bytes"
+            )
 
     @property
     def built(self) -> Model:
@@ -169,12 +176,8 @@ def arena_bytes(specification: StageSpecification) -> dict[str, int]:
 
 def message_bytes_max(specification: StageSpecification) -> int:
     """The longest request or answer of a correct stage: the parameters, or one micro-batch both ways."""
-    model = specification.built
-    samples_bytes = specification.samples_max * specification.item_bytes
-    boundary = sum(
-        samples_bytes * prod(model.shapes[layer])
-        for layer in (specification.first_layer, specification.last_layer)
-    )
+    elements = prod(specification.input_shape) + prod(specification.output_shape)
+    boundary = specification.samples_max * elements * specification.item_bytes
     labels = specification.samples_max * ITEM_BYTES["int64"]
     tensors = max(vector_bytes(specification), boundary + labels)
     return tensors + tensors // 128 + _OVERHEAD_BYTES

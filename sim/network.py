@@ -14,6 +14,7 @@ from crypto.identity import PeerId
 from sim.seeds import DRAW_BYTES, draw
 
 _TICKS_PER_SECOND = 1_000_000
+_NOISE_TICKS = 1e-6
 _DRAW = struct.Struct("<II")
 _DRAWS_PER_HASH = DRAW_BYTES // _DRAW.size
 _DRAW_RANGE = 2.0**32
@@ -43,8 +44,12 @@ def after(now: float, seconds: float) -> float:
 
     Added in whole microseconds: 0.1 + 0.2 is 0.3 here, so what should coincide does.
     """
-    ticks = math.ceil(seconds * _TICKS_PER_SECOND - 1e-6)
-    return (round(now * _TICKS_PER_SECOND) + max(1, ticks)) / _TICKS_PER_SECOND
+    return (round(now * _TICKS_PER_SECOND) + _ticks(seconds)) / _TICKS_PER_SECOND
+
+
+def _ticks(seconds: float) -> int:
+    # Never zero: what is sent at an instant must not change that same instant elsewhere.
+    return max(1, math.ceil(seconds * _TICKS_PER_SECOND - _NOISE_TICKS))
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,12 @@ class LinkModel:
 class _Link:
     """One direction between two peers for one protocol: how much it carried, and its next draws."""
 
-    __slots__ = ("draws", "latency_seconds", "sequence")
+    __slots__ = ("draws", "latency_seconds", "sequence", "ticks")
 
     def __init__(self, latency_seconds: float) -> None:
         self.sequence = 0
         self.latency_seconds = latency_seconds
+        self.ticks = _ticks(latency_seconds)
         self.draws = b""
 
 
@@ -106,7 +112,7 @@ class Links:
         sequence = link.sequence
         link.sequence = sequence + 1
         if not self._draws_needed:
-            return sequence, after(now, link.latency_seconds)
+            return sequence, (round(now * _TICKS_PER_SECOND) + link.ticks) / _TICKS_PER_SECOND
         offset = sequence % _DRAWS_PER_HASH
         if offset == 0:
             link.draws = draw(self._seed, "link", sender, receiver, protocol, sequence)

@@ -15,9 +15,8 @@ large for a packet travels by a stream.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
-from typing import TypeVar
 
 import trio
 
@@ -25,12 +24,11 @@ from crypto.contact import Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable, WrongPeer
-from node.seams import Handler, Seams, Stage
-from sim.network import Links, after, nearest_instant
+from node.seams import Handler, Seams
+from sim.executor import SimExecutor, sleep_for
+from sim.network import Links, nearest_instant
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.streams import Alarm, SimStream, stream_pair
-
-T = TypeVar("T")
 
 EPOCH_SECONDS = 1_800_000_000.0
 """What the wall clock shows when a simulation begins."""
@@ -249,21 +247,6 @@ class SimNetwork:
             stream.close()
 
 
-class SimExecutor:
-    """Computes at once, then lets the modelled time pass.
-
-    The other way round a timeout of virtual seconds could fire during a real computation.
-    """
-
-    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
-        result = function()
-        await sleep_for(seconds)
-        return result
-
-    async def open_stage(self, specification: bytes) -> Stage:
-        raise LocalProtocolError("this simulation hosts no stages")
-
-
 class MemoryStorage:
     """Storage that lives as long as this object: keep it to restart a peer with its memory."""
 
@@ -290,11 +273,3 @@ def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStor
         executor=SimExecutor(),
         storage=storage or MemoryStorage(),
     )
-
-
-async def sleep_for(seconds: float) -> None:
-    """Sleep whole microseconds, so that the next instant is one that others share."""
-    if seconds <= 0:
-        await trio.lowlevel.checkpoint()
-    else:
-        await trio.sleep_until(after(nearest_instant(trio.current_time()), seconds))

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from node.errors import NoNode, PeerloomError
-from node.paths import short_path
+from node.paths import CONTROL_NAME, short_path
 
-CONTROL_NAME = "control.json"
 CONNECT_SECONDS_MAX = 5.0
 _START = "python -m node, or name its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
+
+
+class GoneAway(NoNode):
+    """The node ended, or hung up, before it had answered: caught by `leave`, which wants just that."""
 
 
 class NodeRefused(PeerloomError):
@@ -35,7 +38,8 @@ def request(data_dir: Path, command: str, arguments: Mapping[str, object] | None
     Closing the iterator hangs up, which cancels the command in the node.
 
     Raises:
-        NoNode: no node holds this data folder, or it went away in between.
+        NoNode: no node holds this data folder.
+        GoneAway: it went away in between.
         NodeRefused: the node's own error, with its exit code.
     """
     control = _read_control(data_dir)
@@ -125,8 +129,8 @@ def _checked(answer: bytes) -> Reply:
     return reply
 
 
-def _gone() -> NoNode:
-    return NoNode("the node went away before it had answered", "look at its screen, then ask again")
+def _gone() -> GoneAway:
+    return GoneAway("the node went away before it had answered", "look at its screen, then ask again")
 
 
 def _no_node(data_dir: Path, why: str = "") -> NoNode:

@@ -1,0 +1,204 @@
+"""One iterative lookup: from the nearest we know to the nearest there are (Kademlia section 2.3).
+
+A pure state machine without time: whoever runs it asks whom `next` names and reports what came.
+It differs from the paper in what fails on a real network:
+- There are no rounds. An answer or a timeout frees a place at once; whoever is slow is passed over,
+  and its late answer is still taken.
+- When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's
+  last round).
+- Hints are hearsay. Who names peers that do not answer loses its word: the rest of what it alone
+  named is dropped, so a liar cannot keep a lookup busy with ghosts near the key.
+- Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+from kademlia.node import Node, NodeHeap
+
+from crypto.identity import PeerId
+from dht.keys import Key
+from dht.records import Record
+from dht.routing import Contact
+from dht.settings import Settings
+
+GHOSTS_MAX = 4
+"""Unanswering peers one may name before, and for each good one, before its word is lost. Of an
+honest peer's contacts more than half would have to be dead."""
+
+ADDRESSES_MAX = 4
+"""Addresses kept for one candidate, of all that were named: one wrong hint must not hide a peer."""
+
+
+class Standing(Enum):
+    """How a candidate stands in this lookup."""
+
+    HEARD = "heard"
+    ASKED = "asked"
+    PASSED_OVER = "passed over"
+    ANSWERED = "answered"
+
+
+class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hints
+    """The package's heap by distance, with a set so that "is it in?" does not walk the heap."""
+
+    def __init__(self, key: Key, width: int) -> None:
+        super().__init__(Node(key), width)
+        self._ids: set[Key] = set()
+
+    def __contains__(self, contact: Contact) -> bool:
+        return contact.id in self._ids
+
+    def push(self, contact: Contact) -> None:
+        super().push(contact)
+        self._ids.add(contact.id)
+
+    def remove(self, contacts: Iterable[Contact]) -> None:
+        gone = [contact.id for contact in contacts]
+        super().remove(gone)
+        self._ids.difference_update(gone)
+
+
+class Lookup:
+    """The state of one lookup of `key`, begun with `seeds`. With `values` it collects records."""
+
+    def __init__(
+        self, key: Key, own: PeerId, seeds: Iterable[Contact], settings: Settings, *, values: bool
+    ) -> None:
+        self.key = key
+        self.values = values
+        self.requests = 0
+        self.records: dict[PeerId, Record] = {}
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._own = own
+        self._settings = settings
+        self._shortlist = Shortlist(key, settings.k)
+        self._standing: dict[PeerId, Standing] = {}
+        self._answered: list[Contact] = []
+        self._asked = 0
+        self._stopped = False
+        self._barren = 0
+        self._nearest: int | None = None
+        # Who named a candidate, and how the named ones of each did: (answered, ghosts).
+        self._named_by: dict[PeerId, list[PeerId]] = {}
+        self._word: dict[PeerId, tuple[int, int]] = {}
+        for contact in seeds:
+            self._push(contact)
+
+    def next(self) -> list[Contact]:
+        """Whom to ask now; each is asked once."""
+        if self.done:
+            return []
+        settings = self._settings
+        # Near the end there is nothing to gain from waiting: all of the nearest are asked.
+        places = settings.k if self._barren >= settings.alpha or self.records else settings.alpha
+        places = min(places - self._asked, settings.lookup_requests_max - self.requests)
+        waiting = [c for c in self._visible() if self._standing[c.peer] is Standing.HEARD]
+        chosen = waiting[: max(places, 0)]
+        for contact in chosen:
+            self._standing[contact.peer] = Standing.ASKED
+        self._asked += len(chosen)
+        self.requests += len(chosen)
+        return chosen
+
+    def answered(self, contact: Contact, hints: Iterable[Contact]) -> None:
+        """`contact` answered and named `hints`. It may come late, after it was passed over."""
+        standing = self._standing.get(contact.peer)
+        if standing is Standing.ASKED:
+            self._asked -= 1
+        elif standing is not Standing.PASSED_OVER:
+            return
+        self._standing[contact.peer] = Standing.ANSWERED
+        self._answered.append(contact)
+        self._shortlist.push(contact)
+        for source in self._named_by.get(contact.peer, ()):
+            good, ghosts = self._word[source]
+            self._word[source] = (good + 1, ghosts)
+        self._word.setdefault(contact.peer, (0, 0))
+        before = self._nearest
+        for hint in hints:
+            self._push(hint, contact.peer)
+        self._barren = self._barren + 1 if self._nearest == before else 0
+
+    def passed_over(self, contact: Contact) -> None:
+        """`contact` took too long."""
+        if self._standing.get(contact.peer) is not Standing.ASKED:
+            return
+        self._asked -= 1
+        self._standing[contact.peer] = Standing.PASSED_OVER
+        self._shortlist.remove([contact])
+        self._barren += 1
+        for source in self._named_by.get(contact.peer, ()):
+            good, ghosts = self._word[source]
+            self._word[source] = (good, ghosts + 1)
+            if ghosts + 1 >= GHOSTS_MAX * (good + 1):
+                self._drop_hearsay()
+
+    def learn(self, record: Record) -> None:
+        """Keep a record if it is its publisher's newest so far."""
+        kept = self.records.get(record.publisher)
+        if kept is None and len(self.records) >= self._settings.found_max:
+            return
+        if kept is None or kept.rank < record.rank:
+            self.records[record.publisher] = record
+
+    def stop(self) -> None:
+        """Time is up: end with what there is."""
+        self._stopped = True
+
+    @property
+    def done(self) -> bool:
+        """Whether the nearest alive have all answered, or a limit was reached."""
+        if self._stopped:
+            return True
+        if self.requests >= self._settings.lookup_requests_max and not self._asked:
+            return True
+        width = self._settings.find_width if self.records else self._settings.k
+        return all(self._standing[c.peer] is Standing.ANSWERED for c in self._visible()[:width])
+
+    @property
+    def nearest(self) -> list[Contact]:
+        """The k nearest of those that answered, nearest first."""
+        target = Node(self.key)
+        return sorted(self._answered, key=target.distance_to)[: self._settings.k]
+
+    def _visible(self) -> list[Contact]:
+        return list(self._shortlist)
+
+    def _push(self, contact: Contact, source: PeerId | None = None) -> None:
+        if contact.peer == self._own:
+            return
+        new = contact.peer not in self._standing
+        if self._standing.setdefault(contact.peer, Standing.HEARD) is not Standing.HEARD:
+            return
+        merged = dict.fromkeys((*self.addresses.get(contact.peer, ()), *contact.addresses))
+        self.addresses[contact.peer] = tuple(merged)[:ADDRESSES_MAX]
+        if source is not None and not self._note_source(contact.peer, source, new=new):
+            return
+        self._shortlist.push(contact)
+        distance = self._shortlist.node.distance_to(contact)
+        if self._nearest is None or distance < self._nearest:
+            self._nearest = distance
+
+    def _note_source(self, peer: PeerId, source: PeerId, *, new: bool) -> bool:
+        # Seeds have no sources: nobody can take them along when it loses its word.
+        sources = self._named_by.setdefault(peer, []) if new else self._named_by.get(peer)
+        if sources is None:
+            return False
+        if source not in sources:
+            sources.append(source)
+        return not self._has_lost_word(source)
+
+    def _has_lost_word(self, source: PeerId) -> bool:
+        good, ghosts = self._word[source]
+        return ghosts >= GHOSTS_MAX * (good + 1)
+
+    def _drop_hearsay(self) -> None:
+        dropped = [
+            contact
+            for _, contact in self._shortlist.heap
+            if self._standing[contact.peer] is Standing.HEARD
+            and contact.peer in self._named_by
+            and all(self._has_lost_word(name) for name in self._named_by[contact.peer])
+        ]
+        self._shortlist.remove(dropped)

@@ -1,0 +1,182 @@
+"""The routing table: who is where in the key space (Kademlia sections 2.2, 2.4 and 4.1).
+
+Built on `Node` and `KBucket` of the `kademlia` package; its RoutingTable is left aside, because it
+splits buckets that a flood of ids chose, stops a search for the nearest early and needs asyncio.
+Mended here by subclass: time comes in as an argument, and a split keeps our own kind of bucket.
+
+The rules:
+- Only a peer that answered us stands here; hearsay lives in lookups until then.
+- Only the bucket that holds our own key is split, so that k contacts per doubling of the distance
+  are all that anybody can make us hold.
+- A bucket is ordered by who was heard of least recently. A newcomer to a full bucket waits in its
+  replacement cache, and the oldest is pinged: who has been up for long is likely to stay up.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator
+from math import inf
+from typing import cast
+
+from kademlia.node import Node
+from kademlia.routing import KBucket
+
+from crypto.identity import PeerId
+from dht.keys import KEY_MAX, Key, node_key
+from dht.messages import Hint
+
+
+class Contact(Node):  # type: ignore[misc]  # the package has no type hints
+    """A peer with its key, and where it may be reached; verified once it stands in a Table."""
+
+    id: Key
+    long_id: int
+
+    def __init__(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> None:
+        super().__init__(node_key(peer))
+        self.peer = peer
+        self.addresses = addresses
+        self.heard = -inf
+        self.failures = 0
+
+    @property
+    def hint(self) -> Hint:
+        """What to tell others of it."""
+        return Hint(self.peer, self.addresses)
+
+
+class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
+    """A k-bucket that is told the time. `last_updated` is when a key in its range was looked up."""
+
+    nodes: OrderedDict[Key, Contact]
+    replacement_nodes: OrderedDict[Key, Contact]
+    range: tuple[int, int]
+
+    def __init__(self, lower: int, upper: int, k: int, last_updated: float) -> None:
+        self.last_updated = last_updated
+        super().__init__(lower, upper, k, replacementNodeFactor=1)
+
+    def touch_last_updated(self, now: float | None = None) -> None:
+        """The package calls this without a time from its constructor; then nothing changes."""
+        if now is not None:
+            self.last_updated = now
+
+    def split(self) -> tuple["Bucket", "Bucket"]:
+        """Two halves; each keeps the order of its contacts and takes from the replacements."""
+        lower, upper = self.range
+        middle = (lower + upper) // 2
+        one = Bucket(lower, middle, self.ksize, self.last_updated)
+        two = Bucket(middle + 1, upper, self.ksize, self.last_updated)
+        for contact in (*self.nodes.values(), *self.replacement_nodes.values()):
+            half = one if contact.long_id <= middle else two
+            half.add_node(contact)
+        return one, two
+
+    def find(self, key: Key) -> Contact | None:
+        """The contact with this key, in the bucket or waiting to be."""
+        return self.nodes.get(key) or self.replacement_nodes.get(key)
+
+    @property
+    def full(self) -> bool:
+        return len(self.nodes) >= int(self.ksize)
+
+    @property
+    def replacements_full(self) -> bool:
+        return len(self.replacement_nodes) >= int(self.max_replacement_nodes)
+
+
+class Table:
+    """The buckets of one node. It changes only by what peers themselves sent us, or failed to."""
+
+    def __init__(self, own: Key, *, k: int, failures_max: int) -> None:
+        self._own = Node(own)
+        self._k = k
+        self._failures_max = failures_max
+        self.buckets: list[Bucket] = [Bucket(0, KEY_MAX, k, -inf)]
+
+    def __len__(self) -> int:
+        return sum(len(bucket) for bucket in self.buckets)
+
+    def __iter__(self) -> Iterator[Contact]:
+        """All contacts but replacements, from the lowest bucket, least recently heard first."""
+        for bucket in self.buckets:
+            yield from bucket.nodes.values()
+
+    def bucket_of(self, key: Key) -> Bucket:
+        """The one bucket whose range holds `key`."""
+        number = int.from_bytes(key, "big")
+        return self.buckets[bisect_left(self.buckets, number, key=lambda bucket: bucket.range[1])]
+
+    def get(self, peer: PeerId) -> Contact | None:
+        """A verified contact, be it in a bucket or waiting to be."""
+        key = node_key(peer)
+        return self.bucket_of(key).find(key)
+
+    def wants(self, peer: PeerId) -> bool:
+        """Whether a stranger is worth a ping: there would be a place for it, or a wait for one."""
+        key = node_key(peer)
+        if key == self._own.id:
+            return False
+        bucket = self.bucket_of(key)
+        if bucket.find(key) is not None:
+            return False
+        own = bool(bucket.has_in_range(self._own))
+        return own or not (bucket.full and bucket.replacements_full)
+
+    def heard(self, now: float, peer: PeerId) -> Contact | None:
+        """A known contact sent us something: it is alive, and the most recently heard of its bucket."""
+        key = node_key(peer)
+        bucket = self.bucket_of(key)
+        contact = bucket.find(key)
+        if contact is not None:
+            contact.heard = now
+            contact.failures = 0
+            bucket.add_node(contact)
+        return contact
+
+    def answered(self, now: float, contact: Contact) -> Contact | None:
+        """`contact` answered us, so it may stand here.
+
+        Returns the contact to ping, if this one has to wait for another to fail, else None.
+        """
+        if contact.id == self._own.id:
+            return None
+        kept = self.get(contact.peer) or contact
+        kept.heard = now
+        kept.failures = 0
+        while not (bucket := self.bucket_of(kept.id)).add_node(kept):
+            if not bucket.has_in_range(self._own):
+                return cast(Contact, bucket.head())
+            # It waits among the replacements now, and the split deals those out with the rest.
+            index = self.buckets.index(bucket)
+            self.buckets[index : index + 1] = bucket.split()
+        return None
+
+    def failed(self, peer: PeerId) -> Contact | None:
+        """`peer` left a request unanswered. Returns it if it still has its place."""
+        contact = self.get(peer)
+        if contact is None:
+            return None
+        contact.failures += 1
+        if contact.failures < self._failures_max:
+            return contact
+        self.remove(peer)
+        return None
+
+    def remove(self, peer: PeerId) -> None:
+        """Forget a peer; the replacement heard of last takes its place."""
+        key = node_key(peer)
+        bucket = self.bucket_of(key)
+        contact = bucket.find(key)
+        if contact is not None:
+            bucket.remove_node(contact)
+
+    def nearest(self, key: Key, count: int, *, without: PeerId | None = None) -> list[Contact]:
+        """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets.
+
+        Who left our last request unanswered is passed over: nobody should be sent to the dead.
+        """
+        target = Node(key)
+        candidates = [contact for contact in self if not contact.failures and contact.peer != without]
+        return heapq.nsmallest(count, candidates, key=target.distance_to)

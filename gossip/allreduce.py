@@ -1,0 +1,193 @@
+"""The all-reduce of one group, as a sans-IO machine: every member ends with the same bytes.
+
+Reduce-scatter, then all-gather, directly between all members: member j owns part j of the vector,
+the others send it their slices ("scatter"), it adds them up and sends the sum to all ("gather").
+Each member sends and receives 2 (m - 1) / m of the vector, whatever m is: the bandwidth optimum (Patarasu
+and Yuan 2009), in two steps instead of a ring's 2 (m - 1), which suits a few replicas of a stage.
+
+An owner adds in the order of `members`, never in the order of arrival, so the result does not
+depend on the network and equals the plain sum in member order, bit for bit.
+
+This is the butterfly-free all-reduce of a stage's replicas; Moshpit groups come on top later. It does
+not survive the loss of a member (`missing` says whom it waits for; start again with another key and
+without them), and it does not know a lie from a gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.identity import PeerId
+
+CHUNK_BYTES = 1 << 20
+"""Most data in one message: small enough to interleave, large enough that its frame costs nothing."""
+PART_BYTES_MAX = CHUNK_BYTES + 256
+"""One encoded Part: the data, a key of at most 64 bytes, and the small fields."""
+KEY_BYTES_MAX = 64
+GROUP_MAX = 256
+"""Members of one group. Everybody talks to everybody: beyond some dozens this is the wrong machine."""
+VECTOR_BYTES_MAX = 1 << 40
+
+Vector = NDArray[np.floating[Any]]
+Position = Annotated[int, msgspec.Meta(ge=0, lt=VECTOR_BYTES_MAX)]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of one part of the vector.
+
+    `index` is whose part (a place in `members`), `offset` counts bytes from the part's beginning, a
+    multiple of `CHUNK_BYTES`; `data` is little-endian. Scatter carries the sender's summand, gather the sum.
+    """
+
+    key: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
+    phase: Literal["scatter", "gather"]
+    index: Position
+    offset: Position
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=CHUNK_BYTES)]
+
+
+Sends = list[tuple[PeerId, Part]]
+
+
+class AllReduce:
+    """One member's side of one all-reduce.
+
+    `members` is the same tuple for all, `me` among them; `key` names this attempt and is the same for
+    all; `vector` is one-dimensional, float32 or float64, of the same size for all, and must not change
+    before `start` has returned. Raises ValueError for arguments outside of that.
+    """
+
+    def __init__(self, me: PeerId, members: tuple[PeerId, ...], key: bytes, vector: Vector) -> None:
+        if me not in members or len(set(members)) != len(members) or len(members) > GROUP_MAX:
+            raise ValueError(f"a group has 1-{GROUP_MAX} different members, this peer among them")
+        if vector.ndim != 1 or vector.dtype not in (np.float32, np.float64):
+            raise ValueError(f"want a flat float32 or float64 vector, not {vector.dtype} {vector.shape}")
+        if len(key) > KEY_BYTES_MAX:
+            raise ValueError(f"a key has at most {KEY_BYTES_MAX} bytes")
+        self._me = me
+        self._members = members
+        self._place = members.index(me)
+        self._key = key
+        self._vector: Vector | None = vector
+        self._wire = vector.dtype.newbyteorder("<")
+        self._chunk_size = CHUNK_BYTES // vector.dtype.itemsize
+        self._bounds = _split(vector.size, len(members))
+        self._total = np.empty(vector.size, vector.dtype)
+        # Chunks of our part still to be added up: by where they begin in the vector, then by member.
+        self._summands: dict[int, dict[int, Vector]] = {}
+        # Chunks of the total still unknown, with the place of their owner. A dict for its order.
+        self._awaited: dict[int, int] = {}
+        for place in range(len(members)):
+            for begin, end in self._chunks(place):
+                self._awaited[begin] = place
+                if place == self._place:
+                    # A copy: the caller's vector may change once we have started.
+                    self._summands[begin] = {place: vector[begin:end].copy()}
+        if len(members) == 1:
+            self._total[:] = vector
+            self._awaited.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether `total` is complete. A member that is done may still owe others what `start` returns."""
+        return not self._awaited
+
+    @property
+    def total(self) -> Vector:
+        """The sum of all vectors, once done."""
+        if not self.done:
+            raise LocalProtocolError("the all-reduce is not done")
+        return self._total
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of the total's little-endian bytes, once done: 32 bytes that all members must share."""
+        return blake3(self.total.astype(self._wire, copy=False).tobytes()).digest()
+
+    @property
+    def missing(self) -> tuple[PeerId, ...]:
+        """Whom we still wait for, in the order of `members`: for a sum, or for a summand of ours."""
+        waits = [place in self._awaited.values() for place in range(len(self._members))]
+        waits[self._place] = False
+        for summands in self._summands.values():
+            for place in range(len(self._members)):
+                waits[place] = waits[place] or place not in summands
+        return tuple(peer for peer, wait in zip(self._members, waits, strict=True) if wait)
+
+    def start(self) -> Sends:
+        """Our summands of all other members' parts. To be called once, before or after receiving."""
+        if self._vector is None:
+            raise LocalProtocolError("an all-reduce starts once")
+        vector, self._vector = self._vector, None
+        return [
+            (self._members[place], self._part("scatter", place, begin, vector[begin:end]))
+            for place in range(len(self._members))
+            if place != self._place
+            for begin, end in self._chunks(place)
+        ]
+
+    def receive(self, sender: PeerId, message: Part) -> Sends:
+        """Take one chunk; a repeat is ignored. Raises RemoteProtocolError for what does not belong here."""
+        place = self._place_of(sender)
+        if message.key != self._key:
+            raise RemoteProtocolError("a part of another all-reduce")
+        owner = self._place if message.phase == "scatter" else place
+        if message.index != owner or message.phase not in ("scatter", "gather"):
+            raise RemoteProtocolError(f"a {message.phase} part {message.index} from member {place}")
+        begin, end = self._locate(message)
+        if message.phase == "gather":
+            if self._awaited.pop(begin, None) is not None:
+                self._total[begin:end] = np.frombuffer(message.data, self._wire)
+            return []
+        summands = self._summands.get(begin)
+        if summands is None or place in summands:
+            return []
+        summands[place] = np.frombuffer(message.data, self._wire)
+        return self._add_up(begin, end) if len(summands) == len(self._members) else []
+
+    def _add_up(self, begin: int, end: int) -> Sends:
+        summands = self._summands.pop(begin)
+        total = self._total[begin:end]
+        total[:] = summands[0]
+        # What others send may overflow or be NaN; that is the caller's to judge, not a warning here.
+        with np.errstate(all="ignore"):
+            for place in range(1, len(self._members)):
+                total += summands[place]
+        del self._awaited[begin]
+        part = self._part("gather", self._place, begin, total)
+        return [(peer, part) for peer in self._members if peer != self._me]
+
+    def _part(self, phase: Literal["scatter", "gather"], place: int, begin: int, values: Vector) -> Part:
+        offset = (begin - self._bounds[place]) * values.dtype.itemsize
+        return Part(self._key, phase, place, offset, values.astype(self._wire, copy=False).tobytes())
+
+    def _place_of(self, sender: PeerId) -> int:
+        if sender == self._me or sender not in self._members:
+            raise RemoteProtocolError("a part from outside of the group")
+        return self._members.index(sender)
+
+    def _locate(self, message: Part) -> tuple[int, int]:
+        """Begin and end in the vector, in elements, of a chunk whose owner is checked already."""
+        if message.offset % CHUNK_BYTES:
+            raise RemoteProtocolError("a part that begins inside of a chunk")
+        begin = self._bounds[message.index] + message.offset // CHUNK_BYTES * self._chunk_size
+        end = min(begin + self._chunk_size, self._bounds[message.index + 1])
+        if len(message.data) != (end - begin) * self._wire.itemsize or begin >= end:
+            raise RemoteProtocolError(f"a part of {len(message.data)} bytes at {message.offset}: wrong size")
+        return begin, end
+
+    def _chunks(self, place: int) -> Iterator[tuple[int, int]]:
+        """Begin and end, in elements, of each chunk of a member's part."""
+        last = self._bounds[place + 1]
+        for begin in range(self._bounds[place], last, self._chunk_size):
+            yield begin, min(begin + self._chunk_size, last)
+
+
+def _split(size: int, count: int) -> list[int]:
+    """Where each of `count` almost equal parts begins, and the end of the last."""
+    return [size * place // count for place in range(count + 1)]

@@ -1,0 +1,334 @@
+"""What this peer believes of every member: facts in; member list, events and news to pass on out.
+
+The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
+incarnation alive < suspect < dead < left. Two things come from facts being signed:
+
+- An accusation counts only for the incarnation that the *subject* announced and we hold. So nobody
+  can accuse a future incarnation, and a subject can always refute by one more.
+- An accuser must be a known member. That keeps strangers out; it does not stop a member that
+  lies, whose victim refutes and whose name stands in the reason.
+
+A signature is checked only where the fact would change something, and only checked facts are kept
+or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, short_peer
+from gossip.dissemination import Dissemination
+from gossip.member import (
+    Event,
+    MemberChanged,
+    MemberDown,
+    MemberForgotten,
+    MemberLeft,
+    MemberRefuted,
+    MemberSuspected,
+    MemberUp,
+    Profile,
+    SelfAccused,
+    Status,
+)
+from gossip.messages import (
+    SILENCE_MILLISECONDS_MAX,
+    AliveBody,
+    DeadBody,
+    LeftBody,
+    SuspectBody,
+    alive_body,
+    check_body,
+    read_body,
+    read_profile,
+    sign_body,
+    subject_of,
+)
+from gossip.settings import Settings
+from gossip.suspicion import LocalHealth, Suspicion
+from gossip.table import MemberTable, Row
+
+DOUBTED_MAX = 16
+"""Members probed at once because one Sync calls them dead; the round of probes finds the others."""
+
+
+class Beliefs:
+    """The member list of one peer, kept by the facts it hears."""
+
+    def __init__(
+        self,
+        signer: Signer,
+        profile: Profile,
+        settings: Settings,
+        rng: Random,
+        incarnation: int,
+        now: float,
+        events: list[Event],
+    ) -> None:
+        self._signer = signer
+        self._settings = settings
+        self._events = events
+        alive = sign_body(signer, alive_body(profile, incarnation))
+        self.me = Row(signer.peer, profile, incarnation, alive, now, found_through=None)
+        self.table = MemberTable(self.me, rng)
+        self.health = LocalHealth(settings.health_max)
+        self.queue = Dissemination()
+        self.queue.put(self.me.peer, alive)
+        self._suspicions: dict[PeerId, Suspicion] = {}
+        self.suspicion_deadline = float("inf")
+
+    # What this peer says of itself.
+
+    def announce(self, profile: Profile) -> None:
+        """Be alive under a new incarnation."""
+        self.me.profile = profile
+        self.me.incarnation += 1
+        self.me.alive = sign_body(self._signer, alive_body(profile, self.me.incarnation))
+        self.queue.put(self.me.peer, self.me.alive)
+
+    def leave(self, now: float) -> Fact:
+        """Be gone; the fact that says so."""
+        left = sign_body(self._signer, LeftBody(self.me.incarnation))
+        self.table.judge(self.me, now, Status.LEFT, left, reason="left")
+        self.queue.put(self.me.peer, left)
+        self._suspicions.clear()
+        self._reckon()
+        return left
+
+    # What it concludes of others.
+
+    def accuse(self, now: float, row: Row) -> None:
+        """Suspect a live member by own observation, or confirm a suspicion."""
+        silence = _milliseconds(row.silence_seconds(now))
+        fact = sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
+        if row.status is Status.ALIVE:
+            self._begin_suspicion(now, row, fact, silence)
+        elif self._suspicions[row.peer].wants(self.me.peer):
+            self._confirm(row.peer, fact)
+
+    def bury_expired(self, now: float) -> None:
+        """Give up every suspect whose time to refute is over."""
+        for peer in [peer for peer, suspicion in self._suspicions.items() if suspicion.deadline <= now]:
+            row = self.table.rows[peer]
+            silence = _milliseconds(row.silence_seconds(now))
+            self._bury(now, row, sign_body(self._signer, DeadBody(peer, row.incarnation, silence)), silence)
+
+    def excuse(self, seconds: float) -> None:
+        """Give every suspect back the time in which this peer stalled."""
+        for suspicion in self._suspicions.values():
+            suspicion.excuse(seconds)
+        self._reckon()
+
+    def forget_gone(self, now: float) -> None:
+        """Drop those who were dead or gone for `dead_kept_seconds`."""
+        for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
+            self._forget(peer)
+
+    # What it tells and is told.
+
+    def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
+        """News for a message to `peer`. What is held against the receiver stands first, so that it
+        can refute (Lifeguard's buddy system); once we have left, nothing else matters.
+        """
+        row = self.table.rows.get(peer)
+        first = [fact for fact in (self.me.verdict, row.verdict if row else None) if fact is not None]
+        limit = self._settings.retransmits(self.table.live)
+        return self.queue.take(limit, self._settings.facts_bytes_max, first)
+
+    def learn(
+        self,
+        now: float,
+        sender: PeerId,
+        facts: Sequence[Fact],
+        *,
+        synced: bool = False,
+        passed_on: bool = True,
+    ) -> list[PeerId]:
+        """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
+
+        In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
+        network that was split: it does not bury, it makes us look. Returns whom to probe at once.
+        """
+        claims = [(fact, read_body(fact)) for fact in facts]
+        buried = {
+            subject_of(fact, body): body.incarnation
+            for fact, body in claims
+            if isinstance(body, DeadBody | LeftBody)
+        }
+        doubted: list[PeerId] = []
+        # Alive first: it makes accusers known, and brings the incarnation that is accused.
+        for fact, body in claims:
+            if isinstance(body, AliveBody):
+                subject = PeerId(fact.author)
+                # Who was dead before we came is not news. A false claim only undoes its sender's own words.
+                if subject in self.table.rows or body.incarnation > buried.get(subject, -1):
+                    self._hear_alive(now, sender, fact, body, passed_on)
+        for fact, body in claims:
+            if isinstance(body, LeftBody):
+                self._hear_left(now, fact, body)
+            elif isinstance(body, SuspectBody | DeadBody):
+                self._hear_accusation(now, fact, body, doubted if synced else None)
+        return doubted[:DOUBTED_MAX]
+
+    def _hear_alive(self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool) -> None:
+        peer = PeerId(fact.author)
+        row = self.table.rows.get(peer)
+        if row is self.me:
+            self._hear_of_earlier_self(fact, body)
+            return
+        if row is not None and body.incarnation <= row.incarnation:
+            return
+        if row is None and not self._may_have_room():
+            return
+        profile = read_profile(peer, body)
+        check_body(self._signer, fact, body)
+        if row is None:
+            self._make_room()
+            self.table.insert(Row(peer, profile, body.incarnation, fact, now, sender))
+            self._events.append(_up(peer, profile, body.incarnation, sender))
+        else:
+            self._hear_again(now, sender, row, fact, body.incarnation, profile)
+        if passed_on:
+            self.queue.put(peer, fact)
+
+    def _hear_again(
+        self, now: float, sender: PeerId, row: Row, fact: Fact, incarnation: int, profile: Profile
+    ) -> None:
+        changed = profile != row.profile
+        status = row.status
+        row.profile, row.incarnation, row.alive, row.unanswered_since = profile, incarnation, fact, None
+        if status is Status.ALIVE:
+            row.verdict = None
+        else:
+            self.table.judge(row, now, Status.ALIVE)
+            self._end_suspicion(row.peer)
+        if status in (Status.DEAD, Status.LEFT):
+            row.found_through = sender
+            self._events.append(_up(row.peer, profile, incarnation, sender))
+            return
+        if status is Status.SUSPECT:
+            self._events.append(MemberRefuted(row.peer, incarnation))
+        if changed:
+            self._events.append(
+                MemberChanged(row.peer, profile.name, profile.addresses, profile.metadata, incarnation)
+            )
+
+    def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
+        row = self.table.rows.get(PeerId(fact.author))
+        if row is None or body.incarnation < row.incarnation:
+            return
+        if row is self.me:
+            self._hear_of_earlier_self(fact, body)
+            return
+        if row.status is Status.LEFT and body.incarnation == row.incarnation:
+            return
+        check_body(self._signer, fact, body)
+        if row.status is not Status.LEFT:
+            self._events.append(MemberLeft(row.peer))
+        row.incarnation = body.incarnation
+        self.table.judge(row, now, Status.LEFT, fact, reason="left")
+        self._end_suspicion(row.peer)
+        self.queue.put(row.peer, fact)
+
+    def _hear_accusation(
+        self, now: float, fact: Fact, body: SuspectBody | DeadBody, doubted: list[PeerId] | None
+    ) -> None:
+        accuser = PeerId(fact.author)
+        row = self.table.rows.get(PeerId(body.subject))
+        known = row is not None and accuser in self.table.rows and accuser != row.peer
+        if row is None or not known or body.incarnation != row.incarnation or not row.live:
+            return
+        if row is self.me:
+            check_body(self._signer, fact, body)
+            self.health.worsen()
+            self.announce(self.me.profile)
+            reason = self._reason(accuser, body.silence_milliseconds)
+            self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
+        elif isinstance(body, DeadBody) and doubted is not None:
+            doubted.append(row.peer)
+        elif isinstance(body, DeadBody):
+            check_body(self._signer, fact, body)
+            self._bury(now, row, fact, body.silence_milliseconds)
+        elif row.status is Status.ALIVE:
+            check_body(self._signer, fact, body)
+            self._begin_suspicion(now, row, fact, body.silence_milliseconds)
+        elif self._suspicions[row.peer].wants(accuser):
+            check_body(self._signer, fact, body)
+            self._confirm(row.peer, fact)
+
+    def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
+        """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
+
+        It happens when incarnations start from a wall clock that was set back.
+        """
+        if self.me.status is Status.LEFT or fact == self.me.alive or body.incarnation < self.me.incarnation:
+            return
+        check_body(self._signer, fact, body)
+        self.me.incarnation = body.incarnation
+        self.announce(self.me.profile)
+
+    def _begin_suspicion(self, now: float, row: Row, fact: Fact, silence: int) -> None:
+        live = self.table.live
+        wanted = self._settings.confirmations
+        # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
+        wanted = wanted if live - 2 >= wanted else 0
+        shortest, longest = self._settings.suspicion_bounds_seconds(live)
+        accuser = PeerId(fact.author)
+        self._suspicions[row.peer] = Suspicion(now, accuser, shortest, longest, wanted)
+        self._reckon()
+        if row.unanswered_since is None:
+            row.unanswered_since = now - silence / 1000
+        reason = self._reason(accuser, silence)
+        self.table.judge(row, now, Status.SUSPECT, fact, reason=reason, accuser=accuser)
+        self._events.append(MemberSuspected(row.peer, accuser, reason))
+        self.queue.put(row.peer, fact)
+
+    def _confirm(self, peer: PeerId, fact: Fact) -> None:
+        self._suspicions[peer].confirm(PeerId(fact.author))
+        self._reckon()
+        self.queue.put(peer, fact, beside=True)
+
+    def _bury(self, now: float, row: Row, fact: Fact, silence: int) -> None:
+        accuser = PeerId(fact.author)
+        reason = self._reason(accuser, silence)
+        self._end_suspicion(row.peer)
+        self.table.judge(row, now, Status.DEAD, fact, reason=reason, accuser=accuser)
+        self._events.append(MemberDown(row.peer, accuser, reason))
+        self.queue.put(row.peer, fact)
+
+    def _end_suspicion(self, peer: PeerId) -> None:
+        if self._suspicions.pop(peer, None) is not None:
+            self._reckon()
+
+    def _reckon(self) -> None:
+        deadlines = (suspicion.deadline for suspicion in self._suspicions.values())
+        self.suspicion_deadline = min(deadlines, default=float("inf"))
+
+    def _may_have_room(self) -> bool:
+        return len(self.table.rows) < self._settings.members_max or self.table.live < len(self.table.rows)
+
+    def _make_room(self) -> None:
+        if len(self.table.rows) >= self._settings.members_max:
+            longest = self.table.longest_gone()
+            if longest is not None:
+                self._forget(longest)
+
+    def _forget(self, peer: PeerId) -> None:
+        self.table.forget(peer)
+        self.queue.drop(peer)
+        self._events.append(MemberForgotten(peer))
+
+    def _reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
+        said = "" if accuser == self.me.peer else f", says {self._name(accuser)}"
+        return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
+
+    def _name(self, peer: PeerId) -> str:
+        return self.table.rows[peer].profile.name or short_peer(peer)
+
+
+def _up(peer: PeerId, profile: Profile, incarnation: int, sender: PeerId) -> MemberUp:
+    return MemberUp(peer, profile.name, profile.addresses, profile.metadata, incarnation, sender)
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(int(seconds * 1000), 0), SILENCE_MILLISECONDS_MAX)

@@ -1,0 +1,154 @@
+"""A member as this peer sees it, and the events that say how that changed.
+
+Only frozen values: what a shell shows, stores or acts on. The table behind them is `gossip.table`.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from crypto.contact import NAME_LENGTH_MAX, Address
+from crypto.identity import PeerId
+
+METADATA_BYTES_MAX = 300
+"""Opaque to gossip: room for a capacity or a version, small enough to travel with every alive fact."""
+
+
+class Status(enum.StrEnum):
+    """What is held of a member. At one incarnation a later word here overrides an earlier one."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a member says of itself: a name (40 letters), addresses, and opaque metadata (300 bytes).
+
+    All travels in one signed fact of a datagram's size: where the addresses do not fit beside the
+    rest, the last are left out (about 240 bytes are always theirs: four or more). Put the best first.
+
+    Raises:
+        ValueError: the name is too long or unprintable, or the metadata too large.
+    """
+
+    name: str
+    addresses: tuple[Address, ...]
+    metadata: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.name) > NAME_LENGTH_MAX or not self.name.isprintable():
+            raise ValueError(f"a member name has at most {NAME_LENGTH_MAX} printable letters")
+        if len(self.metadata) > METADATA_BYTES_MAX:
+            raise ValueError(f"metadata of {len(self.metadata)} bytes, at most {METADATA_BYTES_MAX} allowed")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member at one moment.
+
+    `since` is when its status last changed (monotonic seconds of this peer). `reason` says why it
+    is suspect, dead or left ("no ack for 1.1 s, says lab-3"), empty for alive; `accuser` is who signed
+    that verdict. `found_through` is who first told us of it, None for this peer itself.
+    """
+
+    peer: PeerId
+    name: str
+    addresses: tuple[Address, ...]
+    metadata: bytes
+    status: Status
+    incarnation: int
+    since: float
+    reason: str
+    accuser: PeerId | None
+    found_through: PeerId | None
+
+    @property
+    def live(self) -> bool:
+        """Alive, or suspect and not yet given up."""
+        return self.status in (Status.ALIVE, Status.SUSPECT)
+
+
+@dataclass(frozen=True)
+class MemberUp:
+    """A member is new, or back after it was dead or had left."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[Address, ...]
+    metadata: bytes
+    incarnation: int
+    found_through: PeerId
+
+
+@dataclass(frozen=True)
+class MemberChanged:
+    """A live member has a new name, new addresses or new metadata."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[Address, ...]
+    metadata: bytes
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class MemberSuspected:
+    """A member did not answer `accuser`; it has time to refute."""
+
+    peer: PeerId
+    accuser: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberRefuted:
+    """A suspected member proved by a higher incarnation that it lives."""
+
+    peer: PeerId
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class MemberDown:
+    """A member is given up as dead; it stays listed, with the reason."""
+
+    peer: PeerId
+    accuser: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberLeft:
+    """A member said goodbye."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class MemberForgotten:
+    """A member that was dead or had left long ago is no longer listed."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class SelfAccused:
+    """`accuser` suspected or buried this very peer; `incarnation` is the new one that refutes it."""
+
+    accuser: PeerId
+    reason: str
+    incarnation: int
+
+
+Event = (
+    MemberUp
+    | MemberChanged
+    | MemberSuspected
+    | MemberRefuted
+    | MemberDown
+    | MemberLeft
+    | MemberForgotten
+    | SelfAccused
+)

@@ -1,0 +1,185 @@
+"""What members say to each other, and the signed facts inside it.
+
+Two layers. A *message* goes from one peer to the next: Ping, Ack, Nack, PingRequest (Das et al. 2002,
+section 3; the Nack is Lifeguard's), Gossip, Compare and Sync. A *fact* travels inside messages
+from peer to peer and is signed by its author (DESIGN law 8): alive and left by the subject,
+suspect and dead by the accuser. Nothing here keeps state or decides anything.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, NAME_LENGTH_MAX, parse_addresses
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PEER_ID_BYTES, PeerId
+from gossip.member import METADATA_BYTES_MAX, Profile
+
+ALIVE_BODY_BYTES_MAX = 720
+"""So that any one fact, with author and signature, fits `Settings.facts_bytes_max` and so a datagram."""
+FACT_BYTES_MAX = ALIVE_BODY_BYTES_MAX + 110
+"""An alive fact on the wire at most: body, author 32, signature 64 and at most 14 of MessagePack."""
+FACTS_MAX = 32
+"""Facts in a message other than Sync; the smallest takes over 100 bytes, so no honest one holds so many."""
+MEMBERS_MAX = 2_000
+"""No member list is larger: DESIGN section 5 splits a neighbourhood long before this."""
+SYNC_FACTS_MAX = 2 * MEMBERS_MAX
+"""An alive fact and a verdict for each member."""
+MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
+"""The largest Sync: every member dead, with an alive fact (830) and a verdict (under 200)."""
+SILENCE_MILLISECONDS_MAX = 3_600_000
+"""An accuser claims an hour of silence at most; it only feeds the text of a reason."""
+
+Incarnation = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=SILENCE_MILLISECONDS_MAX)]
+Facts = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACTS_MAX)]
+
+
+class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """By the subject: I live, under this name, at these addresses (without `/p2p/`)."""
+
+    incarnation: Incarnation
+    name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=ADDRESSES_MAX),
+    ]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
+
+
+class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
+    """By an accuser: `subject` in `incarnation` did not answer me, nor those I asked to ping it."""
+
+    subject: Subject
+    incarnation: Incarnation
+    silence_milliseconds: Milliseconds
+
+
+class DeadBody(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
+    """By an accuser: my suspicion of `subject` in `incarnation` ran out unrefuted."""
+
+    subject: Subject
+    incarnation: Incarnation
+    silence_milliseconds: Milliseconds
+
+
+class LeftBody(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+    """By the subject: I go, of my own will."""
+
+    incarnation: Incarnation
+
+
+Body = AliveBody | SuspectBody | DeadBody | LeftBody
+
+_PURPOSES: dict[type, str] = {
+    AliveBody: "swim-alive",
+    SuspectBody: "swim-suspect",
+    DeadBody: "swim-dead",
+    LeftBody: "swim-left",
+}
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Are you there? Answered by an Ack with the same number, whoever asks."""
+
+    number: Number
+    facts: Facts = ()
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """I am there; or, from a relay: the target of your PingRequest is."""
+
+    number: Number
+    facts: Facts = ()
+
+
+class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
+    """From a relay: I am there, but the target has not answered me so far (Lifeguard)."""
+
+    number: Number
+    facts: Facts = ()
+
+
+class PingRequest(msgspec.Struct, frozen=True, array_like=True, tag="ping-request"):
+    """Ping `target` for me and pass on its Ack under my number."""
+
+    number: Number
+    target: Subject
+    facts: Facts = ()
+
+
+class Gossip(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
+    """Only facts; no answer."""
+
+    facts: Facts
+
+
+class Compare(msgspec.Struct, frozen=True, array_like=True, tag="compare"):
+    """A digest of the live members I know. Where it differs, the answer is a Sync."""
+
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    facts: Facts = ()
+
+
+class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
+    """All I know (push); with `reply_wanted`, tell me what you know beyond it (pull). May be large."""
+
+    reply_wanted: bool
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
+
+
+Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync
+
+
+def sign_body(signer: Signer, body: Body) -> Fact:
+    """A fact by this peer."""
+    return signer.sign(_PURPOSES[type(body)], encode(body))
+
+
+def check_body(signer: Signer, fact: Fact, body: Body) -> None:
+    """Check that the author signed `body`, which `read_body` gave; else RemoteProtocolError.
+
+    An Ed25519 check costs 105 us: ask only where the fact would change something. Correct peers
+    pass on only what they checked, so a wrong signature is the fault of whoever sent it.
+    """
+    signer.check(_PURPOSES[type(body)], fact)
+
+
+def read_body(fact: Fact) -> Body:
+    """What a fact claims, well-formed but unproven; else RemoteProtocolError."""
+    if len(fact.author) != PEER_ID_BYTES:
+        raise RemoteProtocolError("a fact with a malformed author")
+    body: Body = decode(fact.body, Body, bytes_max=ALIVE_BODY_BYTES_MAX)
+    return body
+
+
+def subject_of(fact: Fact, body: Body) -> PeerId:
+    """Whom a fact is about."""
+    return PeerId(body.subject if isinstance(body, SuspectBody | DeadBody) else fact.author)
+
+
+def alive_body(profile: Profile, incarnation: int) -> AliveBody:
+    """A profile as it is announced. Addresses that do not fit are left out, the last first."""
+    addresses = tuple(str(address.of(None)) for address in profile.addresses[:ADDRESSES_MAX])
+    while True:
+        body = AliveBody(incarnation, profile.name, addresses, profile.metadata)
+        if len(encode(body)) <= ALIVE_BODY_BYTES_MAX:
+            return body
+        addresses = addresses[:-1]
+
+
+def read_profile(peer: PeerId, body: AliveBody) -> Profile:
+    """The profile in an alive fact by `peer`; else RemoteProtocolError."""
+    # Names reach terminals and logs: no escape sequences, no line breaks.
+    if not body.name.isprintable():
+        raise RemoteProtocolError("a member name with unprintable letters")
+    return Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+
+
+def fact_bytes(fact: Fact) -> int:
+    """How much of a message `fact` takes, in bytes, at most two too many."""
+    return len(fact.author) + len(fact.body) + len(fact.signature) + 10

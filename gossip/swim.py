@@ -1,0 +1,338 @@
+"""SWIM membership with Lifeguard, as a sans-IO core: messages and timers in, messages and events out.
+
+Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard); the
+gossip timer of its own, the push-pull sync and the numbers are memberlist's. What a fact makes us
+believe stands in `gossip.beliefs`, numbers in `gossip.settings`.
+
+Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
+it is pinged through relays; unanswered again, it is suspected, which gossip spreads. It may refute
+by a higher incarnation; else it is dead to all. Whoever comes as a stranger or from the dead is
+asked for its facts.
+
+Not here: who may join (the swarm key and admission are the network's and the run's), and the
+prefix scopes of a public swarm (DESIGN section 5).
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from gossip.beliefs import Beliefs
+from gossip.member import Event, Member, Profile, Status
+from gossip.messages import Ack, Compare, Gossip, Message, Nack, Ping, PingRequest, Sync
+from gossip.probing import RELAY_PATIENCE, Flight, Probe, Relay
+from gossip.settings import Settings
+from gossip.table import Row
+
+PROTOCOL = "/peerloom/swim/1"
+
+ASKED_MAX = 16
+"""Strangers asked for their facts in one probe interval; more may be a flood, and will ping again."""
+SERVED_MAX = 64
+"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs just one."""
+SEEDS_MAX = 16
+"""Peers one join tries."""
+JOIN_RETRY_INTERVALS = 5
+"""Probe intervals until an unanswered join is tried again."""
+
+Sends = list[tuple[PeerId, Message]]
+
+
+class Swim:
+    """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every
+    core; what other methods return is likewise to be sent.
+
+    `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
+    where it is not, the core goes above the old one as soon as it hears of it.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        profile: Profile,
+        settings: Settings,
+        rng: Random,
+        incarnation: int,
+        now: float,
+    ) -> None:
+        self.events: list[Event] = []
+        self.peer = signer.peer
+        self._settings = settings
+        self._beliefs = Beliefs(signer, profile, settings, rng, incarnation, now, self.events)
+        self._table = self._beliefs.table
+        self._health = self._beliefs.health
+        self._flight = Flight(rng.getrandbits(31))
+        self._seeds: tuple[PeerId, ...] = ()
+        self._joined = False
+        # Random phases, so that peers started together do not probe and sync in step.
+        self._tick_at = now + rng.random() * settings.probe_interval_seconds
+        self._sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
+        self._gossip_at = float("inf")
+        # Within the present probe interval: strangers asked, and peers served with a Sync.
+        self._asked: list[PeerId] = []
+        self._served: list[PeerId] = []
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Everyone listed, this peer, the dead and the left included, by peer id."""
+        return self._table.snapshot()
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        return min(
+            self._tick_at,
+            self._sync_at,
+            self._gossip_at,
+            self._beliefs.suspicion_deadline,
+            self._flight.deadline,
+        )
+
+    # Orders of this node.
+
+    def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
+        """Exchange lists with `peers` (at most 16); tried again until one of them has answered."""
+        self._refuse_if_left("join")
+        self._seeds = tuple(peer for peer in peers if peer != self.peer)[:SEEDS_MAX]
+        if not self._joined:
+            self._sync_at = now + JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
+        return [(peer, Sync(True, self._table.facts())) for peer in self._seeds]
+
+    def update(self, now: float, profile: Profile) -> Sends:
+        """Announce another name, address or metadata."""
+        self._refuse_if_left("update")
+        self._beliefs.announce(profile)
+        self._arm_gossip(now)
+        return []
+
+    def leave(self, now: float) -> Sends:
+        """Say goodbye to as many as a fact is passed on to; keep driving the core for a moment, so
+        that gossip tells the others. From here on it only answers pings.
+        """
+        if self._left:
+            return []
+        fact = self._beliefs.leave(now)
+        self._flight.probes.clear()
+        self._flight.relays.clear()
+        self._tick_at = self._sync_at = float("inf")
+        self._arm_gossip(now)
+        listeners = self._table.pick(self._settings.retransmits(self._table.live), lambda row: row.live)
+        return [(peer, Gossip((fact,))) for peer in listeners]
+
+    def hint_suspect(self, now: float, peer: PeerId) -> Sends:
+        """A stream to `peer` broke, say: probe it at once. A hint is not a verdict."""
+        row = self._table.rows.get(peer)
+        if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
+            return []
+        return self._probe(now, row)
+
+    # What comes from others.
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message. Raises RemoteProtocolError for what no correct peer sends."""
+        if sender == self.peer:
+            raise RemoteProtocolError("a membership message from ourselves")
+        if self._left:
+            if isinstance(message, Ping):
+                return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
+            return []
+        if isinstance(message, Sync):
+            sends = self._receive_sync(now, sender, message)
+        else:
+            self._beliefs.learn(now, sender, message.facts)
+            sends = self._answer(now, sender, message)
+        self._arm_gossip(now)
+        return sends
+
+    def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
+        match message:
+            case Ping(number=number):
+                return [(sender, Ack(number, self._beliefs.facts_for(sender))), *self._greet(sender)]
+            case PingRequest():
+                return self._receive_ping_request(now, sender, message) or self._greet(sender)
+            case Compare(digest=digest):
+                return self._receive_compare(sender, digest)
+            case Ack(number=number):
+                return self._receive_ack(sender, number)
+            case Nack(number=number):
+                probe = self._flight.probes.get(number)
+                if probe is not None and sender in probe.relays and sender not in probe.nacked:
+                    probe.nacked.append(sender)
+        return []
+
+    def _receive_ack(self, sender: PeerId, number: int) -> Sends:
+        probe = self._flight.probes.get(number)
+        if probe is not None and (sender == probe.target or sender in probe.relays):
+            del self._flight.probes[number]
+            self._health.better()
+            row = self._table.rows.get(probe.target)
+            if row is not None:
+                row.unanswered_since = None
+        relay = self._flight.relays.get(number)
+        if relay is not None and sender == relay.target:
+            del self._flight.relays[number]
+            return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
+        return []
+
+    def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
+        target = PeerId(request.target)
+        # Only among members, or a stranger could let us ping for it.
+        if target == self.peer or not self._is_live(sender) or not self._is_live(target):
+            return []
+        patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
+        number = self._flight.add_relay(Relay(sender, request.number, target, now + patience))
+        return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
+
+    def _receive_compare(self, sender: PeerId, digest: bytes) -> Sends:
+        if not self._is_live(sender):
+            return self._greet(sender)
+        if digest == self._table.digest() or not self._may_serve(sender):
+            return []
+        return [(sender, Sync(True, self._table.facts()))]
+
+    def _receive_sync(self, now: float, sender: PeerId, message: Sync) -> Sends:
+        # The first list a newcomer gets is what the swarm knows already.
+        passed_on = self._joined or message.reply_wanted
+        doubted = self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
+        sends: Sends = []
+        if not message.reply_wanted:
+            self._joined = True
+        elif self._may_serve(sender):
+            told = {fact.signature for fact in message.facts}
+            news = tuple(fact for fact in self._table.facts() if fact.signature not in told)
+            sends.append((sender, Sync(False, news)))
+        for peer in doubted:
+            sends += self.hint_suspect(now, peer)
+        return sends
+
+    def _greet(self, sender: PeerId) -> Sends:
+        """Ask a stranger who it is, and show one held for dead all that we hold, so that it refutes."""
+        if self._is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
+            return []
+        self._asked.append(sender)
+        known = sender in self._table.rows
+        facts: tuple[Fact, ...] = self._table.facts() if known else self._beliefs.me.facts
+        return [(sender, Sync(True, facts))]
+
+    def _may_serve(self, sender: PeerId) -> bool:
+        if sender in self._served or len(self._served) >= SERVED_MAX:
+            return False
+        self._served.append(sender)
+        return True
+
+    # What time brings.
+
+    def wake(self, now: float) -> Sends:
+        """Do what has become due."""
+        late = now - self.deadline
+        if late > self._settings.stall_seconds:
+            # We stood still ourselves: answers may be unread, so nobody is to blame for that time.
+            self._beliefs.excuse(late)
+            for probe in self._flight.probes.values():
+                probe.excuse(late)
+        sends = self._wake_relays(now) + self._wake_probes(now)
+        if self._beliefs.suspicion_deadline <= now:
+            self._beliefs.bury_expired(now)
+        if self._tick_at <= now:
+            sends += self._tick(now)
+        if self._sync_at <= now:
+            sends += self._sync(now)
+        if self._gossip_at <= now:
+            sends += self._gossip(now)
+        self._arm_gossip(now)
+        return sends
+
+    def _wake_relays(self, now: float) -> Sends:
+        sends: Sends = []
+        overdue = [number for number, relay in self._flight.relays.items() if relay.nack_at <= now]
+        for number in overdue:
+            relay = self._flight.relays.pop(number)
+            sends.append((relay.requester, Nack(relay.number, self._beliefs.facts_for(relay.requester))))
+        return sends
+
+    def _wake_probes(self, now: float) -> Sends:
+        sends: Sends = []
+        for number, probe in list(self._flight.probes.items()):
+            if probe.end_at <= now:
+                del self._flight.probes[number]
+                self._fail(now, probe)
+            elif not probe.relayed and probe.timeout_at <= now:
+                probe.relayed = True
+                probe.relays = self._pick_relays(probe.target)
+                for relay in probe.relays:
+                    request = PingRequest(number, probe.target, self._beliefs.facts_for(relay))
+                    sends.append((relay, request))
+        return sends
+
+    def _pick_relays(self, target: PeerId) -> tuple[PeerId, ...]:
+        count = self._settings.indirect_probes
+        return tuple(self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != target))
+
+    def _fail(self, now: float, probe: Probe) -> None:
+        # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
+        self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
+        row = self._table.rows.get(probe.target)
+        # A higher incarnation since then is a sign of life.
+        if row is not None and row.live and row.incarnation == probe.incarnation:
+            self._beliefs.accuse(now, row)
+
+    def _tick(self, now: float) -> Sends:
+        self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
+        self._asked.clear()
+        self._served.clear()
+        row = self._table.next_target(self._flight.probing)
+        return [] if row is None else self._probe(now, row)
+
+    def _probe(self, now: float, row: Row) -> Sends:
+        patience = self._health.multiplier
+        if row.unanswered_since is None:
+            row.unanswered_since = now
+        probe = Probe(
+            target=row.peer,
+            incarnation=row.incarnation,
+            timeout_at=now + self._settings.probe_timeout_seconds * patience,
+            end_at=now + self._settings.probe_interval_seconds * patience,
+            excusable_seconds=self._settings.probe_interval_seconds * patience,
+        )
+        number = self._flight.add_probe(probe)
+        return [(row.peer, Ping(number, self._beliefs.facts_for(row.peer)))]
+
+    def _gossip(self, now: float) -> Sends:
+        self._gossip_at = float("inf")
+        fresh = now - self._settings.gossip_to_dead_seconds
+        listeners = self._table.pick(
+            self._settings.gossip_fanout,
+            lambda row: row.live or (row.status is Status.DEAD and row.since > fresh),
+        )
+        news = [(peer, self._beliefs.facts_for(peer)) for peer in listeners if len(self._beliefs.queue)]
+        return [(peer, Gossip(facts)) for peer, facts in news if facts]
+
+    def _arm_gossip(self, now: float) -> None:
+        others = self._table.live - self._beliefs.me.live
+        if self._gossip_at == float("inf") and others and len(self._beliefs.queue):
+            self._gossip_at = now + self._settings.gossip_interval_seconds
+
+    def _sync(self, now: float) -> Sends:
+        """Compare lists with one live member; knock at one dead one, for the network may have healed."""
+        self._beliefs.forget_gone(now)
+        if self._seeds and not self._joined:
+            return self.join(now, self._seeds)
+        self._sync_at = now + self._settings.sync_period_seconds(self._table.live)
+        live = self._table.pick(1, lambda row: row.live)
+        dead = self._table.pick(1, lambda row: row.status is Status.DEAD)
+        sends: Sends = [(peer, Compare(self._table.digest())) for peer in live]
+        return sends + [(peer, Sync(True, self._table.facts())) for peer in dead]
+
+    @property
+    def _left(self) -> bool:
+        return self._beliefs.me.status is Status.LEFT
+
+    def _is_live(self, peer: PeerId) -> bool:
+        row = self._table.rows.get(peer)
+        return row is not None and row.live
+
+    def _refuse_if_left(self, order: str) -> None:
+        if self._left:
+            raise LocalProtocolError(f"{order} after leave; a new life needs a new core")

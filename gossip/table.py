@@ -1,0 +1,169 @@
+"""The member list: what is held of everyone, the round of probes, and random choice among members.
+
+It keeps and chooses; what a fact *means* is decided in `gossip.swim`. All orders are defined by
+arrival and `rng`, so a trace repeats from its seed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from blake3 import blake3
+
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from gossip.member import Member, Profile, Status
+
+DIGEST_BYTES = 16
+
+
+@dataclass(slots=True)
+class Row:
+    """All that is held of one member. `alive` and `verdict` are the facts that prove it, to be
+    passed on; `unanswered_since` is when the first ping of the present silence was sent.
+    """
+
+    peer: PeerId
+    profile: Profile
+    incarnation: int
+    alive: Fact
+    since: float
+    found_through: PeerId | None
+    status: Status = Status.ALIVE
+    verdict: Fact | None = None
+    reason: str = ""
+    accuser: PeerId | None = None
+    unanswered_since: float | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.status is Status.ALIVE or self.status is Status.SUSPECT
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        return (self.alive,) if self.verdict is None else (self.alive, self.verdict)
+
+    def silence_seconds(self, now: float) -> float:
+        return now - (self.since if self.unanswered_since is None else self.unanswered_since)
+
+    def snapshot(self) -> Member:
+        return Member(
+            peer=self.peer,
+            name=self.profile.name,
+            addresses=self.profile.addresses,
+            metadata=self.profile.metadata,
+            status=self.status,
+            incarnation=self.incarnation,
+            since=self.since,
+            reason=self.reason,
+            accuser=self.accuser,
+            found_through=self.found_through,
+        )
+
+
+class MemberTable:
+    """Rows by peer id, this peer's own among them."""
+
+    def __init__(self, me: Row, rng: Random) -> None:
+        self.rows: dict[PeerId, Row] = {me.peer: me}
+        self.live = 1
+        self._me = me.peer
+        self._rng = rng
+        # Everyone but us, in the order of this round of probes; may name rows already forgotten.
+        self._ring: list[PeerId] = []
+        self._cursor = 0
+
+    def insert(self, row: Row) -> None:
+        """Add a live member, at a random place of the round (SWIM section 4.3)."""
+        self.rows[row.peer] = row
+        self.live += 1
+        place = self._rng.randrange(len(self._ring) + 1)
+        self._ring.insert(place, row.peer)
+        if place < self._cursor:
+            self._cursor += 1
+
+    def judge(
+        self,
+        row: Row,
+        now: float,
+        status: Status,
+        verdict: Fact | None = None,
+        *,
+        reason: str = "",
+        accuser: PeerId | None = None,
+    ) -> None:
+        """Give a member another status, with what proves it and why."""
+        was_live = row.live
+        row.status, row.since = status, now
+        row.verdict, row.reason, row.accuser = verdict, reason, accuser
+        self.live += row.live - was_live
+
+    def next_target(self, busy: Callable[[PeerId], bool]) -> Row | None:
+        """The next live member of the round, skipping the busy; a new random order each round."""
+        for _ in range(len(self._ring) + 1):
+            if self._cursor >= len(self._ring):
+                self._ring = [peer for peer in self.rows if peer != self._me]
+                self._rng.shuffle(self._ring)
+                self._cursor = 0
+                if not self._ring:
+                    return None
+            peer = self._ring[self._cursor]
+            self._cursor += 1
+            row = self.rows.get(peer)
+            if row is not None and row.live and not busy(peer):
+                return row
+        return None
+
+    def pick(self, count: int, fits: Callable[[Row], bool]) -> list[PeerId]:
+        """At most `count` different random members that fit, this peer never.
+
+        In a large table by bounded trial, so that the cost does not grow with it; it may then
+        find fewer where few fit.
+        """
+        if len(self._ring) <= 16 * count:
+            candidates = [peer for peer in self._ring if peer in self.rows and fits(self.rows[peer])]
+            return self._rng.sample(candidates, min(count, len(candidates)))
+        chosen: list[PeerId] = []
+        for _ in range(8 * count):
+            peer = self._ring[self._rng.randrange(len(self._ring))]
+            row = self.rows.get(peer)
+            if row is not None and fits(row) and peer not in chosen:
+                chosen.append(peer)
+                if len(chosen) == count:
+                    break
+        return chosen
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop a member that is not live."""
+        del self.rows[peer]
+        # A member may come back, and must then stand in the ring once.
+        place = self._ring.index(peer) if peer in self._ring else None
+        if place is not None:
+            del self._ring[place]
+            if place < self._cursor:
+                self._cursor -= 1
+
+    def gone_before(self, moment: float) -> list[PeerId]:
+        """Who has been dead or gone since before `moment`."""
+        return [row.peer for row in self.rows.values() if not row.live and row.since < moment]
+
+    def longest_gone(self) -> PeerId | None:
+        """The member that has been dead or gone for longest."""
+        gone = [row for row in self.rows.values() if not row.live]
+        return min(gone, key=lambda row: row.since).peer if gone else None
+
+    def facts(self) -> tuple[Fact, ...]:
+        """Everything worth telling a newcomer."""
+        return tuple(fact for row in self.rows.values() for fact in row.facts)
+
+    def digest(self) -> bytes:
+        """16 bytes that two peers have in common exactly when they hold the same members live.
+
+        The dead are left out, for each peer forgets them at its own time.
+        """
+        live = sorted((row.peer, row.incarnation) for row in self.rows.values() if row.live)
+        text = b"".join(peer + incarnation.to_bytes(8, "big") for peer, incarnation in live)
+        return blake3(text).digest(length=DIGEST_BYTES)
+
+    def snapshot(self) -> tuple[Member, ...]:
+        return tuple(self.rows[peer].snapshot() for peer in sorted(self.rows))

@@ -1,0 +1,157 @@
+"""The command line: parses, dispatches, and turns every error into at most three lines and a code.
+
+Each command has a file of its own, which loads what is heavy only when it runs. typer parses; its
+own complaints are put into our form. Exit codes are those of EXPERIENCE and `node.errors`.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from node.cli import identity, leave, peers, runs, status, train
+from node.cli.place import AsJson, DataDir
+from node.cli.render import show, show_error
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.nearest import nearest
+
+PROGRAM = "python -m node"
+_DEBUG = "--debug"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command("status")(status.status)
+app.command("peers")(peers.peers)
+app.command("id")(identity.identity)
+app.command("train")(train.train)
+app.add_typer(runs.app, name="runs")
+app.command("leave")(leave.leave)
+
+_ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
+"""Flags that mean the same before a command as behind it; all others only start a node."""
+
+Text = str | None
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Join through this peer.")] = None,
+    config: Annotated[Text, typer.Option(metavar="FILE", help="A TOML file of settings.")] = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="Listen here (port 0: any free one).")
+    ] = None,
+    announce: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
+    ] = None,
+    name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
+    data_dir: DataDir = "",
+    swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,
+    preset: Annotated[Text, typer.Option(metavar="lan|wan|local", help="Timers for this network.")] = None,
+    device: Annotated[Text, typer.Option(metavar="auto|cpu|cuda:0|mps", help="Where to compute.")] = None,
+    memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
+    cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
+    location: Annotated[Text, typer.Option(metavar="PLACE", help="Where this machine stands.")] = None,
+    observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
+    require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
+    as_json: AsJson = False,
+    debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of an error.")] = False,  # noqa: ARG001 - see run
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    """Start a node. Without --join it starts a swarm, or finds the peers it met before."""
+    flags: dict[str, Any] = {
+        "join": join,
+        "config": config,
+        "listen": listen,
+        "announce": announce,
+        "name": name,
+        "data_dir": data_dir or None,
+        "swarm": swarm,
+        "preset": preset,
+        "device": device,
+        "memory": memory,
+        "cores": cores,
+        "location": location,
+        "observer": observer or None,
+    }
+    if version:
+        _show_version()
+    elif context.invoked_subcommand is not None:
+        context.obj = {key: flags[key] for key in _ALSO_BEFORE_A_COMMAND}
+        _refuse_start_flags({**flags, "require_join": require_join, "json": as_json or None}, context)
+    else:
+        from node.cli.start import start
+
+        raise typer.Exit(start(flags, require_join=require_join, as_json=as_json))
+
+
+def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:
+    command = context.invoked_subcommand
+    for key, value in flags.items():
+        if value not in (None, []) and key not in _ALSO_BEFORE_A_COMMAND:
+            flag = "--" + key.replace("_", "-")
+            do = f"{PROGRAM} {command} --json" if key == "json" else f"{PROGRAM} {command} --help"
+            raise UsageError(f"{flag} before '{command}': it belongs to starting a node", do)
+
+
+def _show_version() -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        show([f"peerloom {version('peerloom')}"])
+    except PackageNotFoundError:
+        show(["peerloom, from a checkout that is not installed"])
+    raise typer.Exit(EXIT_DONE)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line says; the exit code. Raises nothing."""
+    # Taken out before parsing, so that it works behind any command and for errors of parsing too.
+    rest = [argument for argument in arguments if argument != _DEBUG]
+    debug = len(rest) < len(arguments)
+    try:
+        code = app(rest, prog_name=PROGRAM, standalone_mode=False)
+    except KeyboardInterrupt:
+        return EXIT_FORCED
+    except SystemExit as end:  # typer's own way out of a closed pipe
+        return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
+    except Exception as error:
+        return _fail(error, debug=debug)
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _fail(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+        sys.stderr.write(getattr(error, "trace", ""))
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    told = _told(error)
+    show_error(told)
+    return told.exit_code
+
+
+def _told(error: Exception) -> PeerloomError:
+    """Any error as one a person can use."""
+    if isinstance(error, PeerloomError):
+        return error
+    if hasattr(error, "format_message"):
+        # typer's errors of usage: only this method, not their module, is public.
+        return _parsing_error(error)
+    what = f"unexpected {type(error).__name__}: {error}"
+    return PeerloomError(what, f"the same again with {_DEBUG} shows where; please report it")
+
+
+def _parsing_error(error: Any) -> UsageError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else PROGRAM
+    option = getattr(error, "option_name", None)
+    message = error.format_message().strip()
+    if option is not None and message.startswith("No such option"):
+        known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
+        near = nearest(option, known)
+        message = f"unknown flag {option}" + (f"; did you mean {near}?" if near is not None else "")
+    else:
+        message = message[:1].lower() + message[1:].rstrip(".").replace(". Did you", "; did you")
+    return UsageError(message, f"{path} --help")

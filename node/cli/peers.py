@@ -1,0 +1,47 @@
+"""`python -m node peers`: the members this node knows, the lost ones with their reason."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from node.cli.client import ask
+from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.render import bytes_text, seconds_text, short_address, short_id, show, show_json, table
+
+
+def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """List the members this node knows, the lost ones too."""
+    document = ask(find_data_dir(context, data_dir), "peers")
+    if as_json:
+        show_json(document)
+    else:
+        show(peers_lines(document))
+
+
+def peers_lines(document: Mapping[str, Any]) -> list[str]:
+    """The screen of a `peerloom/peers/1` document."""
+    if not document["peers"]:
+        return ["no other member yet; the screen of the node says what to type on another machine"]
+    header = ("NAME", "PEER", "STATUS", "SINCE", "FOUND THROUGH", "ADDRESS", "COMPUTE")
+    return table(header, [_row(member) for member in document["peers"]])
+
+
+def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
+    status, reason, capacity = member["status"], member["reason"], member["capacity"]
+    return (
+        member["name"] or "-",
+        short_id(member["peer"]),
+        f"{status}: {reason}" if reason not in ("", status) else status,
+        seconds_text(member["since_seconds"]),
+        member["found_through"] or "-",
+        short_address(member["addresses"][0]) if member["addresses"] else "-",
+        _brief(capacity) if capacity is not None else "-",
+    )
+
+
+def _brief(capacity: Mapping[str, Any]) -> str:
+    speed = f", {capacity['flops_per_second'] / 1e9:.0f} GFLOP/s" if capacity["flops_per_second"] else ""
+    return (
+        f"{capacity['device']} x{capacity['cores']}, {bytes_text(capacity['memory_free_bytes'])} free{speed}"
+    )

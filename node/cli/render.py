@@ -1,0 +1,135 @@
+"""How everything is put on a screen: plain lines, coloured by rich where there is a terminal.
+
+A command builds lines of text; what they look like is decided here once. Lines hold words of other
+peers (names, reasons), so whatever is not printable is replaced: nobody steers our terminal.
+Only the standard library at import; rich is loaded for a terminal alone.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from node.errors import PeerloomError
+
+_LABEL_WIDTH = 12
+_STYLES = {
+    "good": r"\b(ok|alive|running|done|joined)\b",
+    "bad": r"\b(error:|dead|lost|failed|refused|timeout|unknown|wrong key)",
+    "doubt": r"\b(suspect|suspected|degraded|placing)\b",
+    "dim": r"(\.\.\.[A-Za-z0-9]{6}\b)|^\s+(do|look):",
+}
+_COLOURS = {"good": "green", "bad": "red", "doubt": "yellow", "dim": "dim"}
+
+
+def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write lines to `stream` (stdout): plain without a terminal or with NO_COLOR, else coloured."""
+    target = stream if stream is not None else sys.stdout
+    clean = [_printable(line) for line in lines]
+    if not clean:
+        return
+    if not target.isatty() or os.environ.get("NO_COLOR"):
+        target.write("".join(line + "\n" for line in clean))
+    else:
+        _show_coloured(clean, target)
+    target.flush()
+
+
+def show_json(document: Mapping[str, Any]) -> None:
+    """One document on stdout, one line."""
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+def show_error(error: PeerloomError) -> None:
+    """An error on stderr, in its form."""
+    show(error_lines(error), sys.stderr)
+
+
+def error_lines(error: PeerloomError) -> list[str]:
+    """`error: what`, then `  do: remedy`; never more than three lines."""
+    lines = [f"error: {' '.join(error.what.split())}"]
+    if error.do is not None:
+        # A remedy in columns brings its own word, as in "look: ...     a second one: ...".
+        lines.append("  " + (error.do if error.do.startswith("look: ") else f"do: {error.do}"))
+    return lines
+
+
+def _show_coloured(lines: Sequence[str], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    for line in lines:
+        text = Text(line)
+        for style, pattern in _STYLES.items():
+            text.highlight_regex(pattern, _COLOURS[style])
+        console.print(text)
+
+
+def _printable(line: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in line).rstrip()
+
+
+def labelled(label: str, text: str) -> str:
+    """A line under a heading: `  listening   192.168.1.20:9747`."""
+    return f"  {label:<{_LABEL_WIDTH}}{text}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, two spaces apart."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def short_id(peer: str) -> str:
+    """The last six letters of a peer id's text, `...kVa9Qz`."""
+    return "..." + peer[-6:]
+
+
+def short_address(text: str) -> str:
+    """A multiaddr as a person types it: `/ip4/10.0.0.5/tcp/9747` is `10.0.0.5:9747`."""
+    parts = text.split("/")
+    if len(parts) < 5 or parts[0]:
+        return text
+    return f"[{parts[2]}]:{parts[4]}" if parts[1] == "ip6" else f"{parts[2]}:{parts[4]}"
+
+
+def bytes_text(count: float) -> str:
+    """`21.3 GB`, in powers of ten."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """`0 s`, `1.2 ms`, `3.4 s`, `5 min 10 s`, `2 h 3 min`, `4 days`."""
+    if seconds <= 0:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def capacity_text(capacity: Mapping[str, Any]) -> str:
+    """`cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured` from a capacity document."""
+    free = capacity["memory_free_bytes"] / 1e9
+    total = capacity["memory_total_bytes"] / 1e9
+    parts = [capacity["device"], f"{capacity['cores']} cores", f"{free:.1f} of {total:.1f} GB free"]
+    if capacity["flops_per_second"]:
+        parts.append(f"{capacity['flops_per_second'] / 1e9:.0f} GFLOP/s fp32 measured")
+    if capacity["location"]:
+        parts.append(f"in {capacity['location']}")
+    return ", ".join(parts)

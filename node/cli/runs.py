@@ -1,0 +1,85 @@
+"""`python -m node runs`: the runs this node knows; `runs fetch` brings a run's weights here."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.client import ask
+from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.render import bytes_text, short_id, show, show_json, table
+
+app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """List the runs this node knows, or fetch the weights of one."""
+    before = context.obj or {}
+    context.obj = {**before, "data_dir": data_dir or before.get("data_dir"), "as_json": as_json}
+    if context.invoked_subcommand is None:
+        list_runs(context, "", as_json)
+
+
+@app.command("list")
+def list_runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """List the runs this node knows."""
+    status = ask(find_data_dir(context, data_dir), "status")
+    document = {"schema": "peerloom/runs/1", "runs": status["runs"]}
+    if as_json or context.obj["as_json"]:
+        show_json(document)
+    else:
+        show(runs_lines(document))
+
+
+@app.command()
+def fetch(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where to put the weights.")],
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a run's weights (safetensors) from any peer that keeps them."""
+    document = fetch_weights(find_data_dir(context, data_dir), run, out)
+    if as_json or context.obj["as_json"]:
+        show_json(document)
+
+
+def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
+    """Have the node put the weights of `run` into the file `out`; says so on stderr."""
+    path = str(Path(out).expanduser().absolute())
+    result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path})
+    size = f", {bytes_text(result['size_bytes'])}" if "size_bytes" in result else ""
+    show([f"weights in {out}{size}"], sys.stderr)
+    return {"schema": "peerloom/fetch/1", "run": run, "out": path} | result
+
+
+def runs_lines(document: Mapping[str, Any]) -> list[str]:
+    """The screen of a `peerloom/runs/1` document."""
+    if not document["runs"]:
+        return ["no run yet; start one: python -m node train RUN.toml"]
+    header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "REQUESTER")
+    return table(header, [_row(run) for run in document["runs"]])
+
+
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        run["run"],
+        run["model"],
+        run["data"],
+        run["status"] + (f": {run['detail']}" if run["detail"] else ""),
+        f"{run['step']} of {run['steps']}",
+        f"{run['loss']:.4f}" if run["loss"] is not None else "-",
+        f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
+        short_id(run["requester"]),
+    )
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """A run in one line, for other screens."""
+    loss = f"  loss {run['loss']:.4f}" if run["loss"] is not None else ""
+    place = f"step {run['step']} of {run['steps']}"
+    return f"{run['run']}  {run['model']} on {run['data']}  {run['status']}  {place}{loss}"

@@ -1,0 +1,174 @@
+"""Events as lines: what scrolls by on a node's screen and under `train --follow`.
+
+Works on event documents (`node.state.event_document`), because a client gets just these over the
+control channel. It keeps only what a line needs from earlier events: names, and the pace of steps.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from node.cli.render import capacity_text, labelled, seconds_text, short_address, short_id
+from node.paths import default_data_dir, short_path
+
+Event = Mapping[str, Any]
+FIRST_STEPS = 5
+"""Every step is shown up to here, then every STEPS_APART-th: the curve stays readable."""
+STEPS_APART = 10
+
+
+class EventScreen:
+    """Turns events, in their order, into lines. `seeds` is the number of addresses to join through."""
+
+    def __init__(self, *, seeds: int = 0, environ: Mapping[str, str] | None = None) -> None:
+        self._seeds = seeds
+        self._environ = environ or {}
+        self._names: dict[str, str] = {}
+        self._outcomes: dict[str, str] = {}
+        self._steps: dict[str, int] = {}
+        self._capacity: Event | None = None
+        self._has_started = False
+
+    def lines(self, event: Event) -> list[str]:
+        """The lines for one event; none for kinds that are nobody's news."""
+        render = _RENDERERS.get(event["kind"])
+        return render(self, event) if render is not None else []
+
+    def _name(self, peer: str) -> str:
+        return self._names.get(peer) or short_id(peer)
+
+    def _started(self, event: Event) -> list[str]:
+        self._has_started = True
+        self._names[event["peer"]] = event["name"]
+        identity = "new identity, kept in" if event["identity_is_new"] else "identity from"
+        lines = [f"{event['name']}  {short_id(event['peer'])}   {identity} {short_path(event['data_dir'])}"]
+        taken = event["port_wanted"] not in (0, event["port"])
+        for address in event["addresses"]:
+            note = f"   (port {event['port_wanted']} was taken)" if taken else ""
+            lines.append(labelled("listening", short_address(address) + note))
+        if self._capacity is not None:
+            lines.append(labelled("compute", capacity_text(self._capacity)))
+        joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
+        lines.append(labelled("swarm", f"{event['swarm']}; {joining}".replace(" 1 addresses", " 1 address")))
+        if event["addresses"]:
+            join = f"--join {short_address(event['addresses'][0])}"
+            if event["swarm"] != "default":
+                join += f" --swarm {event['swarm']}"
+            lines.append(f"  On another machine:  python -m node {join}")
+            if Path(event["data_dir"]) != default_data_dir(self._environ):
+                lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
+        return lines
+
+    def _measured(self, event: Event) -> list[str]:
+        self._capacity = event
+        return [labelled("compute", capacity_text(event))] if self._has_started else []
+
+    def _join_tried(self, event: Event) -> list[str]:
+        # A node keeps trying; only another outcome than last time is news.
+        if self._outcomes.get(event["address"]) == event["outcome"]:
+            return []
+        self._outcomes[event["address"]] = event["outcome"]
+        detail = event["detail"]
+        if event["outcome"] == "ok" and event["peer"] is not None:
+            detail = f"{_both(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
+        return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
+
+    def _joined(self, event: Event) -> list[str]:
+        self._names[event["peer"]] = event["name"]
+        through = f" (found through {event['found_through']})" if event["found_through"] else ""
+        return [_at(event, f"{event['name']} {short_id(event['peer'])} joined{through}")]
+
+    def _suspected(self, event: Event) -> list[str]:
+        return [_at(event, f"{self._name(event['peer'])} suspected by {self._name(event['by'])}")]
+
+    def _refuted(self, event: Event) -> list[str]:
+        return [_at(event, f"{self._name(event['peer'])} is alive after all")]
+
+    def _lost(self, event: Event) -> list[str]:
+        return [_at(event, f"{self._name(event['peer'])} lost ({event['reason']})")]
+
+    def _left(self, event: Event) -> list[str]:
+        return [_at(event, f"{self._name(event['peer'])} left")]
+
+    def _accepted(self, event: Event) -> list[str]:
+        self._steps[event["run"]] = event["steps"]
+        what = f"{event['model']} on {event['data']}, {event['steps']} steps"
+        return [_at(event, f"run {event['run'][:8]} accepted: {what}, from {self._name(event['requester'])}")]
+
+    def _planned(self, event: Event) -> list[str]:
+        plan = f"plan {event['plan'][:8]}, height {event['height']}, by {self._name(event['planner'])}"
+        lines = [_at(event, f"run {event['run'][:8]} planned: {plan}")]
+        for stage, (layers, replicas) in enumerate(zip(event["layers"], event["stages"], strict=True)):
+            names = ", ".join(self._name(peer) for peer in replicas)
+            lines.append(f"  stage {stage}   {_layers(layers)}   {names}")
+        lines.append(f"  trainer   {self._name(event['trainer'])}")
+        return lines
+
+    def _leased(self, event: Event) -> list[str]:
+        return [_at(event, f"leased to run {event['run'][:8]}: stage {event['stage']}")]
+
+    def _dropped(self, event: Event) -> list[str]:
+        count = event["microbatches_replayed"]
+        replayed = f"{count} microbatch{'es' if count != 1 else ''} replayed"
+        where = f"stage {event['stage']} at step {event['step'] + 1}"
+        return [_at(event, f"{self._name(event['peer'])} lost from {where}; {replayed}")]
+
+    def _committed(self, event: Event) -> list[str]:
+        step = event["step"] + 1
+        steps = self._steps.get(event["run"], 0)
+        if step > FIRST_STEPS and step % STEPS_APART and step != steps:
+            return []
+        rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
+        line = f"step {step:>5}  loss {event['loss']:.4f}  {rate:.0f} samples/s  replicas {event['replicas']}"
+        left = (steps - step) * event["seconds"]
+        return [line + (f"  {seconds_text(left)} left" if left > 0 else "")]
+
+    def _evaluated(self, event: Event) -> list[str]:
+        return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]
+
+    def _ended(self, event: Event) -> list[str]:
+        detail = f": {event['detail']}" if event["detail"] else ""
+        return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]
+
+    def _refused(self, event: Event) -> list[str]:
+        return [_at(event, f"refused {event['count']} times so far: {event['reason']}")]
+
+    def _stopped(self, event: Event) -> list[str]:
+        return [_at(event, "said goodbye")]
+
+
+_RENDERERS = {
+    "NodeStarted": EventScreen._started,
+    "CapacityMeasured": EventScreen._measured,
+    "JoinTried": EventScreen._join_tried,
+    "MemberJoined": EventScreen._joined,
+    "MemberSuspected": EventScreen._suspected,
+    "MemberRefuted": EventScreen._refuted,
+    "MemberLost": EventScreen._lost,
+    "MemberLeft": EventScreen._left,
+    "RunAccepted": EventScreen._accepted,
+    "RunPlanned": EventScreen._planned,
+    "StageLeased": EventScreen._leased,
+    "ReplicaDropped": EventScreen._dropped,
+    "StepCommitted": EventScreen._committed,
+    "RunEvaluated": EventScreen._evaluated,
+    "RunEnded": EventScreen._ended,
+    "StrangerRefused": EventScreen._refused,
+    "NodeStopped": EventScreen._stopped,
+}
+
+
+def _at(event: Event, text: str) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(event["at_seconds"]))
+    return f"{clock}   {text}"
+
+
+def _both(names: Mapping[str, str], peer: str) -> str:
+    name = names.get(peer)
+    return f"{name} {short_id(peer)}" if name else short_id(peer)
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    first, end = layers
+    return f"layers {first}-{end - 1}" if end - 1 > first else f"layer {first}"

@@ -1,0 +1,130 @@
+"""Ordered, reliable-while-connected message links to peers: one outgoing stream each, opened at need.
+
+A link that breaks is opened again while its peer is wanted; then `on_reconnected` says so, and the
+protocol above sends what may have been lost (all its messages are idempotent). Messages to this
+node itself take the same way without a socket, so that no code has a second path.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import trio
+
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.seams import Network, Stream
+
+QUEUE_BYTES_MAX = 512 * 1024 * 1024
+"""Bytes waiting for one peer. A step's frames are bounded by the plan; past this the peer is stuck."""
+RETRY_SECONDS_MIN = 0.05
+RETRY_SECONDS_MAX = 2.0
+
+
+class Links:
+    """All outgoing links of one protocol. `run` owns their tasks."""
+
+    def __init__(
+        self,
+        network: Network,
+        protocol: str,
+        *,
+        deliver: Callable[[PeerId, bytes], Awaitable[None]],
+        on_reconnected: Callable[[PeerId], None],
+        on_stuck: Callable[[PeerId], None],
+    ) -> None:
+        self._network = network
+        self._protocol = protocol
+        self._deliver = deliver
+        self._on_reconnected = on_reconnected
+        self._on_stuck = on_stuck
+        self._links: dict[PeerId, _Link] = {}
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the links alive until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    def send(self, peer: PeerId, message: bytes) -> None:
+        """Queue a message; it is sent in order."""
+        link = self._links.get(peer)
+        if link is None:
+            assert self._nursery is not None, "Links.run was not started"
+            link = self._links[peer] = _Link()
+            self._nursery.start_soon(self._serve, peer, link)
+        if link.waiting_bytes + len(message) > QUEUE_BYTES_MAX:
+            self._on_stuck(peer)
+            return
+        link.queue.append(message)
+        link.waiting_bytes += len(message)
+        link.more.set()
+
+    def forget(self, peer: PeerId) -> None:
+        """The peer is gone: drop its queue and close its stream."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.scope.cancel()
+
+    async def _serve(self, peer: PeerId, link: "_Link") -> None:
+        with link.scope:
+            if peer == self._network.peer:
+                await link.drain(lambda message: self._deliver(peer, message))
+            pause = RETRY_SECONDS_MIN
+            was_open = False
+            while True:
+                try:
+                    stream = await self._network.open(peer, self._protocol)
+                except (Unreachable, StreamClosed):
+                    await trio.sleep(pause)
+                    pause = min(RETRY_SECONDS_MAX, pause * 2)
+                    continue
+                pause = RETRY_SECONDS_MIN
+                try:
+                    if was_open:
+                        self._on_reconnected(peer)
+                    was_open = True
+                    await _drain_until_closed(link, stream)
+                    await trio.sleep(RETRY_SECONDS_MIN)
+                finally:
+                    with trio.move_on_after(1) as scope:
+                        scope.shield = True
+                        await stream.aclose()
+
+
+async def _drain_until_closed(link: "_Link", stream: Stream) -> None:
+    """Send until the stream breaks, also where nothing is to be sent: the far side never answers on it,
+    so a waiting `receive` ends only with the stream."""
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            with suppress(StreamClosed):
+                await stream.receive()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(watch)
+        with suppress(StreamClosed):
+            await link.drain(stream.send)
+        nursery.cancel_scope.cancel()
+
+
+class _Link:
+    """One peer's queue."""
+
+    def __init__(self) -> None:
+        self.queue: deque[bytes] = deque()
+        self.waiting_bytes = 0
+        self.more = trio.Event()
+        self.scope = trio.CancelScope()
+
+    async def drain(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send what is queued, for ever; a message leaves the queue once it was sent."""
+        while True:
+            while self.queue:
+                await send(self.queue[0])
+                self.waiting_bytes -= len(self.queue.popleft())
+            self.more = trio.Event()
+            if not self.queue:
+                await self.more.wait()

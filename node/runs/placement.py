@@ -1,0 +1,251 @@
+"""The planner's part: from what members offer to a plan whose stages are leased and open.
+
+PLACEHOLDER for the plan chain: one member, the live one with the lowest id, decides alone
+(`partition.plan.plan.planner_of`). Leases are taken in provider-id order, all or none.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import trio
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId, short_peer
+from node.errors import Unreachable
+from node.runs.manifest import Manifest, Run
+from node.runs.requests import (
+    LEASE_PURPOSE,
+    Begin,
+    Declined,
+    Done,
+    LeaseBody,
+    Leased,
+    LeaseRequest,
+    Release,
+    Reply,
+    Request,
+    Start,
+)
+from partition.model import build
+from partition.plan.cost import LayerCost, Resources
+from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.solver import Infeasible, Split, solve
+
+LEASE_SECONDS_MAX = 10.0
+START_SECONDS_MAX = 120.0
+"""Opening a stage imports torch, which takes seconds on a cold, busy machine."""
+REPLANS_MAX = 8
+"""Providers that may turn out busy before a placement gives up."""
+RATE_STEP = 1_000_000
+
+Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one live member offers to runs."""
+
+    peer: PeerId
+    flops_per_second: float
+    memory_bytes: int
+    has_slot: bool
+
+
+class NotPlaced(Exception):
+    """No plan came about, and why, in words for a person."""
+
+
+def layer_costs(manifest: Manifest) -> list[LayerCost]:
+    """The model's layers as the solver sees them."""
+    model = build(manifest.model, manifest.sample_shape, manifest.classes)
+    item_bytes = 8 if manifest.dtype == "float64" else 4
+    costs = []
+    for index, layer in enumerate(model.layers):
+        costs.append(
+            LayerCost(
+                parameter_bytes=sum(p.size for p in layer.parameters) * item_bytes,
+                forward_flops=model.flops(index),
+                saved_bytes=model.saved_bytes(index, item_bytes),
+                output_bytes=prod(model.shapes[index + 1]) * item_bytes,
+            )
+        )
+    return costs
+
+
+def make_plan(run: Run, planner: PeerId, offers: Sequence[Offer]) -> Plan:
+    """The first plan of a run. The requester trains; it holds a stage only where peers are short.
+
+    Raises:
+        NotPlaced: with what is missing.
+    """
+    manifest = run.manifest
+    providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
+    others = [offer for offer in providers if offer.peer != run.requester]
+    needed = max(1, manifest.stages) * max(1, manifest.replicas)
+    # A trainer that computes no stage keeps feeding while stages compute.
+    spare = len(others) >= needed and (bool(manifest.stages) or len(others) >= 2)
+    chosen = others if spare else providers
+    try:
+        split = solve(
+            layer_costs(manifest),
+            [Resources(int(offer.flops_per_second), offer.memory_bytes) for offer in chosen],
+            stages=manifest.stages,
+            replicas=manifest.replicas,
+            samples=manifest.microbatch,
+            samples_in_flight=manifest.microbatch * manifest.microbatches,
+        )
+    except Infeasible as error:
+        raise NotPlaced(f"{manifest.model}: {error}") from None
+    return Plan(
+        run=run.id,
+        parent=bytes(HASH_BYTES),
+        height=0,
+        planner=planner,
+        trainer=run.requester,
+        requester=run.requester,
+        microbatches=manifest.microbatches,
+        stages=_stages(split, chosen),
+    )
+
+
+def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
+    stages = []
+    for (first, last), group in zip(split.ranges, split.groups, strict=True):
+        members = [offers[index] for index in group]
+        # Rates are rounded, so that measuring noise does not deal equal machines unequal shares.
+        rates = tuple(max(1, round(member.flops_per_second / RATE_STEP)) for member in members)
+        stages.append(StagePlan(first, last, tuple(member.peer for member in members), rates))
+    return tuple(stages)
+
+
+def plan_without(plan: Plan, planner: PeerId, trainer: PeerId, live: Sequence[PeerId]) -> Plan:
+    """The next link after a trainer's death: the same stages less the dead, another trainer.
+
+    Raises:
+        NotPlaced: a stage has no live replica.
+    """
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        rows = [(p, r) for p, r in zip(stage.replicas, stage.rates, strict=True) if p in live]
+        if not rows:
+            raise NotPlaced(
+                f"stage {number + 1} of {len(plan.stages)} has no live replica; its parameters are gone"
+            )
+        stages.append(
+            StagePlan(
+                stage.first_layer, stage.last_layer, tuple(p for p, _ in rows), tuple(r for _, r in rows)
+            )
+        )
+    return Plan(
+        run=plan.run,
+        parent=plan_hash(plan),
+        height=plan.height + 1,
+        planner=planner,
+        trainer=trainer,
+        requester=plan.requester,
+        microbatches=plan.microbatches,
+        stages=tuple(stages),
+    )
+
+
+async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask) -> Plan:
+    """Plan, lease and start a run; a busy or silent provider is planned around.
+
+    Raises:
+        NotPlaced: no plan came about; every lease taken on the way was given back.
+    """
+    left = list(offers)
+    reasons: list[str] = []
+    for _ in range(REPLANS_MAX):
+        try:
+            plan = make_plan(run, signer.peer, left)
+        except NotPlaced as error:
+            raise NotPlaced("; ".join([str(error), *reasons])) from None
+        refused = await _lease_all(run, plan, signer, ask)
+        if refused is None:
+            await _start_or_release(run, plan, ask)
+            return plan
+        peer, reason = refused
+        reasons.append(f"{short_peer(peer)} {reason}")
+        left = [offer for offer in left if offer.peer != peer]
+    raise NotPlaced("; ".join(["providers kept declining", *reasons]))
+
+
+async def _lease_all(run: Run, plan: Plan, signer: Signer, ask: Ask) -> tuple[PeerId, str] | None:
+    """Lease every replica's slot in provider-id order; None, or who declined and why."""
+    data = encode_plan(plan)
+    taken: list[PeerId] = []
+    rows = sorted((PeerId(p), index) for index, stage in enumerate(plan.stages) for p in stage.replicas)
+    for peer, stage in rows:
+        reason = await _lease(peer, LeaseRequest(run.fact, data, stage), run, plan, signer, ask)
+        if reason is not None:
+            for holder in taken:
+                await _try(ask, holder, Release(run.id), LEASE_SECONDS_MAX)
+            return peer, reason
+        taken.append(peer)
+    return None
+
+
+async def _lease(
+    peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
+) -> str | None:
+    reply = await _try(ask, peer, request, LEASE_SECONDS_MAX)
+    if isinstance(reply, Declined):
+        return reply.reason
+    if not isinstance(reply, Leased):
+        return "gave no lease"
+    try:
+        body: LeaseBody = decode(reply.lease.body, LeaseBody, bytes_max=512)
+        author = signer.check(LEASE_PURPOSE, reply.lease)
+    except RemoteProtocolError as error:
+        return str(error)
+    if (author, body.run, body.plan, body.stage) != (peer, run.id, plan_hash(plan), request.stage):
+        return "leased something else"
+    return None
+
+
+async def _start_or_release(run: Run, plan: Plan, ask: Ask) -> None:
+    try:
+        await start_all(run, plan, ask)
+    except NotPlaced:
+        for peer in plan.members:
+            await _try(ask, peer, Release(run.id), LEASE_SECONDS_MAX)
+        raise
+
+
+async def start_all(run: Run, plan: Plan, ask: Ask, only: Sequence[PeerId] | None = None) -> None:
+    """Give every member the plan, replicas opening their stages side by side, then let the trainer begin.
+
+    `only` limits it to the members that live. Raises NotPlaced where a replica or the trainer fails.
+    """
+    data = encode_plan(plan)
+    failures: dict[PeerId, str] = {}
+    members = [peer for peer in plan.members if only is None or peer in only]
+
+    async def start(peer: PeerId) -> None:
+        reply = await _try(ask, peer, Start(run.fact, data), START_SECONDS_MAX)
+        if not isinstance(reply, Done):
+            failures[peer] = reply.reason if isinstance(reply, Declined) else "did not start"
+
+    async with trio.open_nursery() as nursery:
+        for peer in members:
+            nursery.start_soon(start, peer)
+    essential = [p for p in members if p in failures and (p == plan.trainer or plan.stage_of(p) is not None)]
+    if not essential:
+        reply = await _try(ask, PeerId(plan.trainer), Begin(plan_hash(plan)), LEASE_SECONDS_MAX)
+        if isinstance(reply, Done):
+            return
+        essential = [PeerId(plan.trainer)]
+        failures[essential[0]] = reply.reason if isinstance(reply, Declined) else "did not begin"
+    raise NotPlaced("; ".join(f"{short_peer(peer)}: {failures[peer]}" for peer in essential))
+
+
+async def _try(ask: Ask, peer: PeerId, request: Request, seconds: float) -> Reply:
+    """A peer that cannot be reached declines."""
+    try:
+        return await ask(peer, request, seconds)
+    except Unreachable as error:
+        return Declined(f"{error.reason}: {error.detail}"[:300])

@@ -1,0 +1,207 @@
+"""Requests between members of a run, each on a stream of its own: one question, one answer.
+
+`/peerloom/runs/1` carries what must be answered: placing, leasing, starting, ending, weights. What
+flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
+"""
+
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from gossip.allreduce import Part
+from node.errors import StreamClosed, Unreachable
+from node.events import ReplicaDropped, RunEvaluated, StepCommitted
+from node.seams import Network, Stream
+from partition.plan.plan import PLAN_BYTES_MAX, Count, Hash
+from partition.steps.frames import Frame
+from partition.steps.messages import ReplicaMessage, TrainerMessage
+
+RUNS_PROTOCOL = "/peerloom/runs/1"
+PIPELINE_PROTOCOL = "/peerloom/pipeline/1"
+REQUEST_BYTES_MAX = PLAN_BYTES_MAX + 8_192
+PIPELINE_BYTES_MAX = 60 * 1024 * 1024
+REASON_LENGTH_MAX = 300
+BLOB_BYTES_MAX = 16 * 1024**3
+BLOB_CHUNK_BYTES = 4 * 1024 * 1024
+
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Requester to planner: place this run. Answered by Placed or Declined."""
+
+    manifest: Fact
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
+    """Planner to provider: hold a slot for this stage. Answered by Leased or Declined ("busy")."""
+
+    manifest: Fact
+    plan: PlanBytes
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Planner to provider: the plan did not come about; the slot is free."""
+
+    run: Hash
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Planner to member: the plan is in force; open your stage. Answered by Done when it is open."""
+
+    manifest: Fact
+    plan: PlanBytes
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Planner to trainer: every member has the plan; feed."""
+
+    plan: Hash
+
+
+class ExportStage(msgspec.Struct, frozen=True, tag="export"):
+    """Trainer to replica: your stage's parameters. Answered by a Blob."""
+
+    plan: Hash
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Trainer or planner to member: the run is over. Answered by Done once the weights are fetched."""
+
+    plan: Hash
+    outcome: Annotated[str, msgspec.Meta(pattern="^(done|failed)$")]
+    detail: Reason
+    weights: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
+    """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
+
+    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+Request = Submit | LeaseRequest | Release | Start | Begin | ExportStage | End | FetchWeights
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    plan: PlanBytes
+
+
+class Leased(msgspec.Struct, frozen=True, tag="leased"):
+    """The provider's signed promise: a `LeaseBody`."""
+
+    lease: Fact
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """No, and why, in words for a person."""
+
+    reason: Reason
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It was done."""
+
+
+class Blob(msgspec.Struct, frozen=True, tag="blob"):
+    """So many bytes follow on the stream, in chunks."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
+
+
+Reply = Placed | Leased | Declined | Done | Blob
+
+
+class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
+    """A provider's promise to hold `stage` of `plan` until it hears nothing of the run for so long."""
+
+    run: Hash
+    plan: Hash
+    stage: Count
+    silence_seconds_max: Count
+
+
+LEASE_PURPOSE = "lease"
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """Trainer to everybody else in the plan: what has happened. Nothing depends on its arrival."""
+
+    plan: Hash
+    event: StepCommitted | ReplicaDropped | RunEvaluated
+
+
+PipelineMessage = Frame | TrainerMessage | ReplicaMessage | Part | Notice
+
+
+async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
+    """Put one request to a peer and wait for its answer.
+
+    Raises:
+        Unreachable: no path, no answer in time, or an answer that is none.
+    """
+    with trio.move_on_after(seconds):
+        stream = await network.open(peer, RUNS_PROTOCOL)
+        try:
+            await stream.send(encode(request))
+            return read_reply(await stream.receive())
+        except (StreamClosed, RemoteProtocolError) as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        finally:
+            await _close(stream)
+    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+
+
+async def fetch(network: Network, peer: PeerId, request: Request, *, seconds: float) -> bytes:
+    """Put a request whose answer is a Blob; the blob's bytes. Raises Unreachable."""
+    with trio.move_on_after(seconds):
+        stream = await network.open(peer, RUNS_PROTOCOL)
+        try:
+            await stream.send(encode(request))
+            reply = read_reply(await stream.receive())
+            if not isinstance(reply, Blob):
+                reason = reply.reason if isinstance(reply, Declined) else "not what was asked for"
+                raise Unreachable("refused", reason)
+            return await _receive_blob(stream, reply.size_bytes)
+        except (StreamClosed, RemoteProtocolError) as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        finally:
+            await _close(stream)
+    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+
+
+async def send_blob(stream: Stream, data: bytes) -> None:
+    """Answer with a Blob and its chunks."""
+    await stream.send(encode(Blob(len(data))))
+    view = memoryview(data)
+    for start in range(0, len(data), BLOB_CHUNK_BYTES):
+        await stream.send(view[start : start + BLOB_CHUNK_BYTES])
+
+
+def read_reply(data: bytes) -> Reply:
+    """A reply, or RemoteProtocolError."""
+    reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
+    return reply
+
+
+async def _receive_blob(stream: Stream, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        chunk = await stream.receive()
+        if not chunk or len(parts) + len(chunk) > size:
+            raise RemoteProtocolError("a blob of another size than announced")
+        parts += chunk
+    return bytes(parts)
+
+
+async def _close(stream: Stream) -> None:
+    with trio.move_on_after(1) as scope:
+        scope.shield = True
+        await stream.aclose()

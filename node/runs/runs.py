@@ -1,0 +1,367 @@
+"""All runs this node knows, and the part it plays in each: requester, planner, trainer, replica.
+
+Messages come in here, are checked and go to the run they name. Who is gone comes from membership
+(`member_lost`), never from a timer of our own; only a run that nobody speaks of any more is given up
+by silence, so that a lease cannot be held for ever.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip.allreduce import Part
+from node.errors import StageFailed, StreamClosed
+from node.events import Event, RunAccepted, RunEnded, RunPlanned, StageLeased
+from node.runs import data as datasets
+from node.runs import requests as wire
+from node.runs.links import Links
+from node.runs.manifest import Run, check_run, run_text
+from node.runs.member import RunMember
+from node.runs.placement import NotPlaced, Offer, place
+from node.runs.weights import weights_name
+from node.seams import Seams, Stream
+from partition.plan.plan import Plan, decode_plan, plan_hash
+from partition.stage import StageSpecification
+from partition.steps.frames import Frame, open_frame
+
+SUBMIT_SECONDS_MAX = 300.0
+RUNS_MAX = 64
+"""Runs remembered that have not ended; a stranger's manifests must not fill the memory."""
+
+
+class Runs:
+    """The service. `run` owns its tasks; everything it learns goes out by `publish`."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        signer: Signer,
+        *,
+        offers: Callable[[], Sequence[Offer]],
+        live: Callable[[], Sequence[PeerId]],
+        accepts: Callable[[Run], str | None],
+        publish: Callable[[Event], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+        suspect: Callable[[PeerId], None],
+        threads: int,
+        device: str,
+    ) -> None:
+        self.seams = seams
+        self.signer = signer
+        self.live = live
+        self.publish = publish
+        self.threads = threads
+        self.device = device
+        self._offers = offers
+        self._accepts = accepts
+        self._refuse = refuse
+        self._runs: dict[bytes, RunMember] = {}
+        self._plans: dict[bytes, RunMember] = {}
+        self._leases: dict[bytes, wire.LeaseBody] = {}
+        self._folders: dict[str, Path] = {}
+        self.links = Links(
+            seams.network,
+            wire.PIPELINE_PROTOCOL,
+            deliver=self._deliver,
+            on_reconnected=self._reconnected,
+            on_stuck=suspect,
+        )
+        self.nursery: trio.Nursery | None = None
+        seams.network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline)
+        seams.network.handle(wire.RUNS_PROTOCOL, self._serve_request)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; then end every stage this node hosts."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self.nursery = nursery
+                await nursery.start(self.links.run)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                for member in list(self._runs.values()):
+                    await member.close_stage()
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a stage may be placed here: one stage a node, so that measured rates stay true."""
+        return not self._leases and not any(member.hosts for member in self._runs.values())
+
+    # The requester's side
+
+    def learn_folder(self, digest: str, folder: Path) -> None:
+        """Remember where data of this hash lies, so that this node can train on it."""
+        self._folders[digest] = folder
+
+    def load_data(self, run: Run) -> datasets.Dataset:
+        """The run's data, read from disk. Raises UsageError or NotPlaced."""
+        if run.manifest.data == datasets.DIGITS_NAME:
+            return datasets.load_digits()
+        if run.manifest.data not in self._folders:
+            raise NotPlaced("this node does not have the run's data folder")
+        return datasets.load_folder(self._folders[run.manifest.data])
+
+    async def submit(self, run: Run, planner: PeerId) -> None:
+        """Have a run placed. Raises NotPlaced or Unreachable."""
+        self._accept(run)
+        reply = await self.ask(planner, wire.Submit(run.fact), SUBMIT_SECONDS_MAX)
+        if isinstance(reply, wire.Declined):
+            self.publish(self._ended(run.id, "failed", reply.reason))
+            raise NotPlaced(reply.reason)
+
+    async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
+        """A request to a member, or to this node itself. Raises Unreachable."""
+        if peer != self.signer.peer:
+            return await wire.ask(self.seams.network, peer, request, seconds=seconds)
+        reply = await self._answer(peer, request)
+        assert not isinstance(reply, bytes), "blobs are fetched, not asked for"
+        return reply
+
+    def known(self) -> list[str]:
+        """Short ids of the runs in memory."""
+        return [run_text(run) for run in self._runs]
+
+    # What membership says
+
+    def member_lost(self, peer: PeerId) -> None:
+        """A member is dead or has left."""
+        self.links.forget(peer)
+        for member in list(self._runs.values()):
+            member.member_lost(peer)
+
+    # Messages of a step
+
+    def send(self, peer: PeerId, message: Any) -> None:
+        """Queue a pipeline message on the link to `peer`."""
+        self.links.send(peer, encode(message))
+
+    async def _serve_pipeline(self, stream: Stream) -> None:
+        try:
+            while True:
+                await self._deliver(stream.peer, await stream.receive())
+        except StreamClosed:
+            return
+
+    async def _deliver(self, sender: PeerId, data: bytes) -> None:
+        try:
+            message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
+            if isinstance(message, Frame):
+                message = open_frame(self.signer, sender, message)
+                plan = message.header.plan
+            elif isinstance(message, Part):
+                plan = message.key[:32]
+            else:
+                plan = message.plan
+            member = self._plans.get(plan)
+            if member is not None:
+                member.receive(self.seams.clock.monotonic(), sender, message)
+        except RemoteProtocolError as error:
+            self._refuse(sender, error)
+
+    def _reconnected(self, peer: PeerId) -> None:
+        for member in self._runs.values():
+            member.reconnected(peer)
+
+    # Requests
+
+    async def _serve_request(self, stream: Stream) -> None:
+        try:
+            request: wire.Request = decode(
+                await stream.receive(), wire.Request, bytes_max=wire.REQUEST_BYTES_MAX
+            )
+            reply = await self._answer(stream.peer, request)
+            if isinstance(reply, bytes):
+                await wire.send_blob(stream, reply)
+            else:
+                await stream.send(encode(reply))
+        except StreamClosed:
+            return
+        except RemoteProtocolError as error:
+            self._refuse(stream.peer, error)
+
+    async def _answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | bytes:
+        match request:
+            case wire.Submit():
+                return await self._on_submit(peer, request)
+            case wire.LeaseRequest():
+                return self._on_lease(request)
+            case wire.Release():
+                return await self._on_release(peer, request)
+            case wire.Start():
+                return await self._on_start(peer, request)
+            case wire.Begin():
+                return await self._on_begin(peer, request)
+            case wire.ExportStage():
+                return await self._on_export(peer, request)
+            case wire.End():
+                return await self._on_end(peer, request)
+            case wire.FetchWeights():
+                return self._on_fetch(request)
+
+    async def _on_submit(self, peer: PeerId, request: wire.Submit) -> wire.Reply:
+        run = check_run(self.signer, request.manifest)
+        if run.requester != peer:
+            raise RemoteProtocolError("a run submitted by another than its requester")
+        try:
+            plan = await place(run, self.signer, self._offers(), self.ask)
+        except NotPlaced as error:
+            return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
+        return wire.Placed(encode(plan))
+
+    def _on_lease(self, request: wire.LeaseRequest) -> wire.Reply:
+        run = check_run(self.signer, request.manifest)
+        plan = decode_plan(request.plan)
+        if plan.run != run.id or plan.stage_of(self.signer.peer) != request.stage:
+            raise RemoteProtocolError("a lease for a plan that does not name this stage or run")
+        if not self.has_slot:
+            return wire.Declined("busy")
+        if (reason := self._accepts(run)) is not None:
+            return wire.Declined(reason)
+        body = wire.LeaseBody(run.id, plan_hash(plan), request.stage, int(RunMember.SILENCE_SECONDS_MAX))
+        self._leases[run.id] = body
+        assert self.nursery is not None
+        self.nursery.start_soon(self._expire_lease, run.id)
+        return wire.Leased(self.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    async def _expire_lease(self, run: bytes) -> None:
+        await trio.sleep(RunMember.SILENCE_SECONDS_MAX)
+        self._leases.pop(run, None)
+
+    async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
+        self._leases.pop(request.run, None)
+        member = self._runs.get(request.run)
+        if (
+            member is not None
+            and member.plan is not None
+            and member.plan.planner == peer
+            and not member.begun
+        ):
+            await member.end("failed", "the planner gave the placement up", "")
+        return wire.Done()
+
+    async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
+        run = check_run(self.signer, request.manifest)
+        plan = decode_plan(request.plan)
+        if plan.run != run.id or plan.planner != peer or self.signer.peer not in plan.members:
+            raise RemoteProtocolError("a plan that its sender may not start here")
+        member = self._runs.get(run.id)
+        if member is None:
+            if len(self._runs) >= RUNS_MAX:
+                return wire.Declined("busy: too many runs")
+            member = self._accept(run)
+        if not member.may_follow(plan):
+            return wire.Declined("another plan is in force")
+        stage = plan.stage_of(self.signer.peer)
+        lease = self._leases.get(run.id)
+        if stage is not None and not member.hosts:
+            if lease is None or lease.plan != plan_hash(plan) or lease.stage != stage:
+                return wire.Declined("no lease for this stage")
+            self._publish_lease(run, plan, stage)
+        self._plans[plan_hash(plan)] = member
+        try:
+            await member.start(plan)
+        except StageFailed as error:
+            await member.end("failed", str(error), "")
+            return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
+        finally:
+            self._leases.pop(run.id, None)
+        self.publish(self._planned(run, plan))
+        return wire.Done()
+
+    async def _on_begin(self, peer: PeerId, request: wire.Begin) -> wire.Reply:
+        member = self._plans.get(request.plan)
+        if member is None or member.plan is None or member.plan.planner != peer:
+            return wire.Declined("no such plan here")
+        reason = await member.begin()
+        return wire.Done() if reason is None else wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+
+    async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | bytes:
+        member = self._plans.get(request.plan)
+        if member is None or member.plan is None or member.plan.trainer != peer or not member.hosts:
+            return wire.Declined("no such stage here")
+        return await member.export()
+
+    async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
+        member = self._plans.get(request.plan)
+        if member is None or member.plan is None:
+            return wire.Declined("no such plan here")
+        if peer not in (member.plan.trainer, member.plan.planner):
+            raise RemoteProtocolError("a run ended by a peer that is neither its trainer nor its planner")
+        await member.end(request.outcome, request.detail, request.weights, source=peer)
+        return wire.Done()
+
+    def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | bytes:
+        data = self.seams.storage.read(weights_name(request.run))
+        return wire.Declined("these weights are not here") if data is None else data
+
+    # Bookkeeping
+
+    def _accept(self, run: Run) -> RunMember:
+        member = self._runs.get(run.id)
+        if member is None:
+            member = self._runs[run.id] = RunMember(self, run)
+            manifest = run.manifest
+            self.publish(
+                RunAccepted(
+                    at=self.seams.clock.wall(),
+                    run=run.text,
+                    model=manifest.model,
+                    data=manifest.data,
+                    steps=manifest.steps,
+                    requester=run.requester,
+                )
+            )
+        return member
+
+    def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
+        """A run is over here: forget its plans, say so."""
+        self._runs.pop(member.run.id, None)
+        self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        self.publish(self._ended(member.run.id, outcome, detail, weights))
+
+    def _ended(self, run: bytes, outcome: str, detail: str, weights: str = "") -> RunEnded:
+        at = self.seams.clock.wall()
+        return RunEnded(at=at, run=run_text(run), outcome=outcome, detail=detail, weights=weights)
+
+    def _planned(self, run: Run, plan: Plan) -> RunPlanned:
+        return RunPlanned(
+            at=self.seams.clock.wall(),
+            run=run.text,
+            plan=plan_hash(plan).hex()[:16],
+            height=plan.height,
+            trainer=PeerId(plan.trainer),
+            planner=PeerId(plan.planner),
+            layers=tuple((stage.first_layer, stage.last_layer) for stage in plan.stages),
+            stages=tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in plan.stages),
+        )
+
+    def _publish_lease(self, run: Run, plan: Plan, stage: int) -> None:
+        row = plan.stages[stage]
+        layers = (row.first_layer, row.last_layer)
+        self.publish(StageLeased(at=self.seams.clock.wall(), run=run.text, stage=stage, layers=layers))
+
+    def specification(self, run: Run, plan: Plan, stage: int) -> StageSpecification:
+        """What a stage process needs to know."""
+        manifest, row = run.manifest, plan.stages[stage]
+        return StageSpecification(
+            run=run.id,
+            model=manifest.model,
+            sample_shape=manifest.sample_shape,
+            classes=manifest.classes,
+            first_layer=row.first_layer,
+            last_layer=row.last_layer,
+            dtype=manifest.dtype,
+            seed=manifest.seed,
+            optimizer=manifest.optimizer,
+            threads=self.threads,
+            device=self.device,
+            samples_max=manifest.microbatch,
+            codec=manifest.codec,
+        )

@@ -1,0 +1,316 @@
+"""Secure streams over TCP: the dial, the answer to it, and `SecureStream`, one connection each.
+
+On the wire: the initiator begins with two bytes (version, cipher), then the Noise messages of
+`crypto.noise`, each behind two bytes of length, then records as in `records.py`. The initiator
+names the cipher; the name is part of what Noise hashes, so nobody can change it on the way.
+
+TCP's end is not authenticated: an attacker can cut a stream between two messages, never inside one
+unnoticed. A protocol to which "that was all" matters says so in a message of its own.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from crypto.noise import KEY_BYTES, PeerHandshake, Session, WrongIdentity
+from node.errors import StreamClosed, Unreachable, WrongPeer
+from node.transport.records import RecordReader, RecordWriter
+
+CONNECT_SECONDS = 5.0
+"""TCP's first retries are after one and three seconds: two lost packets are survived."""
+HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_BYTES_MAX = 1_536
+"""The longest handshake message has 200 bytes; the rest is room for what later versions add."""
+STALL_SECONDS = 60.0
+"""How long a sender may pause inside a message, which it had whole before it began."""
+ASSEMBLY_BYTES_MAX = 2**30
+"""Half-received messages of all streams together: sixteen of the longest."""
+KEEPALIVE_SECONDS = 30
+"""A peer that vanished is noticed by the kernel, after a few times this."""
+
+_VERSION = 1
+_CIPHERS = {1: "AESGCM", 2: "ChaChaPoly"}
+_LENGTH_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What this node proves in handshakes. `static` is an X25519 private key of 32 bytes."""
+
+    identity: Identity
+    static: bytes
+    swarm: str
+    entropy: Callable[[int], bytes]
+    cipher: str = "AESGCM"
+
+    def handshake(self, *, initiator: bool, cipher: str, expected: PeerId | None = None) -> PeerHandshake:
+        return PeerHandshake(
+            initiator=initiator,
+            identity=self.identity,
+            static=self.static,
+            ephemeral=self.entropy(KEY_BYTES),
+            swarm=self.swarm,
+            cipher=cipher,
+            expected=expected,
+        )
+
+
+class Assembly:
+    """Counts the bytes of half-received messages over all streams, against a common limit."""
+
+    def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def change(self, difference: int) -> None:
+        """Count more or less; RemoteProtocolError where the limit is passed."""
+        self._bytes += difference
+        if difference > 0 and self._bytes > self._bytes_max:
+            raise RemoteProtocolError("more half-received messages than this node has room for")
+
+
+class SecureStream:
+    """`node.seams.Stream` over one TCP connection.
+
+    Several tasks may send and receive; each message stays whole. A `send` that is cancelled after it
+    began, or a `receive` inside a message, closes the connection; between messages nothing is lost.
+    """
+
+    def __init__(
+        self, transport: trio.SocketStream, session: Session, assembly: Assembly, counters: Counter[str]
+    ) -> None:
+        self._transport = transport
+        self._peer = session.peer
+        self._writer = RecordWriter(session.sending)
+        self._reader = RecordReader(session.receiving)
+        self._assembly = assembly
+        self._counters = counters
+        self._counted_bytes = 0
+        self._sending = trio.Lock()
+        self._receiving = trio.Lock()
+        self._ended: str | None = None
+
+    @property
+    def peer(self) -> PeerId:
+        return self._peer
+
+    def limit(self, message_bytes_max: int) -> None:
+        """The longest message that is taken from now on."""
+        self._reader.message_bytes_max = message_bytes_max
+
+    async def send(self, message: bytes | memoryview) -> None:
+        """Send one message of at most `records.MESSAGE_BYTES_MAX`; returns when the kernel has it.
+
+        Raises:
+            StreamClosed: it is over. LocalProtocolError: the message is too long.
+        """
+        async with _held(self._sending):
+            # Refused before the first byte is encrypted, a cancelled send costs nothing.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self._check_open()
+            begun = False
+            try:
+                for chunk in self._writer.chunks(message):
+                    begun = True
+                    await self._transport.send_all(chunk)
+                begun = False
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise self._end("the connection broke while sending") from None
+            finally:
+                if begun:
+                    self._end("a send was cut short")
+
+    async def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            StreamClosed: it is over, with the reason.
+        """
+        async with _held(self._receiving):
+            self._check_open()
+            try:
+                message = self._next_message()
+                if message is not None:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                while message is None:
+                    await self._fill()
+                    message = self._next_message()
+            except RemoteProtocolError as error:
+                self._counters["streams_broken"] += 1
+                raise self._end(f"the other side broke the protocol: {error}") from None
+            except trio.TooSlowError:
+                self._counters["streams_stalled"] += 1
+                raise self._end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
+            except (OSError, trio.ClosedResourceError):
+                raise self._end("the connection broke") from None
+            return message
+
+    async def aclose(self) -> None:
+        """Close, at once; whoever waits in `send` or `receive` gets StreamClosed. May be repeated."""
+        self._end("this side closed it")
+        await trio.lowlevel.checkpoint()
+
+    def _next_message(self) -> bytes | None:
+        message = self._reader.next_message()
+        difference = self._reader.held_bytes - self._counted_bytes
+        self._counted_bytes += difference
+        self._assembly.change(difference)
+        return message
+
+    async def _fill(self) -> None:
+        inside = self._reader.inside
+        deadline = trio.current_time() + STALL_SECONDS if inside else float("inf")
+        try:
+            with trio.fail_at(deadline):
+                # Straight into the buffer: receive_some would copy every byte once more.
+                count = await self._transport.socket.recv_into(self._reader.space())
+        except trio.Cancelled:
+            if inside:
+                self._end("a receive was cut short inside a message")
+            raise
+        if count == 0:
+            raise self._end("the connection ended inside a message" if inside else "the other side closed it")
+        self._reader.filled(count)
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise StreamClosed(self._ended)
+
+    def _end(self, why: str) -> StreamClosed:
+        """Close the socket; the first reason stays."""
+        if self._ended is None:
+            self._ended = why
+            self._assembly.change(-self._counted_bytes)
+            self._counted_bytes = 0
+            self._transport.socket.close()
+        return StreamClosed(self._ended)
+
+
+@asynccontextmanager
+async def _held(lock: trio.Lock) -> AsyncIterator[None]:
+    """As `async with lock`, without the scheduler's round when nobody else holds it."""
+    try:
+        lock.acquire_nowait()
+    except trio.WouldBlock:
+        await lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:
+    """Connect and shake hands; `address.peer`, if set, must be who answers.
+
+    Raises:
+        WrongPeer, Unreachable: with the reason and a sentence for a person.
+    """
+    transport = await _connect(address)
+    session = None
+    try:
+        with trio.fail_after(HANDSHAKE_SECONDS):
+            session = await _initiate(transport, credentials, address.peer)
+    except trio.TooSlowError:
+        detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
+        raise Unreachable("timeout", detail) from None
+    except WrongIdentity as error:
+        raise WrongPeer("wrong key", str(error)) from None
+    except (RemoteProtocolError, trio.BrokenResourceError):
+        raise Unreachable(
+            "refused", f"{address.short} answers, but is of another swarm or not a peerloom node"
+        ) from None
+    finally:
+        if session is None:
+            transport.socket.close()
+    return transport, session
+
+
+async def accept(transport: trio.SocketStream, credentials: Credentials) -> Session:
+    """The other side of `dial`, for a connection that came in; the caller sets the deadline.
+
+    Raises:
+        RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
+    """
+    _set_keepalive(transport)
+    version, cipher = await _receive_exactly(transport, 2)
+    if version != _VERSION or cipher not in _CIPHERS:
+        raise RemoteProtocolError("a connection that does not begin as ours do")
+    handshake = credentials.handshake(initiator=False, cipher=_CIPHERS[cipher])
+    first = await _receive_framed(transport)
+    await transport.send_all(_framed(handshake.receive(first)))
+    handshake.receive(await _receive_framed(transport))
+    assert handshake.session is not None
+    return handshake.session
+
+
+async def _initiate(
+    transport: trio.SocketStream, credentials: Credentials, expected: PeerId | None
+) -> Session:
+    cipher = next(number for number, name in _CIPHERS.items() if name == credentials.cipher)
+    handshake = credentials.handshake(initiator=True, cipher=credentials.cipher, expected=expected)
+    await transport.send_all(bytes((_VERSION, cipher)) + _framed(handshake.start()))
+    last = handshake.receive(await _receive_framed(transport))
+    await transport.send_all(_framed(last))
+    assert handshake.session is not None
+    return handshake.session
+
+
+async def _connect(address: Address) -> trio.SocketStream:
+    try:
+        with trio.fail_after(CONNECT_SECONDS):
+            transport = await trio.open_tcp_stream(address.host, address.port)
+    except trio.TooSlowError:
+        raise Unreachable("timeout", f"{address.short} did not answer in {CONNECT_SECONDS:g} s") from None
+    except socket.gaierror:
+        raise Unreachable("unknown", f"no machine is known by the name {address.host}") from None
+    except OSError as error:
+        raise _no_connection(address, error) from None
+    _set_keepalive(transport)
+    return transport
+
+
+def _no_connection(address: Address, error: OSError) -> Unreachable:
+    """trio wraps what the attempts raised: one error as the cause, several as a group in the cause."""
+    cause = error.__cause__
+    causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
+    if any(isinstance(each, ConnectionRefusedError) for each in causes):
+        return Unreachable("refused", f"{address.host} is up, but no node listens on port {address.port}")
+    reason = getattr(causes[0], "strerror", None) or "no way there"
+    return Unreachable("timeout", f"{address.short} cannot be reached: {reason}")
+
+
+def _set_keepalive(transport: trio.SocketStream) -> None:
+    # A connection that is gone already refuses options; the next read will tell.
+    with suppress(OSError):
+        transport.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+            transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(_LENGTH_BYTES, "big") + message
+
+
+async def _receive_framed(transport: trio.SocketStream) -> bytes:
+    length = int.from_bytes(await _receive_exactly(transport, _LENGTH_BYTES), "big")
+    if length > HANDSHAKE_BYTES_MAX:
+        raise RemoteProtocolError(f"a handshake message of {length} bytes")
+    return await _receive_exactly(transport, length)
+
+
+async def _receive_exactly(transport: trio.SocketStream, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = await transport.receive_some(count - len(data))
+        if not more:
+            raise RemoteProtocolError("the connection ended inside the handshake")
+        data += more
+    return data

@@ -1,0 +1,85 @@
+"""The Executor seam of the simulation: computes at once, then lets the modelled time pass.
+
+The other way round, a timeout of some virtual seconds could fire during a real computation. Stages
+run the real `partition.execute` in this process, on plain memory in the place of shared arenas.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import trio
+
+from crypto.encoding import decode
+from crypto.errors import LocalProtocolError
+from node.errors import StageFailed
+from node.seams import Stage
+from partition.stage import Reply, Request, StageSpecification, arena_bytes
+from sim.network import after, nearest_instant
+
+T = TypeVar("T")
+
+SPECIFICATION_BYTES_MAX = 65_536
+"""An encoded `StageSpecification`: names and numbers."""
+
+
+def no_time(request: Request) -> float:
+    """The model of a stage whose computing takes no time."""
+    del request
+    return 0.0
+
+
+class SimExecutor:
+    """`stage_seconds(request)` models what one request to a stage takes."""
+
+    def __init__(self, stage_seconds: Callable[[Request], float] = no_time) -> None:
+        self._stage_seconds = stage_seconds
+
+    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
+        result = function()
+        await sleep_for(seconds)
+        return result
+
+    async def open_stage(self, specification: bytes) -> Stage:
+        await trio.lowlevel.checkpoint()
+        wanted: StageSpecification = decode(
+            specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
+        )
+        return SimStage(wanted, self._stage_seconds)
+
+
+class SimStage:
+    """`node.seams.Stage` without a process of its own."""
+
+    def __init__(self, specification: StageSpecification, stage_seconds: Callable[[Request], float]) -> None:
+        # Only here, so that simulations of control traffic never pay for torch.
+        from partition.execute import StageExecutor
+
+        sizes = arena_bytes(specification)
+        self._arenas = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
+        self._executor: StageExecutor | None = StageExecutor(specification, self._arenas)
+        self._stage_seconds = stage_seconds
+
+    async def call(self, request: object) -> Reply:
+        """One request, answered when the modelled time has passed. Raises `StageFailed` once closed."""
+        if not isinstance(request, Request):
+            raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
+        if self._executor is None:
+            raise StageFailed("the stage is closed")
+        reply = self._executor.handle(request)
+        await sleep_for(self._stage_seconds(request))
+        return reply
+
+    def vector(self, name: str) -> memoryview:
+        return self._arenas[name]
+
+    async def aclose(self) -> None:
+        self._executor = None
+        await trio.lowlevel.checkpoint()
+
+
+async def sleep_for(seconds: float) -> None:
+    """Sleep whole microseconds, so that the next instant is one that others share."""
+    if seconds <= 0:
+        await trio.lowlevel.checkpoint()
+    else:
+        await trio.sleep_until(after(nearest_instant(trio.current_time()), seconds))

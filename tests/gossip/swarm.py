@@ -1,0 +1,163 @@
+"""A tiny event heap that drives a few SWIM cores over a lossy network in virtual time."""
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from blake3 import blake3
+
+from crypto.contact import Address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import Identity, PeerId
+from gossip.member import Event, Member, Profile, Status
+from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.settings import Settings
+from gossip.swim import Sends, Swim
+
+DATAGRAM_BYTES_MAX = 1_232
+
+
+class HashSigner:
+    """A keyed hash for a signature: as good as Ed25519 among tests, and fast."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+
+    def sign(self, purpose: str, body: bytes) -> Fact:
+        return Fact(self.peer, body, _seal(self.peer, purpose, body))
+
+    def check(self, purpose: str, fact: Fact) -> PeerId:
+        if fact.signature != _seal(fact.author, purpose, fact.body):
+            raise RemoteProtocolError("wrong signature")
+        return PeerId(fact.author)
+
+
+def _seal(author: bytes, purpose: str, body: bytes) -> bytes:
+    return blake3(b"secret" + author + purpose.encode() + b"\0" + body).digest(length=64)
+
+
+def identity_of(number: int) -> Identity:
+    return Identity(number.to_bytes(32, "big"))
+
+
+def peer_of(number: int) -> PeerId:
+    return PeerId(blake3(number.to_bytes(8, "big")).digest())
+
+
+def profile_of(number: int, metadata: bytes = b"") -> Profile:
+    return Profile(f"n{number}", (Address("ip4", "127.0.0.1", 1000 + number),), metadata)
+
+
+class Swarm:
+    """Cores by number. `blocked(a, b)` says whether a datagram from a to b is lost for certain."""
+
+    def __init__(self, count: int, settings: Settings, seed: int = 1, loss: float = 0.0) -> None:
+        self.rng = Random(seed)
+        self.settings = settings
+        self.loss = loss
+        self.now = 0.0
+        self.cores: dict[int, Swim] = {}
+        self.numbers: dict[PeerId, int] = {}
+        self.events: dict[int, list[Event]] = defaultdict(list)
+        self.trace: list[str] = []
+        self.sent_bytes = 0
+        self.blocked: Callable[[int, int], bool] = lambda _a, _b: False
+        self.stalled: dict[int, float] = {}
+        self._heap: list[tuple[float, int, int, tuple[PeerId, bytes] | None]] = []
+        self._order = itertools.count()
+        for number in range(count):
+            self.start(number)
+
+    def start(self, number: int, incarnation: int = 1, join: int | None = None, metadata: bytes = b"") -> Swim:
+        """Start or restart a node; it joins through `join`, else through its predecessor."""
+        peer = peer_of(number)
+        core = Swim(
+            HashSigner(peer),
+            profile_of(number, metadata),
+            self.settings,
+            Random(self.rng.random()),
+            incarnation,
+            self.now,
+        )
+        self.cores[number] = core
+        self.numbers[peer] = number
+        via = join if join is not None else number - 1
+        if via >= 0:
+            self.send(number, core.join(self.now, [peer_of(via)]))
+        self._arm(number)
+        return core
+
+    def kill(self, number: int) -> None:
+        del self.cores[number]
+
+    def stall(self, number: int, seconds: float) -> None:
+        """The node's machine stands still: what comes meanwhile waits, timers fire late."""
+        self.stalled[number] = self.now + seconds
+
+    def send(self, number: int, sends: Sends) -> None:
+        for event in self.cores[number].events:
+            self.events[number].append(event)
+            self.trace.append(f"{self.now:.6f} {number} {event}")
+        self.cores[number].events.clear()
+        for peer, message in sends:
+            data = encode(message)
+            self.sent_bytes += len(data)
+            target = self.numbers.get(peer)
+            if target is None or self.blocked(number, target):
+                continue
+            # What does not fit a datagram goes by a stream, which does not lose.
+            if len(data) <= DATAGRAM_BYTES_MAX and self.rng.random() < self.loss:
+                continue
+            self._push(self.now + 0.0005 + self.rng.random() * 0.002, target, (peer_of(number), data))
+        self._arm(number)
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, number, arrival = heapq.heappop(self._heap)
+            core = self.cores.get(number)
+            if core is None:
+                continue
+            if self.stalled.get(number, 0.0) > self.now:
+                self._push(self.stalled[number], number, arrival)
+            elif arrival is not None:
+                message: Any = decode(arrival[1], Message, bytes_max=MESSAGE_BYTES_MAX)
+                self.send(number, core.receive(self.now, arrival[0], message))
+            elif core.deadline <= self.now:
+                self.send(number, core.wake(self.now))
+        self.now = until
+
+    def run_until(self, condition: Callable[[], bool], at_most: float) -> float:
+        """How many seconds it took until `condition` held, looking every 20 ms."""
+        begun = self.now
+        while not condition():
+            assert self.now - begun < at_most, "\n".join(self.trace[-40:])
+            self.run(0.02)
+        return self.now - begun
+
+    def view(self, number: int) -> dict[int, Member]:
+        return {self.numbers[member.peer]: member for member in self.cores[number].members}
+
+    def all_see(self, target: int, status: Status) -> bool:
+        views = (self.view(number).get(target) for number in self.cores if number != target)
+        return all(member is not None and member.status is status for member in views)
+
+    def converged(self) -> bool:
+        """Whether all running nodes hold exactly each other alive."""
+        running = set(self.cores)
+        return all(
+            {other for other, member in self.view(number).items() if member.status is Status.ALIVE} == running
+            for number in self.cores
+        )
+
+    def _arm(self, number: int) -> None:
+        if self.cores[number].deadline < float("inf"):
+            self._push(max(self.cores[number].deadline, self.now), number, None)
+
+    def _push(self, when: float, number: int, arrival: tuple[PeerId, bytes] | None) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), number, arrival))

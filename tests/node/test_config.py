@@ -1,0 +1,210 @@
+"""Strict TOML, and the merging of flags, environment, file and defaults."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.contact import parse_address
+from node import toml
+from node.config import Config, Memory, read_duration, read_listen, read_memory, resolve
+from node.errors import UsageError
+from node.nearest import nearest
+
+
+class Inner(msgspec.Struct, frozen=True):
+    seeds: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    kind: Literal["lan", "wan"] = "lan"
+    rate: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+
+
+class Outer(msgspec.Struct, frozen=True):
+    must: Annotated[int, msgspec.Meta(ge=1, le=5)]
+    join: Inner = Inner()
+    parts: tuple[Inner, ...] = ()
+
+
+FAULTS = [
+    ("must=1\n[join]\nseed = 1", "f.toml:3: unknown key 'seed' in [join]; did you mean 'seeds'?"),
+    ("must=1\njoin.seed = 1", "f.toml:2: unknown key 'seed' in [join]; did you mean 'seeds'?"),
+    ("mist = 1", "f.toml:1: unknown key 'mist'; did you mean 'must'?"),
+    ("\nmust = 9", "f.toml:2: must = 9: want a whole number, 1 to 5"),
+    ("must = true", "f.toml:1: must = true: want a whole number, 1 to 5"),
+    ("must = 1\n[join]\nkind = 'wlan'", 'f.toml:3: join.kind = "wlan": want one of "lan", "wan"'),
+    (
+        "must = 1\n[join]\nrate = 1",
+        "f.toml:3: join.rate = 1: want a finite number, more than 0 and less than 1",
+    ),
+    ("must = 1\n[join]\nrate = nan", "f.toml:3: join.rate = NaN: want a finite number"),
+    ("must=1\n[join]\nseeds = [\n 'a', # ]\n '''b\nc''',\n 3]", "f.toml:7: join.seeds[2] = 3: want text"),
+    ("must = 1\njoin = {kind = 7}", "f.toml:2: join.kind = 7: want one of"),
+    ("must = 1\njoin = 3", "f.toml:2: join = 3: want a table, [join]"),
+    ("must = 1\n[[parts]]\n[[parts]]\nkind = 1", "f.toml:4: parts.kind = 1: want one of"),
+    ("[join]\nkind = 'lan'", "f.toml: lacks the key 'must'"),
+    ("must = ", "f.toml:1: not TOML: "),
+    ("must = 1\nmust = 2", "f.toml:2: not TOML: "),
+    ("a = " + "[" * 5_000, "f.toml"),
+    ("must = '\u202e\x9b'", "f.toml:1: must = "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FAULTS)
+def test_a_fault_in_a_file_names_line_key_value_and_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        toml.parse(text, Outer, name="f.toml")
+    assert caught.value.what.startswith(message)
+    assert caught.value.what.isprintable()
+
+
+def test_a_right_file_becomes_its_struct() -> None:
+    text = "must = 2\n[join]\nseeds = ['a']\nrate = 0.5\n[[parts]]\nkind = 'wan'\n"
+    document = toml.parse(text, Outer, name="f.toml")
+    assert document.value == Outer(2, Inner(("a",), rate=0.5), (Inner(kind="wan"),))
+    assert document.where("parts", 0, "kind") == "f.toml:6"
+    assert document.where("nowhere") == "f.toml"
+
+
+def test_a_file_that_cannot_be_read_is_said_with_its_path(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"a = 1\n\xff")
+    for path, reason in (
+        (tmp_path / "none.toml", "no such file"),
+        (tmp_path, "is a directory"),
+        (binary, "2: not UTF-8"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            toml.load(path, Outer)
+
+
+_KEYS = st.text("ab-", min_size=1, max_size=3) | st.sampled_from(['"a.b"', "'#'", '"["'])
+_VALUES = st.sampled_from(
+    [
+        "1",
+        '"x # y"',
+        "'[t]'",
+        '"""\n[a]\nb = 1\n""""',
+        "'''\nq''q\n'''",
+        "[\n 1, # ]\n [2],\n]",
+        "{a = 1, b = [2]}",
+        r'"\" \\"',
+        "1979-05-27",
+        '"""a\\"""b"""',
+    ]
+)
+
+
+@given(
+    st.lists(st.tuples(_KEYS, _VALUES), max_size=6, unique_by=lambda pair: pair[0].strip("\"'")),
+    st.booleans(),
+)
+def test_every_key_has_the_line_it_stands_on(pairs: list[tuple[str, str]], windows: bool) -> None:
+    text, expected = "[table] # t = 1\n", {}
+    for key, value in pairs:
+        expected[key.strip("\"'")] = text.count("\n") + 1
+        text += f"{key} = {value} # tail = 1\n"
+    lines = toml.line_numbers(text.replace("\n", "\r\n") if windows else text)
+    assert {path[1]: line for path, line in lines.items() if len(path) == 2} == expected
+
+
+def test_nothing_given_is_a_whole_config() -> None:
+    config = resolve({}, {})
+    assert config.join.seeds == ()
+    assert [str(address) for address in config.listen.addresses] == ["/ip4/0.0.0.0/tcp/9747"]
+    assert (config.swarm.name, config.swarm.preset, config.resources.device) == ("default", "lan", "auto")
+    assert config.data_dir.parts[-2:] == ("peerloom", "default")
+    assert 1 <= len(config.name) <= 40
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("name = 'file'\n[swarm]\nname = 'file'\npreset = 'wan'\n[resources]\ncores = 3\n")
+    environ = {"PEERLOOM_NAME": "environment", "PEERLOOM_SWARM": "environment"}
+    config = resolve({"config": str(file), "name": "flag"}, environ)
+    assert (config.name, config.swarm.name, config.swarm.preset) == ("flag", "environment", "wan")
+    assert config.resources.cores == 3
+
+
+def test_seeds_of_all_sources_are_tried_once_each(tmp_path: Path) -> None:
+    (tmp_path / "seeds.txt").write_text("# ours\n10.0.0.3:1 # old\n\n10.0.0.1:1\n")
+    file = tmp_path / "node.toml"
+    file.write_text("join = {seeds = ['10.0.0.2:1'], seed_files = ['seeds.txt'], remember = false}\n")
+    config = resolve({"config": str(file), "join": ["10.0.0.1:1"]}, {"PEERLOOM_JOIN": "10.0.0.1:1,[::1]:2"})
+    assert [seed.short for seed in config.join.seeds] == ["10.0.0.1:1", "[::1]:2", "10.0.0.2:1", "10.0.0.3:1"]
+    assert config.join.remember is False
+
+
+def test_paths_in_a_file_are_meant_from_where_the_file_lies(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("data_dir = 'data'\nobserver = true\n")
+    config = Config.load(file)
+    assert config.data_dir == tmp_path / "data"
+    assert config.observer
+
+
+BAD_VALUES = [
+    ({"join": ["10.0.0.5:99999"]}, {}, "--join 10.0.0.5:99999: port must be 1-65535"),
+    ({"join": ["10.0.0.5"]}, {}, "--join 10.0.0.5: want HOST:PORT"),
+    ({}, {"PEERLOOM_JOIN": "a:0"}, "PEERLOOM_JOIN: a:0: port must be 1-65535"),
+    ({"listen": ["lab.example:9747"]}, {}, "--listen lab.example:9747: want an IP address"),
+    ({"memory": "12 bananas"}, {}, "--memory 12 bananas: want an amount such as 12GB"),
+    ({"memory": "180%"}, {}, "--memory 180%: want an amount"),
+    ({"cores": "-1"}, {}, "--cores -1: want a whole number, 0 (all) to 4096"),
+    ({"device": "gpu"}, {}, "--device gpu: want auto, cpu, cuda:0 or mps"),
+    ({"preset": "vlan"}, {}, "--preset vlan: want one of lan, wan, local; did you mean 'lan'?"),
+    ({"name": "x" * 41}, {}, "--name " + "x" * 41 + ": want at most 40"),
+    ({"name": "a\x1b[2J"}, {}, '--name "a\\u001b[2J": want at most 40 printable'),
+    ({"swarm": ""}, {}, '--swarm "": must not be empty'),
+    ({}, {"PEERLOOM_OBSERVER": "maybe"}, "PEERLOOM_OBSERVER: maybe: want true or false"),
+    (
+        {},
+        {"PEERLOOM_JION": "a:1"},
+        "unknown variable PEERLOOM_JION in the environment; did you mean PEERLOOM_JOIN?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "environ", "message"), BAD_VALUES)
+def test_a_bad_value_is_said_with_where_it_stands(
+    flags: dict[str, str], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(flags, environ)
+    assert caught.value.what.startswith(message)
+
+
+def test_a_bad_address_in_a_file_names_its_own_line(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("[join]\nseeds = [\n  '10.0.0.5:1',\n  '10.0.0.5:0',\n]\n")
+    with pytest.raises(UsageError, match=r"node.toml:4: seeds 10.0.0.5:0: port must be"):
+        resolve({"config": str(file)}, {})
+    (tmp_path / "seeds.txt").write_text("\n10.0.0.5:1\nnonsense\n")
+    with pytest.raises(UsageError, match=r"seeds.txt:3: nonsense: want HOST:PORT"):
+        resolve({"seed_files": [str(tmp_path / "seeds.txt")]}, {})
+
+
+def test_variables_that_look_like_nothing_of_ours_are_left_alone() -> None:
+    resolve({}, {"PEERLOOM_SERVICE_HOST": "10.1.1.1", "PEERLOOM_PORT": "tcp://10.1.1.1:9747"})
+
+
+def test_amounts_and_times_are_read_with_their_units() -> None:
+    assert read_memory("12GB") == Memory(bytes=12_000_000_000)
+    assert read_memory("1.5 GiB").of(10**12) == 1_610_612_736
+    assert read_memory("80%").of(1000) == 800
+    assert Memory(bytes=10**12).of(5) == 5
+    assert [read_duration(text) for text in ("30s", "30", "500ms", "2m")] == [30.0, 30.0, 0.5, 120.0]
+
+
+def test_listening_may_ask_for_any_free_port_and_joining_may_not() -> None:
+    for text in ("127.0.0.1:0", "[::1]:0", "/ip4/127.0.0.1/tcp/0"):
+        assert read_listen(text).port == 0
+        with pytest.raises(ValueError, match="port must be"):
+            parse_address(text)
+
+
+def test_of_equally_near_words_the_one_with_the_same_letters_is_meant() -> None:
+    assert nearest("--jion", ["--json", "--join"]) == "--join"
+    assert nearest("--JSON", ["--json", "--join"]) == "--json"
+    assert nearest("zebra", ["--json", "--join"]) is None

@@ -1,0 +1,143 @@
+"""The data folder: atomic writes, safe names, one process, keys that only their owner reads."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crypto.contact import parse_address
+from crypto.errors import LocalProtocolError
+from crypto.identity import Identity, PeerId
+from node.errors import UsageError
+from node.storage.folder import FolderStorage, lock
+from node.storage.keys import IDENTITY_NAME, load_keys
+from node.storage.remembered import REMEMBERED_MAX, read_remembered, write_remembered
+
+
+def entropy(count: int) -> bytes:
+    return bytes(range(count))
+
+
+def test_a_blob_survives_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path / "data")
+    assert storage.read("runs/a/plan") is None
+    storage.write("runs/a/plan", b"old")
+    storage.write("runs/a/plan", b"new")
+    assert FolderStorage(tmp_path / "data").read("runs/a/plan") == b"new"
+    assert stat.S_IMODE((tmp_path / "data" / "runs/a/plan").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    storage.delete("runs/a/plan")
+    storage.delete("runs/a/plan")
+    assert storage.read("runs/a/plan") is None
+
+
+def test_a_write_that_dies_half_way_leaves_the_old_blob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = FolderStorage(tmp_path)
+    storage.write("a", b"old")
+
+    def die(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        with pytest.raises(OSError, match="no space"):
+            storage.write("a", b"new")
+    assert storage.read("a") == b"old"
+    storage.write("a", b"newer")
+    assert storage.read("a") == b"newer"
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "", "a//b", ".hidden", "a/../b", "a\0", "a.half", "é"])
+def test_a_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LocalProtocolError):
+        FolderStorage(tmp_path).write(name, b"")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="data folder") as caught:
+            FolderStorage(path)
+        assert "--data-dir" in (caught.value.do or "")
+
+
+def test_a_data_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    program = "import sys, pathlib, node.storage.folder as f\nwith f.lock(pathlib.Path(sys.argv[1])): pass"
+    with lock(tmp_path):
+        second = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True
+        )
+        assert f"this node already runs: process {os.getpid()} holds {tmp_path}" in second.stderr
+        with pytest.raises(UsageError) as caught, lock(tmp_path):
+            pass
+        assert caught.value.exit_code == 2
+        assert (caught.value.do or "").startswith("look: python -m node status ")
+    with lock(tmp_path):
+        pass
+
+
+def test_keys_are_made_once_and_kept(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    made = load_keys(storage, entropy)
+    kept = load_keys(storage, lambda count: bytes(count))
+    assert (made.is_new, kept.is_new) == (True, False)
+    assert made.identity.peer == kept.identity.peer == Identity(entropy(32)).peer
+    assert made.static == kept.static
+    assert made.static.hex() not in repr(made)
+    assert stat.S_IMODE((tmp_path / IDENTITY_NAME).stat().st_mode) == 0o600
+
+
+def test_a_key_file_open_to_others_is_refused_with_chmod(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    load_keys(storage, entropy)
+    (tmp_path / IDENTITY_NAME).chmod(0o644)
+    with pytest.raises(UsageError, match=r"open to others \(mode 0644\)") as caught:
+        load_keys(storage, entropy)
+    assert caught.value.do == f"chmod 600 {tmp_path / IDENTITY_NAME}"
+
+
+def test_a_key_file_of_a_wrong_size_is_refused_and_never_overwritten(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    for data in (b"", b"short", bytes(33)):
+        storage.write(IDENTITY_NAME, data)
+        with pytest.raises(UsageError, match="a key has 32"):
+            load_keys(storage, entropy)
+        assert storage.read(IDENTITY_NAME) == data
+
+
+def test_a_key_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / IDENTITY_NAME, 0o600)
+    with pytest.raises(UsageError, match="not a file"):
+        load_keys(FolderStorage(tmp_path), entropy)
+
+
+def test_remembered_peers_come_back_in_order_and_are_bounded(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    assert read_remembered(storage) == ()
+    peers = [
+        (parse_address(f"10.0.0.{number}:9747").of(PeerId(bytes([number]) * 32)),)
+        for number in range(1, REMEMBERED_MAX + 10)
+    ]
+    write_remembered(storage, peers)
+    assert read_remembered(storage) == tuple(peers[:REMEMBERED_MAX])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"schema":"","peers":[{"peer":"x","addresses":["a:1"]}]}',
+        b'{"schema":"","peers":[1]}',
+    ],
+)
+def test_a_damaged_list_of_remembered_peers_is_an_empty_one(tmp_path: Path, data: bytes) -> None:
+    storage = FolderStorage(tmp_path)
+    storage.write("peers.json", data)
+    assert read_remembered(storage) == ()

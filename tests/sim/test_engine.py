@@ -1,0 +1,191 @@
+"""The heap engine on toy cores: repeatable, and in one defined order within an instant."""
+
+import math
+from typing import Any
+
+import pytest
+
+from crypto.errors import LocalProtocolError
+from crypto.identity import PeerId
+from node.services.driver import Sends
+from sim.engine import Engine, Wire
+from sim.network import LinkModel, Links
+from sim.seeds import seeded_peer, seeded_rng
+from sim.trace import Trace
+from tests.sim.toys import Message, Ping, Pinger, Ponged
+
+A, B, C = sorted(seeded_peer(1, index) for index in range(3))
+
+
+def ring(seed: int, *, model: LinkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
+    """Ten pingers for two seconds."""
+    trace = Trace()
+    engine = Engine(Links(model or LinkModel(loss=0.1), seed), trace=trace, wires=wires)
+    peers = [seeded_peer(1, index) for index in range(10)]
+    for peer in peers:
+        others = [other for other in peers if other != peer]
+        engine.add(peer, Pinger(others, seeded_rng(seed, peer), now=0.0, period_seconds=0.1))
+    engine.run(2.0)
+    return trace
+
+
+def pinger(others: list[PeerId], period_seconds: float = 0.1) -> Pinger:
+    return Pinger(others, seeded_rng(1), now=0.0, period_seconds=period_seconds)
+
+
+class Listener:
+    """Writes down what happens to it, in order; wakes when told to."""
+
+    def __init__(self, deadline: float = math.inf) -> None:
+        self.events: list[Any] = []
+        self.deadline = deadline
+        self.heard: list[tuple[float, str]] = []
+
+    def receive(self, now: float, sender: PeerId, message: Ping) -> Sends:
+        self.heard.append((now, f"ping {message.number} of {'ABC'[[A, B, C].index(sender)]}"))
+        return []
+
+    def wake(self, now: float) -> Sends:
+        self.heard.append((now, "wake"))
+        self.deadline = math.inf
+        return []
+
+
+def test_the_same_seed_gives_the_same_digest() -> None:
+    assert ring(1).digest() == ring(1).digest()
+
+
+def test_different_seeds_give_different_digests() -> None:
+    assert len({ring(seed).digest() for seed in range(4)}) == 4
+
+
+def test_the_real_codec_changes_nothing_but_the_cost() -> None:
+    assert ring(1).digest() == ring(1, wires={"": Wire(Message, 1_232)}).digest()
+
+
+def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
+    digests = []
+    for pieces in (1, 40):
+        trace = Trace()
+        engine = Engine(Links(LinkModel(0.01, 0.09), 1), trace=trace)
+        engine.add(A, pinger([B, C]))
+        engine.add(B, pinger([A, C]))
+        engine.add(C, pinger([A, B]))
+        for piece in range(pieces):
+            engine.run(2.0 * (piece + 1) / pieces)
+        digests.append(trace.digest())
+    assert digests[0] == digests[1]
+
+
+def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_woken() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    listener = Listener(deadline=0.15)
+
+    def called(core: Listener, now: float) -> Sends:
+        core.heard.append((now, "call"))
+        return []
+
+    engine.add(A, listener)
+    for peer in (C, B):
+        engine.add(peer, Listener())
+        engine.call(0.1, peer, lambda core, now: [(A, Ping(1)), (A, Ping(2))])
+    engine.call(0.15, A, called)
+    engine.run(1.0)
+    assert [what for _, what in listener.heard] == [
+        "ping 1 of B",
+        "ping 2 of B",
+        "ping 1 of C",
+        "ping 2 of C",
+        "call",
+        "wake",
+    ]
+    assert {time for time, _ in listener.heard} == {0.15}
+    assert engine.counters["tied"] == 5
+
+
+def test_a_killed_peer_says_and_hears_nothing_more() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    one, other = pinger([B]), pinger([A])
+    engine.add(A, one)
+    engine.add(B, other)
+    engine.kill(B, 0.5)
+    engine.run(2.0)
+    assert 0.4 < max(time for time, _, _ in one.received) <= 0.55
+    assert max(time for time, _, _ in other.received) < 0.5
+    assert engine.counters["missed"] >= 14
+
+
+def test_a_peer_added_later_begins_later() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    one, late = pinger([B]), pinger([A])
+    engine.add(A, one)
+    engine.add(B, late, at=1.0)
+    engine.run(2.0)
+    assert min(time for time, _, _ in late.received) >= 1.0
+    assert min(time for time, _, _ in one.received) >= 1.0
+
+
+def test_events_are_published_with_their_time_and_peer() -> None:
+    seen: list[tuple[float, PeerId, Any]] = []
+    engine = Engine(Links(LinkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event)))
+    engine.add(A, pinger([B], period_seconds=1.0))
+    engine.add(B, Pinger([], seeded_rng(1), now=0.0, period_seconds=1.0))
+    engine.run(1.5)
+    assert seen == [(1.1, A, Ponged(1, B))]
+
+
+def test_a_deadline_that_moves_later_wakes_only_once() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    listener = Listener(deadline=1.0)
+
+    def postpone(core: Listener, now: float) -> Sends:
+        core.deadline = now + 1.0
+        return []
+
+    engine.add(A, listener)
+    for tenth in range(1, 10):
+        engine.call(tenth / 10, A, postpone)
+    engine.run(5.0)
+    assert [time for time, _ in listener.heard] == [1.9]
+
+
+def test_a_core_whose_deadline_never_moves_on_is_a_bug_and_not_an_endless_loop() -> None:
+    class Stuck(Listener):
+        def wake(self, now: float) -> Sends:
+            return []
+
+    engine = Engine(Links(LinkModel(), 1))
+    engine.add(A, Stuck(deadline=0.5))
+    with pytest.raises(LocalProtocolError, match="does not move on"):
+        engine.run(1.0)
+
+
+def test_garbage_is_refused_and_counted() -> None:
+    engine = Engine(Links(LinkModel(), 1), wires={"": Wire(Message, 1_232)})
+    listener = Listener()
+    engine.add(A, listener)
+    engine.add(B, Listener())
+    engine.call(0.1, B, lambda core, now: [(A, "not a message of this protocol")])
+    engine.run(1.0)
+    assert listener.heard == []
+    assert engine.counters["refused"] == 1
+
+
+def test_one_peer_has_one_core_for_a_protocol() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    engine.add(A, Listener())
+    engine.add(A, Listener(), protocol="other")
+    with pytest.raises(LocalProtocolError):
+        engine.add(A, Listener())
+
+
+def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
+    trace = Trace(keep=True)
+    engine = Engine(Links(LinkModel(), 1), trace=trace)
+    engine.add(B, pinger([A]))
+    engine.add(A, pinger([B]))
+    engine.run(1.0)
+    entries = trace.entries()
+    assert len(entries) == trace.count > 40
+    assert entries == sorted(entries, key=lambda entry: (entry.time, entry.peer))
+    assert {entry.what for entry in entries} == {"received", "woken", "learnt", "sent"}

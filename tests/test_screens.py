@@ -1,0 +1,277 @@
+"""Screens as text snapshots: what a person sees, word for word (EXPERIENCE)."""
+
+import io
+import time
+from collections.abc import Iterator
+from textwrap import dedent
+
+import pytest
+
+from crypto.identity import Identity, PeerId
+from node import events
+from node.cli.peers import peers_lines
+from node.cli.render import error_lines, seconds_text, short_address, show
+from node.cli.runs import runs_lines
+from node.cli.screen import EventScreen
+from node.cli.status import status_lines
+from node.errors import UsageError
+from node.state import State, apply, event_document, peers_document, status_document
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def peer(number: int) -> PeerId:
+    return Identity(bytes([number]) * 32).peer
+
+
+def capacity(at: float = NOW) -> events.CapacityMeasured:
+    return events.CapacityMeasured(
+        at=at,
+        device="cpu",
+        cores=2,
+        memory_free_bytes=21_300_000_000,
+        memory_total_bytes=24_000_000_000,
+        flops_per_second=118e9,
+        location="",
+    )
+
+
+STARTED = events.NodeStarted(
+    at=NOW - 7380,
+    peer=peer(1),
+    name="lab-1",
+    swarm="default",
+    addresses=("/ip4/192.168.1.20/tcp/9747",),
+    identity_is_new=True,
+    data_dir="/data/lab-1",
+    port_wanted=9747,
+    port=9747,
+)
+HISTORY: list[events.Event] = [
+    capacity(NOW - 7381),
+    STARTED,
+    events.JoinTried(
+        at=NOW - 7379,
+        address="/dns/old-box/tcp/9747",
+        outcome="refused",
+        detail="10.0.0.6 is up, but no node listens on port 9747",
+    ),
+    events.JoinTried(
+        at=NOW - 7370,
+        address="/dns/old-box/tcp/9747",
+        outcome="refused",
+        detail="10.0.0.6 is up, but no node listens on port 9747",
+    ),
+    events.MemberJoined(
+        at=NOW - 7000,
+        peer=peer(2),
+        name="lab-2",
+        addresses=("/ip4/10.0.0.2/tcp/9747",),
+        found_through="join",
+        capacity=capacity(),
+    ),
+    events.JoinTried(
+        at=NOW - 7000,
+        address="/ip4/10.0.0.2/tcp/9747",
+        outcome="ok",
+        detail="",
+        peer=peer(2),
+        seconds=0.0012,
+    ),
+    events.MemberJoined(
+        at=NOW - 6000,
+        peer=peer(3),
+        name="evil\x1b[2J",
+        addresses=("/ip6/fd00::3/tcp/9747",),
+        found_through="lab-2",
+    ),
+    events.RunAccepted(
+        at=NOW - 100, run="0123456789abcdef", model="simple-cnn", data="digits", steps=200, requester=peer(2)
+    ),
+    events.RunPlanned(
+        at=NOW - 99,
+        run="0123456789abcdef",
+        plan="fedcba9876543210",
+        height=0,
+        trainer=peer(1),
+        planner=peer(2),
+        layers=((0, 3), (3, 4)),
+        stages=((peer(1), peer(2)), (peer(3),)),
+    ),
+    events.StageLeased(at=NOW - 99, run="0123456789abcdef", stage=0, layers=(0, 3)),
+    *(
+        events.StepCommitted(
+            at=NOW - 90 + step,
+            run="0123456789abcdef",
+            step=step,
+            loss=2.3 / (step + 1),
+            samples=128,
+            seconds=0.5,
+            replicas=3,
+        )
+        for step in range(12)
+    ),
+    events.MemberSuspected(at=NOW - 60, peer=peer(3), by=peer(2)),
+    events.MemberRefuted(at=NOW - 59, peer=peer(3)),
+    events.MemberSuspected(at=NOW - 50, peer=peer(3), by=peer(2)),
+    events.MemberLost(at=NOW - 42.5, peer=peer(3), reason="no ack for 6 s"),
+    events.ReplicaDropped(
+        at=NOW - 42, run="0123456789abcdef", step=12, stage=1, peer=peer(3), microbatches_replayed=3
+    ),
+    events.RunEvaluated(at=NOW - 2, run="0123456789abcdef", accuracy=0.975, loss=0.1, samples=360),
+    events.RunEnded(at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab"),
+    events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
+    events.MemberLeft(at=NOW, peer=peer(2)),
+    events.NodeStopped(at=NOW),
+]
+
+
+def state() -> State:
+    folded = State()
+    for event in HISTORY:
+        folded = apply(folded, event)
+    return folded
+
+
+def shown(lines: list[str]) -> str:
+    stream = io.StringIO()
+    show(lines, stream)
+    return stream.getvalue()
+
+
+def snapshot(text: str) -> str:
+    return dedent(text).removeprefix("\n")
+
+
+def test_the_screen_of_a_node() -> None:
+    screen = EventScreen(seeds=2)
+    assert shown([line for event in HISTORY for line in screen.lines(event_document(event))]) == snapshot(
+        """
+        lab-1  ...SUKPH5   new identity, kept in /data/lab-1
+          listening   192.168.1.20:9747
+          compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
+          swarm       default; joining through 2 addresses
+          On another machine:  python -m node --join 192.168.1.20:9747
+          On this machine:     python -m node status --data-dir /data/lab-1
+        join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
+        20:16:40   lab-2 ...2NASuq joined (found through join)
+        join  ok         10.0.0.2:9747   lab-2 ...2NASuq  1.2 ms
+        20:33:20   evil?[2J ...3ANaba joined (found through lab-2)
+        22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
+        22:11:41   run 01234567 planned: plan fedcba98, height 0, by lab-2
+          stage 0   layers 0-2   lab-1, lab-2
+          stage 1   layer 3   evil?[2J
+          trainer   lab-1
+        22:11:41   leased to run 01234567: stage 0
+        step     1  loss 2.3000  256 samples/s  replicas 3  1 min 40 s left
+        step     2  loss 1.1500  256 samples/s  replicas 3  1 min 39 s left
+        step     3  loss 0.7667  256 samples/s  replicas 3  1 min 38 s left
+        step     4  loss 0.5750  256 samples/s  replicas 3  1 min 38 s left
+        step     5  loss 0.4600  256 samples/s  replicas 3  1 min 38 s left
+        step    10  loss 0.2300  256 samples/s  replicas 3  1 min 35 s left
+        22:12:20   evil?[2J suspected by lab-2
+        22:12:21   evil?[2J is alive after all
+        22:12:30   evil?[2J suspected by lab-2
+        22:12:37   evil?[2J lost (no ack for 6 s)
+        22:12:38   evil?[2J lost from stage 1 at step 13; 3 microbatches replayed
+        accuracy 0.975 on 360 unseen samples
+        22:13:19   run 01234567 done
+        22:13:19   refused 100 times so far: malformed
+        22:13:20   lab-2 left
+        22:13:20   said goodbye
+        """
+    )
+
+
+def test_the_screen_of_status() -> None:
+    document = status_document(state(), NOW, {"malformed": 100, "quiet": 0})
+    assert shown(status_lines(document)) == snapshot(
+        """
+        lab-1  ...SUKPH5   up 2 h 3 min, swarm default
+          listening   192.168.1.20:9747
+          compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
+          members     0 alive of 2 known
+          join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
+          run         0123456789abcdef  simple-cnn on digits  done  step 12 of 200  loss 0.1917
+          refused     malformed 100
+        """
+    )
+
+
+def test_the_screen_of_peers() -> None:
+    assert shown(peers_lines(peers_document(state(), NOW))) == snapshot(
+        """
+        NAME      PEER       STATUS                SINCE   FOUND THROUGH  ADDRESS         COMPUTE
+        lab-2     ...2NASuq  left                  0 s     join           10.0.0.2:9747   cpu x2, 21.3 GB free, 118 GFLOP/s
+        evil?[2J  ...3ANaba  dead: no ack for 6 s  42.5 s  lab-2          [fd00::3]:9747  -
+        """
+    )
+    assert "no other member yet" in peers_lines(peers_document(State(), NOW))[0]
+
+
+def test_the_screen_of_runs() -> None:
+    document = status_document(state(), NOW, {})
+    assert shown(runs_lines(document)) == snapshot(
+        """
+        RUN               MODEL       DATA    STATUS  STEP       LOSS    ACCURACY  REQUESTER
+        0123456789abcdef  simple-cnn  digits  done    12 of 200  0.1917  0.975     ...2NASuq
+        """
+    )
+
+
+def test_every_kind_of_event_has_its_lines_or_is_silent() -> None:
+    screen = EventScreen()
+    kinds = {type(event).__name__ for event in HISTORY}
+    assert kinds == {kind.__name__ for kind in events.Event.__subclasses__()}
+    assert screen.lines({"kind": "SomethingOfALaterVersion"}) == []
+
+
+def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
+    event = event_document(STARTED) | {"port": 40123, "swarm": "lab", "addresses": ["/ip6/fd00::1/tcp/40123"]}
+    text = "\n".join(EventScreen().lines(event))
+    assert "[fd00::1]:40123   (port 9747 was taken)" in text
+    assert "python -m node --join [fd00::1]:40123 --swarm lab" in text
+
+
+def test_an_error_has_at_most_three_lines() -> None:
+    assert error_lines(UsageError("a\n\nb", "c")) == ["error: a b", "  do: c"]
+    assert error_lines(UsageError("a")) == ["error: a"]
+
+
+def test_a_terminal_gets_colours_and_no_color_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured, plain = Terminal(), Terminal()
+    show(["error: [red]x[/red] \x1b[2J"], coloured)
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(["error: x \x1b[2J"], plain)
+    assert "\x1b[31merror:\x1b[0m" in coloured.getvalue()
+    assert "[red]x[/red] ?[2J" in coloured.getvalue()
+    assert plain.getvalue() == "error: x ?[2J\n"
+
+
+def test_small_words() -> None:
+    assert [seconds_text(value) for value in (0.0, 0.0012, 3.44, 59.99, 310, 7380, 400_000)] == [
+        "0 s",
+        "1.2 ms",
+        "3.4 s",
+        "1 min 0 s",
+        "5 min 10 s",
+        "2 h 3 min",
+        "4 days",
+    ]
+    assert short_address("/ip6/fd00::1/tcp/9747/p2p/12D3") == "[fd00::1]:9747"
+    assert short_address("10.0.0.5:9747") == "10.0.0.5:9747"
