@@ -124,7 +124,7 @@ class ContactBody(msgspec.Struct, frozen=True, array_like=True):
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ]
     static: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    sequence: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 @dataclass(frozen=True)

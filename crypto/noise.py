@@ -47,6 +47,7 @@ class _Aead(Protocol):
     def encrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
     def encrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
     def decrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
+    def decrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
 
 
 class WrongIdentity(RemoteProtocolError):
@@ -88,6 +89,17 @@ class CipherState:
             raise RemoteProtocolError("a message that does not decrypt") from None
         self._counter += 1
         return plaintext
+
+    def decrypt_into(self, ciphertext: Data, buffer: Data) -> None:
+        """As `decrypt` without associated data, into a buffer of exactly the plaintext's length.
+
+        The buffer's content is worthless after a refusal.
+        """
+        try:
+            self._aead.decrypt_into(self._nonce(), ciphertext, None, buffer)
+        except InvalidTag:
+            raise RemoteProtocolError("a message that does not decrypt") from None
+        self._counter += 1
 
     def _nonce(self) -> bytes:
         if self._counter >= NONCE_MAX:

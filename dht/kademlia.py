@@ -6,7 +6,6 @@ no session and knows no sender but by the session beneath; and it promises no co
 publishers, only that of each publisher's records the highest sequence found is returned.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -16,46 +15,30 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from dht import messages
 from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
-from dht.keys import KEY_MAX, Key, distance, node_key, random_key
+from dht.keys import Key, distance, node_key, random_key
 from dht.lookup import Lookup
-from dht.messages import (
-    RECORDS_MAX,
-    Answer,
-    FindNode,
-    FindValue,
-    Message,
-    Nodes,
-    Ping,
-    Pong,
-    Request,
-    Store,
-    Stored,
-    Values,
-    address_texts,
-    cut_to_fit,
-    encoded_bytes,
-    readable_addresses,
-)
-from dht.records import Record, RecordStore, check_record
+from dht.messages import Message, address_texts, readable_addresses
+from dht.records import Record, RecordStore, Refusal, check_record
 from dht.requests import Pending, Publication, Requests, Search
 from dht.routing import Bucket, Contact, Table
+from dht.serving import nodes_reply, values_reply
 from dht.settings import Settings
+from dht.timers import Timer, Timers
 
 Sends = list[tuple[PeerId, Message]]
 
 SEEDS_MAX = 32
 """Peers of the last `join`, asked again when the table has run empty."""
 
-HINTS_KEPT_ROOM_BYTES = 200
-"""Of a reply with records, what is kept for hints: some three of them, so that the lookup goes on."""
-
 
 class Kademlia:
     """One node of the DHT.
 
     `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may
-    correct it at any time. `events` is drained by the shell; of one call, before its messages are sent.
+    correct it at any time. Events are to be drained after each call, before its messages are sent:
+    they tell the network where the receivers are.
     """
 
     def __init__(
@@ -63,9 +46,9 @@ class Kademlia:
     ) -> None:
         self.peer = signer.peer
         self.key = node_key(signer.peer)
+        self.settings = settings
         self.wall_offset = 0.0
         self.events: list[Event] = []
-        self.settings = settings
         self.table = Table(self.key, k=settings.k, failures_max=settings.failures_max)
         self.records = RecordStore(settings)
         self._signer = signer
@@ -73,13 +56,13 @@ class Kademlia:
         self._addresses = address_texts(addresses)
         self._requests = Requests(rng)
         self._searches: dict[int, Search] = {}
-        self._own_records: dict[Key, Record] = {}
+        self._own_records: dict[Key, tuple[Record, Timer]] = {}
         self._seeds: tuple[PeerId, ...] = ()
-        # Peers with a ping in flight that no lookup asked for; the value is always None (an ordered set).
+        # Peers with a ping in flight that no lookup asked for. A dict for its order; values mean nothing.
         self._checking: dict[PeerId, None] = {}
         self._sends: Sends = []
-        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
-        self._timers_made = 0
+        self._timers = Timers()
+        self._rejoin_due = inf
         self._refresh_due = inf
         self._expiry_due = inf
 
@@ -88,24 +71,24 @@ class Kademlia:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
-        first = self._timers[0][0] if self._timers else inf
-        return min(first, self._refresh_due, self._expiry_due)
+        return min(self._timers.due, self._rejoin_due, self._refresh_due, self._expiry_due)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError, without effect, for what no correct peer sends."""
         if sender == self.peer:
             raise RemoteProtocolError("a message from ourselves")
-        if isinstance(message, Answer):
+        if isinstance(message, messages.Answer):
             self._take_answer(now, sender, message)
         else:
-            self._serve(now, sender, message)
+            self._send(sender, self._reply(now, sender, message))
             self._meet(now, sender, message.addresses)
         return self._drain()
 
     def wake(self, now: float) -> Sends:
         """Do what is due."""
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2](now)
+        self._timers.run(now)
+        if self._rejoin_due <= now:
+            self._join(now)
         if self._refresh_due <= now:
             self._refresh(now)
         if self._expiry_due <= now:
@@ -122,104 +105,91 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """A hint from elsewhere: `peer` is pinged, and a contact once it answers."""
-        if peer != self.peer:
-            self._meet(now, peer, address_texts(addresses), told_us=False)
+        """A hint from elsewhere: `peer` is pinged, and is a contact once it answers."""
+        known = self.table.get(peer)
+        if known is not None and known.failures:
+            self._check(now, known)
+        elif known is None and self.table.wants(peer):
+            self._check(now, Contact(peer, address_texts(addresses)))
         return self._drain()
 
     def remove(self, now: float, peer: PeerId) -> Sends:
-        """`peer` is known to be dead: it loses its place at once, and lookups do not wait for it."""
+        """`peer` is known to be dead: it loses its place at once, and no lookup waits for it."""
         self.table.remove(peer)
         for search in list(self._searches.values()):
-            search.lookup.passed_over(Contact(peer))
+            search.lookup.passed_over(peer)
             self._advance(now, search)
         return self._drain()
 
     def find(self, now: float, key: Key) -> tuple[int, Sends]:
         """Look for the records under `key`. Ends in `RecordsFound`, at once if we are alone."""
-        search = self._search(now, key, values=True, reports=True)
+        search = self._search(now, key, self._report_records, values=True)
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
-        """Look for the nodes nearest to `key`. Ends in `NodesFound`."""
-        search = self._search(now, key, reports=True)
+        """Look for the nodes nearest to `key`. Ends in `NodesFound`, at once if we are alone."""
+        search = self._search(now, key, self._report_nodes)
         return search.number, self._drain()
 
     def store(self, now: float, fact: Fact) -> tuple[int, Sends]:
-        """Store a signed record with the k nearest alive, ourselves among them if we are. Ends in
-        `RecordStored`.
+        """Store a signed record with the k nearest alive, ourselves among them if we are.
 
-        A record of our own is stored again until it expires, a newer one comes, or `forget`.
+        Ends in `RecordStored`. A record of our own is stored again every `republish_seconds` until
+        it expires, a newer one of ours comes, or `forget`.
 
         Raises:
             RemoteProtocolError: the record is malformed or its signature does not hold.
         """
         record = check_record(self._signer, fact)
         if record.publisher == self.peer:
-            self._own_records[record.key] = record
-            self._republish_later(now, record)
-        search = self._search(now, record.key, record=record)
+            self._remember(now, record)
+        search = self._search(now, record.key, partial(self._publish, record, False))
         return search.number, self._drain()
 
     def forget(self, key: Key) -> None:
-        """Store our own record under `key` no more; the replicas go when it expires."""
-        self._own_records.pop(key, None)
+        """Store our own record under `key` no more; its replicas go when it expires."""
+        if key in self._own_records:
+            self._own_records.pop(key)[1].call_off()
 
-    # Serving others.
+    # Others.
 
-    def _serve(self, now: float, sender: PeerId, message: Request) -> None:
+    def _reply(self, now: float, sender: PeerId, message: messages.Request) -> messages.Answer:
+        ours = self._addresses
         match message:
-            case Ping():
-                self._send(sender, Pong(message.id, self._addresses))
-            case FindNode():
-                room = self._room_after(Nodes(message.id, self._addresses, ()))
-                contacts = self.table.nearest(Key(message.key), self.settings.k, without=sender)
-                hints = cut_to_fit((contact.hint for contact in contacts), room)
-                self._send(sender, Nodes(message.id, self._addresses, hints))
-            case FindValue():
-                self._send(sender, self._values(now, sender, message))
-            case Store():
+            case messages.Ping():
+                return messages.Pong(message.id, ours)
+            case messages.FindNode():
+                return nodes_reply(message, sender, addresses=ours, table=self.table, settings=self.settings)
+            case messages.FindValue():
+                return values_reply(
+                    message,
+                    sender,
+                    self._wall(now),
+                    addresses=ours,
+                    table=self.table,
+                    records=self.records,
+                    settings=self.settings,
+                )
+            case messages.Store():
                 record = check_record(self._signer, message.record)
-                refusal = self._keep(now, record)
-                self._send(sender, Stored(message.id, self._addresses, refusal or ""))
+                return messages.Stored(message.id, ours, self._keep(now, record) or "")
 
-    def _values(self, now: float, sender: PeerId, message: FindValue) -> Values:
-        held = self.records.get(self._wall(now), Key(message.key))
-        facts = [record.fact for record in held if record.publisher > message.after]
-        room = self._room_after(Values(message.id, self._addresses, (), False, ()))
-        # One record always fits, or a full-sized one could never be handed out.
-        page = cut_to_fit(facts[:RECORDS_MAX], room - HINTS_KEPT_ROOM_BYTES) or tuple(facts[:1])
-        hints = ()
-        if not message.after:
-            contacts = self.table.nearest(Key(message.key), self.settings.k, without=sender)
-            room -= sum(encoded_bytes(fact) for fact in page)
-            hints = cut_to_fit((c.hint for c in contacts), max(room, HINTS_KEPT_ROOM_BYTES))
-        return Values(message.id, self._addresses, page, len(page) < len(facts), hints)
-
-    def _room_after(self, empty: Message) -> int:
-        # An array's head grows by up to two bytes when it is filled; a message has at most two.
-        return self.settings.payload_bytes_max - encoded_bytes(empty) - 4
-
-    def _keep(self, now: float, record: Record) -> str | None:
+    def _keep(self, now: float, record: Record) -> Refusal | None:
         refusal = self.records.put(self._wall(now), record)
         if refusal is None:
             self._expiry_due = min(self._expiry_due, now + self.settings.expiry_check_seconds)
         return refusal
 
-    # Meeting peers.
-
-    def _meet(self, now: float, peer: PeerId, texts: tuple[str, ...], *, told_us: bool = True) -> None:
-        """`peer` sent us something (`told_us`) or was named by local code, with these addresses."""
-        contact = self.table.heard(now, peer) if told_us else self.table.get(peer)
+    def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
+        """`sender` asked us something: a known contact is alive, a stranger is worth a ping."""
+        contact = self.table.heard(now, sender)
         if contact is not None:
-            self._update_addresses(contact, texts)
-            if told_us:
-                return
-        if contact is None and not self.table.wants(peer):
-            return
-        self._check(now, contact or Contact(peer, texts))
+            self._take_claim(contact, texts)
+        elif self.table.wants(sender):
+            self._check(now, Contact(sender, texts))
 
-    def _update_addresses(self, contact: Contact, texts: tuple[str, ...]) -> None:
+    def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
+        """A verified contact says where it is."""
         if not texts or texts == contact.addresses:
             return
         addresses = readable_addresses(texts, contact.peer)
@@ -233,126 +203,116 @@ class Kademlia:
         if contact.peer in self._checking or len(self._checking) >= self.settings.checks_max:
             return
         self._checking[contact.peer] = None
-        self._ask(now, contact, Ping(self._requests.new_id(), self._addresses), None)
+        self._ask(now, contact, messages.Ping(self._requests.new_id(), self._addresses), None)
 
     # Requests of ours.
 
     def _ask(
-        self, now: float, contact: Contact, message: Request, purpose: Search | Publication | None
-    ) -> Pending:
-        texts = contact.addresses
-        if isinstance(purpose, Search):
-            texts = purpose.lookup.addresses.get(contact.peer, texts)
-        if self.table.get(contact.peer) is None:
+        self,
+        now: float,
+        contact: Contact,
+        message: messages.Request,
+        purpose: Search | Publication | None,
+        *,
+        page: int = 0,
+    ) -> None:
+        if self.table.get(contact.peer) is not contact:
+            texts = contact.addresses
+            if isinstance(purpose, Search):
+                texts = purpose.lookup.addresses.get(contact.peer, texts)
             addresses = readable_addresses(texts, contact.peer)
+            contact.addresses = address_texts(addresses)
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
-        attempts = self.settings.store_attempts if isinstance(message, Store) else 1
-        pending = Pending(contact, message, purpose, attempts - 1)
+        scarce = isinstance(purpose, Search) and purpose.lookup.scarce
+        attempts = self.settings.attempts if scarce or isinstance(message, messages.Store) else 1
+        pending = Pending(contact, message, purpose, attempts, page)
         self._requests.open(pending)
-        self._send(contact.peer, message)
-        self._at(now + self.settings.request_seconds, partial(self._overdue, pending))
-        return pending
+        self._attempt(now, pending)
+
+    def _attempt(self, now: float, pending: Pending) -> None:
+        pending.attempts_left -= 1
+        self._send(pending.contact.peer, pending.message)
+        due = now + self.settings.request_seconds
+        pending.timer = self._timers.at(due, partial(self._overdue, pending))
 
     def _overdue(self, pending: Pending, now: float) -> None:
         """The time of a request is up: send it again, or pass its peer over and forget it later."""
-        if pending.passed_over or self._requests.get(pending.message.id) is not pending:
-            return
         if pending.attempts_left:
-            pending.attempts_left -= 1
-            self._send(pending.contact.peer, pending.message)
-            self._at(now + self.settings.request_seconds, partial(self._overdue, pending))
+            self._attempt(now, pending)
             return
         pending.passed_over = True
-        request = pending.message.id
-        self._at(now + self.settings.late_seconds, lambda _: self._requests.close(request))
-        if pending.purpose is None:
-            self._checking.pop(pending.contact.peer, None)
-        still_there = self.table.failed(pending.contact.peer)
-        if still_there is not None:
-            self._at(now + self.settings.recheck_seconds, partial(self._recheck, still_there))
-        if isinstance(pending.purpose, Search):
-            pending.purpose.lookup.passed_over(pending.contact)
-            self._advance(now, pending.purpose)
-        elif isinstance(pending.purpose, Publication):
-            self._count(pending.purpose, None)
+        pending.timer = self._timers.at(
+            now + self.settings.late_seconds, lambda _: self._requests.close(pending)
+        )
+        peer = pending.contact.peer
+        failing = self.table.failed(peer)
+        if failing is not None:
+            self._timers.at(now + self.settings.recheck_seconds, partial(self._recheck, failing))
+        elif not len(self.table) and self._seeds:
+            self._rejoin_due = min(self._rejoin_due, now + self.settings.rejoin_seconds)
+        match pending.purpose:
+            case None:
+                self._checking.pop(peer, None)
+            case Search() as search:
+                search.lookup.passed_over(peer)
+                self._advance(now, search)
+            case Publication() as publication:
+                self._count(publication, None)
 
     def _recheck(self, contact: Contact, now: float) -> None:
         if contact.failures and self.table.get(contact.peer) is contact:
             self._check(now, contact)
 
-    def _take_answer(self, now: float, sender: PeerId, answer: Answer) -> None:
+    def _take_answer(self, now: float, sender: PeerId, answer: messages.Answer) -> None:
         pending = self._requests.answered(sender, answer)
         if pending is None:
             return
-        # All checks come before the first effect: a bad answer is no answer, and times out.
-        records = self._checked_records(pending, answer) if isinstance(answer, Values) else []
-        self._requests.close(answer.id)
+        # All checks come before the first effect: a bad answer is no answer, and its request times out.
+        records = self._checked_records(pending, answer) if isinstance(answer, messages.Values) else []
+        self._requests.close(pending)
         self._welcome(now, pending.contact, answer.addresses)
-        match answer:
-            case Pong():
-                if not pending.passed_over:
-                    self._checking.pop(sender, None)
-            case Stored() if isinstance(pending.purpose, Publication) and not pending.passed_over:
-                self._count(pending.purpose, answer.refused)
-            case Nodes() | Values() if isinstance(pending.purpose, Search):
-                self._take_hints(now, pending, answer, records)
+        match pending.purpose:
+            case None if not pending.passed_over:
+                self._checking.pop(sender, None)
+            case Publication() as publication if not pending.passed_over:
+                self._count(publication, answer.refused if isinstance(answer, messages.Stored) else None)
+            case Search() as search if search.number in self._searches:
+                if isinstance(answer, messages.Nodes | messages.Values):
+                    self._take_hints(now, search, pending, answer, records)
+                    self._advance(now, search)
 
     def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...]) -> None:
         """A contact answered: it may stand in the table."""
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
-            self._update_addresses(kept, texts)
+            self._take_claim(kept, texts)
         if oldest is not None and oldest.heard + self.settings.fresh_seconds <= now:
             self._check(now, oldest)
         if self._refresh_due == inf:
             self._refresh_due = now + self.settings.refresh_seconds
 
-    def _checked_records(self, pending: Pending, answer: Values) -> list[Record]:
+    def _checked_records(self, pending: Pending, answer: messages.Values) -> list[Record]:
+        """The records of a page, all of them good; else RemoteProtocolError."""
         search = pending.purpose
-        if not isinstance(search, Search) or not isinstance(pending.message, FindValue):
+        if not isinstance(search, Search) or not isinstance(pending.message, messages.FindValue):
             return []
+        if answer.more and not answer.records:
+            raise RemoteProtocolError("an empty page with more behind it")
         records = []
         last = pending.message.after
         for fact in answer.records:
             if fact.author <= last:
                 raise RemoteProtocolError("a page of records out of order")
             last = fact.author
-            known = search.lookup.records.get(PeerId(fact.author))
             # Most holders hold the same: what was checked once is not checked again.
+            known = search.lookup.records.get(PeerId(fact.author))
             record = known if known and known.fact == fact else check_record(self._signer, fact)
             if record.key != search.lookup.key:
                 raise RemoteProtocolError("a record of another key than asked for")
             records.append(record)
-        if answer.more and not records:
-            raise RemoteProtocolError("an empty page with more behind it")
         return records
-
-    def _take_hints(
-        self, now: float, pending: Pending, answer: Nodes | Values, records: list[Record]
-    ) -> None:
-        search = pending.purpose
-        if not isinstance(search, Search) or search.number not in self._searches:
-            return
-        lookup = search.lookup
-        for record in records:
-            if not record.expired(self._wall(now)):
-                lookup.learn(record)
-        named = [PeerId(hint.peer) for hint in answer.hints[: self.settings.k]]
-        addresses = [hint.addresses for hint in answer.hints]
-        # What we know of a peer from itself goes before what others say of it.
-        hints = [self.table.get(peer) or Contact(peer, texts) for peer, texts in zip(named, addresses)]
-        if isinstance(answer, Values) and answer.more and pending.page + 1 < self.settings.pages_max:
-            lookup.heard(hints, pending.contact)
-            message = FindValue(
-                self._requests.new_id(), self._addresses, lookup.key, records[-1].publisher
-            )
-            page = self._ask(now, pending.contact, message, search)
-            page.page = pending.page + 1
-        else:
-            lookup.answered(pending.contact, hints)
-        self._advance(now, search)
 
     # Lookups.
 
@@ -360,30 +320,26 @@ class Kademlia:
         self,
         now: float,
         key: Key,
+        then: Callable[[float, Search], None],
         *,
         values: bool = False,
-        reports: bool = False,
-        record: Record | None = None,
-        quiet: bool = False,
         seeds: Sequence[Contact] = (),
-        joins: bool = False,
     ) -> Search:
-        bucket = self.table.bucket_of(key)
-        bucket.touch_last_updated(now)
+        self.table.bucket_of(key).touch_last_updated(now)
         known = self.table.nearest(key, self.settings.k)
+        if len(known) < self.settings.alpha:
+            # After an outage of our own all seem to fail; better to ask them than to ask nobody.
+            known = self.table.nearest(key, self.settings.k, failing=True)
         lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values)
-        search = Search(self._requests.new_id(), lookup, reports, joins, record, quiet)
-        self._searches[search.number] = search
         if values:
             for held in self.records.get(self._wall(now), key):
                 lookup.learn(held)
-        self._at(now + self.settings.lookup_seconds_max, partial(self._stop, search))
+        search = Search(self._requests.new_id(), lookup, then)
+        self._searches[search.number] = search
+        due = now + self.settings.lookup_seconds_max
+        search.time_limit = self._timers.at(due, partial(self._stop, search))
         self._advance(now, search)
         return search
-
-    def _stop(self, search: Search, now: float) -> None:
-        search.lookup.stop()
-        self._advance(now, search)
 
     def _advance(self, now: float, search: Search) -> None:
         """Ask whom the lookup names; end it when it is done."""
@@ -392,40 +348,66 @@ class Kademlia:
         lookup = search.lookup
         for contact in lookup.next():
             request = self._requests.new_id()
-            message: Request = FindNode(request, self._addresses, lookup.key)
+            message: messages.Request = messages.FindNode(request, self._addresses, lookup.key)
             if lookup.values:
-                message = FindValue(request, self._addresses, lookup.key, b"")
+                message = messages.FindValue(request, self._addresses, lookup.key, b"")
             self._ask(now, contact, message, search)
         if lookup.done:
             del self._searches[search.number]
-            self._end(now, search)
+            if search.time_limit is not None:
+                search.time_limit.call_off()
+            search.then(now, search)
 
-    def _end(self, now: float, search: Search) -> None:
+    def _stop(self, search: Search, now: float) -> None:
+        search.lookup.stop()
+        self._advance(now, search)
+
+    def _take_hints(
+        self,
+        now: float,
+        search: Search,
+        pending: Pending,
+        answer: messages.Nodes | messages.Values,
+        records: list[Record],
+    ) -> None:
         lookup = search.lookup
-        if search.joins:
-            self.events.append(Joined(len(self.table)))
-            self._refresh_all(now)
-        elif search.record is not None:
-            self._publish(now, search, search.record)
-        elif search.reports and lookup.values:
-            found = tuple(lookup.records[publisher] for publisher in sorted(lookup.records))
-            self.events.append(RecordsFound(search.number, lookup.key, found))
-        elif search.reports:
-            peers = tuple(contact.peer for contact in lookup.nearest)
-            self.events.append(NodesFound(search.number, lookup.key, peers))
+        for record in records:
+            if not record.expired(self._wall(now)):
+                lookup.learn(record)
+        # What a peer said of itself goes before what others say of it.
+        hints = [
+            self.table.get(PeerId(hint.peer)) or Contact(PeerId(hint.peer), hint.addresses)
+            for hint in answer.hints[: self.settings.k]
+        ]
+        lookup.named(pending.contact.peer, hints)
+        more = isinstance(answer, messages.Values) and answer.more
+        if more and pending.page + 1 < self.settings.pages_max:
+            last = records[-1].publisher
+            message = messages.FindValue(self._requests.new_id(), self._addresses, lookup.key, last)
+            self._ask(now, pending.contact, message, search, page=pending.page + 1)
+        else:
+            lookup.answered(pending.contact)
+
+    def _report_records(self, _now: float, search: Search) -> None:
+        records = search.lookup.records
+        found = tuple(records[publisher] for publisher in sorted(records))
+        self.events.append(RecordsFound(search.number, search.lookup.key, found))
+
+    def _report_nodes(self, _now: float, search: Search) -> None:
+        peers = tuple(contact.peer for contact in search.lookup.nearest)
+        self.events.append(NodesFound(search.number, search.lookup.key, peers))
 
     # Storing.
 
-    def _publish(self, now: float, search: Search, record: Record) -> None:
+    def _publish(self, record: Record, quiet: bool, now: float, search: Search) -> None:
         nearest = search.lookup.nearest
-        ours = distance(self.key, record.key)
-        here = len(nearest) < self.settings.k or ours < distance(nearest[-1].id, record.key)
+        here = len(nearest) < self.settings.k
+        here = here or distance(self.key, record.key) < distance(nearest[-1].id, record.key)
         if here:
             nearest = nearest[: self.settings.k - 1]
-        tried = len(nearest) + here
-        publication = Publication(search.number, tried, tried, quiet=search.quiet)
+        publication = Publication(search.number, len(nearest) + here, len(nearest) + here, quiet)
         for contact in nearest:
-            message = Store(self._requests.new_id(), self._addresses, record.fact)
+            message = messages.Store(self._requests.new_id(), self._addresses, record.fact)
             self._ask(now, contact, message, publication)
         if here:
             self._count(publication, self._keep(now, record) or "")
@@ -439,48 +421,49 @@ class Kademlia:
                 )
             )
 
-    def _republish_later(self, now: float, record: Record) -> None:
-        # A tenth of jitter, so that what was stored together does not come again together for ever.
+    def _remember(self, now: float, record: Record) -> None:
+        """Keep our own record to store it again."""
+        self.forget(record.key)
+        # A tenth of jitter: what was stored together must not come again together for ever.
         seconds = self.settings.republish_seconds * self._rng.uniform(0.9, 1.1)
-        self._at(now + seconds, partial(self._republish, record))
+        timer = self._timers.at(now + seconds, partial(self._republish, record))
+        self._own_records[record.key] = (record, timer)
 
     def _republish(self, record: Record, now: float) -> None:
-        if self._own_records.get(record.key) is not record:
-            return
         if self._wall(now) >= record.expires:
-            del self._own_records[record.key]
+            self.forget(record.key)
             return
-        self._search(now, record.key, record=record, quiet=True)
-        self._republish_later(now, record)
+        self._remember(now, record)
+        self._search(now, record.key, partial(self._publish, record, True))
 
     # Upkeep.
 
     def _join(self, now: float) -> None:
         seeds = [Contact(peer) for peer in self._seeds if peer != self.peer]
-        self._search(now, self.key, seeds=seeds, joins=True)
-        self._refresh_due = min(self._refresh_due, now + self.settings.refresh_seconds)
+        # Tried again then, unless somebody answers.
+        self._rejoin_due = now + self.settings.rejoin_seconds if seeds else inf
+        self._search(now, self.key, self._joined, seeds=seeds)
 
-    def _refresh_all(self, now: float) -> None:
-        """After joining: fill the buckets that the lookup of our own key went past."""
+    def _joined(self, now: float, search: Search) -> None:
+        self.events.append(Joined(len(self.table)))
+        if not search.lookup.nearest:
+            return
+        self._rejoin_due = inf
+        # The lookup of our own key went past the far buckets: refresh them, one after the other.
         for bucket in self.table.buckets:
-            if not bucket.has_in_range(Contact(self.peer)):
+            if bucket is not self.table.bucket_of(self.key):
                 bucket.touch_last_updated(-inf)
-        if len(self.table):
-            self._refresh_due = now + self.settings.refresh_gap_seconds
+        self._refresh_due = now + self.settings.refresh_gap_seconds
 
     def _refresh(self, now: float) -> None:
         """Refresh the bucket that was looked into least recently, if it is time, and its silent contacts."""
         settings = self.settings
-        if not len(self.table) and self._seeds:
-            self._join(now)
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:
             for contact in list(stalest.nodes.values()):
                 if contact.heard + settings.refresh_seconds <= now:
                     self._check(now, contact)
-            stalest.touch_last_updated(now)
-            lower, upper = stalest.range
-            self._search(now, random_key(self._rng, lower, min(upper, KEY_MAX)))
+            self._search(now, random_key(self._rng, *stalest.range), lambda _now, _search: None)
         due = self._stalest().last_updated + settings.refresh_seconds
         self._refresh_due = max(due, now + settings.refresh_gap_seconds)
 
@@ -498,8 +481,3 @@ class Kademlia:
     def _drain(self) -> Sends:
         sends, self._sends = self._sends, []
         return sends
-
-    def _at(self, due: float, action: Callable[[float], None]) -> None:
-        # The count breaks ties in the order of making, and actions are never compared.
-        self._timers_made += 1
-        heapq.heappush(self._timers, (due, self._timers_made, action))

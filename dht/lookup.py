@@ -11,13 +11,13 @@ It differs from the paper in what fails on a real network:
 - Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 from kademlia.node import Node, NodeHeap
 
 from crypto.identity import PeerId
-from dht.keys import Key
+from dht.keys import Key, node_key
 from dht.records import Record
 from dht.routing import Contact
 from dht.settings import Settings
@@ -53,10 +53,9 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
         super().push(contact)
         self._ids.add(contact.id)
 
-    def remove(self, contacts: Iterable[Contact]) -> None:
-        gone = [contact.id for contact in contacts]
-        super().remove(gone)
-        self._ids.difference_update(gone)
+    def remove(self, ids: Collection[Key]) -> None:
+        super().remove(ids)
+        self._ids.difference_update(ids)
 
 
 class Lookup:
@@ -101,8 +100,16 @@ class Lookup:
         self.requests += len(chosen)
         return chosen
 
-    def answered(self, contact: Contact, hints: Iterable[Contact]) -> None:
-        """`contact` answered and named `hints`. It may come late, after it was passed over."""
+    def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
+        """`source`, whom we asked, named `hints`, at most HINTS_MAX of them."""
+        before = self._nearest
+        self._word.setdefault(source, (0, 0))
+        for hint in hints:
+            self._push(hint, source)
+        self._barren = self._barren + 1 if self._nearest == before else 0
+
+    def answered(self, contact: Contact) -> None:
+        """`contact` has answered in full; it may come late, after it was passed over."""
         standing = self._standing.get(contact.peer)
         if standing is Standing.ASKED:
             self._asked -= 1
@@ -114,24 +121,21 @@ class Lookup:
         for source in self._named_by.get(contact.peer, ()):
             good, ghosts = self._word[source]
             self._word[source] = (good + 1, ghosts)
-        self._word.setdefault(contact.peer, (0, 0))
-        before = self._nearest
-        for hint in hints:
-            self._push(hint, contact.peer)
-        self._barren = self._barren + 1 if self._nearest == before else 0
 
-    def passed_over(self, contact: Contact) -> None:
-        """`contact` took too long."""
-        if self._standing.get(contact.peer) is not Standing.ASKED:
+    def passed_over(self, peer: PeerId) -> None:
+        """`peer` took too long, or is known to be dead."""
+        standing = self._standing.get(peer)
+        if standing is Standing.ASKED:
+            self._asked -= 1
+            self._barren += 1
+        elif standing is not Standing.HEARD:
             return
-        self._asked -= 1
-        self._standing[contact.peer] = Standing.PASSED_OVER
-        self._shortlist.remove([contact])
-        self._barren += 1
-        for source in self._named_by.get(contact.peer, ()):
+        self._standing[peer] = Standing.PASSED_OVER
+        self._shortlist.remove([node_key(peer)])
+        for source in self._named_by.get(peer, ()):
             good, ghosts = self._word[source]
             self._word[source] = (good, ghosts + 1)
-            if ghosts + 1 >= GHOSTS_MAX * (good + 1):
+            if self._has_lost_word(source):
                 self._drop_hearsay()
 
     def learn(self, record: Record) -> None:
@@ -153,8 +157,12 @@ class Lookup:
             return True
         if self.requests >= self._settings.lookup_requests_max and not self._asked:
             return True
-        width = self._settings.find_width if self.records else self._settings.k
-        return all(self._standing[c.peer] is Standing.ANSWERED for c in self._visible()[:width])
+        return all(self._standing[c.peer] is Standing.ANSWERED for c in self._visible())
+
+    @property
+    def scarce(self) -> bool:
+        """Whether so few peers are known that each is worth asking again."""
+        return len(self._standing) <= self._settings.alpha
 
     @property
     def nearest(self) -> list[Contact]:
@@ -163,7 +171,8 @@ class Lookup:
         return sorted(self._answered, key=target.distance_to)[: self._settings.k]
 
     def _visible(self) -> list[Contact]:
-        return list(self._shortlist)
+        """The nearest that have to answer before the end: fewer, once there are records."""
+        return list(self._shortlist)[: self._settings.find_width if self.records else None]
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
         if contact.peer == self._own:
@@ -195,7 +204,7 @@ class Lookup:
 
     def _drop_hearsay(self) -> None:
         dropped = [
-            contact
+            contact.id
             for _, contact in self._shortlist.heap
             if self._standing[contact.peer] is Standing.HEARD
             and contact.peer in self._named_by

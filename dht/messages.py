@@ -45,7 +45,7 @@ AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
 AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True):

@@ -39,8 +39,8 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
 
     key: KeyBytes
     value: Annotated[bytes, msgspec.Meta(max_length=VALUE_BYTES_MAX)]
-    sequence: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
-    expires: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    expires: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Refusal(StrEnum):

@@ -4,6 +4,7 @@ An answer is taken only for a request that was made, from the peer it was made t
 that fits it; everything else is refused before it can change anything.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -11,36 +12,34 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht import messages
 from dht.lookup import Lookup
-from dht.records import Record, Refusal
+from dht.records import Refusal
 from dht.routing import Contact
+from dht.timers import Timer
 
 
 @dataclass(eq=False)
 class Search:
-    """A lookup with its purpose: what happens when it ends. Exactly one of the last three is set,
-    or none for upkeep."""
+    """A lookup and what follows when it ends: `then(now, search)`."""
 
     number: int
     lookup: Lookup
-    reports: bool = False
-    """It was asked for by `find` or `locate`, and its end is an event."""
-    joins: bool = False
-    record: Record | None = None
-    """Store this with the nearest."""
-    quiet: bool = False
-    """The store is upkeep: nobody waits for its event."""
+    then: Callable[[float, "Search"], None]
+    time_limit: Timer | None = None
 
 
 @dataclass(eq=False)
 class Publication:
-    """The second half of a store: who still has to answer, and who keeps the record."""
+    """The second half of a store: who still has to answer, and how many keep the record.
+
+    `quiet` if it is upkeep, and nobody waits for its event.
+    """
 
     number: int
     tried: int
     waiting: int
+    quiet: bool
     acknowledged: int = 0
     refusals: tuple[Refusal, ...] = ()
-    quiet: bool = False
 
     def count(self, refused: str | None) -> None:
         """One node's answer: "" for kept, a reason, or None for no answer at all."""
@@ -48,8 +47,8 @@ class Publication:
         if refused == "":
             self.acknowledged += 1
         elif refused in tuple(Refusal):
-            reason = Refusal(refused)
-            self.refusals = tuple(dict.fromkeys((*self.refusals, reason)))
+            # Only reasons that we know ourselves: what a stranger writes is not shown to people.
+            self.refusals = tuple(dict.fromkeys((*self.refusals, Refusal(refused))))
 
 
 @dataclass(eq=False)
@@ -60,7 +59,8 @@ class Pending:
     message: messages.Request
     purpose: Search | Publication | None
     attempts_left: int
-    page: int = 0
+    page: int
+    timer: Timer | None = None
     passed_over: bool = False
 
 
@@ -68,24 +68,23 @@ class Requests:
     """Requests in flight by id. Ids are counted up from a random start, so a restart repeats none."""
 
     def __init__(self, rng: Random) -> None:
-        self._next = rng.getrandbits(48)
+        self._last = rng.getrandbits(48)
         self._pending: dict[int, Pending] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def new_id(self) -> int:
-        self._next += 1
-        return self._next
+        self._last += 1
+        return self._last
 
     def open(self, pending: Pending) -> None:
         self._pending[pending.message.id] = pending
 
-    def get(self, request: int) -> Pending | None:
-        return self._pending.get(request)
-
-    def close(self, request: int) -> None:
-        self._pending.pop(request, None)
+    def close(self, pending: Pending) -> None:
+        if pending.timer is not None:
+            pending.timer.call_off()
+        self._pending.pop(pending.message.id, None)
 
     def answered(self, sender: PeerId, answer: messages.Answer) -> Pending | None:
         """The request that `answer` belongs to; None if it came too late. It stays open.

@@ -172,11 +172,14 @@ class Table:
         if contact is not None:
             bucket.remove_node(contact)
 
-    def nearest(self, key: Key, count: int, *, without: PeerId | None = None) -> list[Contact]:
+    def nearest(
+        self, key: Key, count: int, *, without: PeerId | None = None, failing: bool = False
+    ) -> list[Contact]:
         """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets.
 
-        Who left our last request unanswered is passed over: nobody should be sent to the dead.
+        Who left our last request unanswered is passed over unless `failing`: nobody should be sent
+        to the dead.
         """
         target = Node(key)
-        candidates = [contact for contact in self if not contact.failures and contact.peer != without]
+        candidates = [c for c in self if (failing or not c.failures) and c.peer != without]
         return heapq.nsmallest(count, candidates, key=target.distance_to)

@@ -16,7 +16,8 @@ class Settings:
     """Contacts in a bucket and replicas of a record; 1 to HINTS_MAX. 20 outlives an hour of churn."""
 
     alpha: int = 3
-    """Requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages."""
+    """Requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages.
+    In its last round, when nobody nearer turns up, it asks all of the `k` nearest."""
 
     find_width: int = 8
     """A find that holds a record ends when this many of the nearest alive have answered; 1 to `k`.
@@ -28,8 +29,9 @@ class Settings:
     late_seconds: float = 2.0
     """How much longer an answer is still welcome after that; 0 or more."""
 
-    store_attempts: int = 2
-    """How often a Store is sent to one peer before it counts as failed; 1 or more."""
+    attempts: int = 3
+    """How often a Store is sent to one peer before it counts as failed, or any request of a lookup
+    that knows nobody else to ask; 1 or more. Other requests are sent once."""
 
     failures_max: int = 3
     """Requests in a row a contact may leave unanswered before it loses its place; 1 or more."""
@@ -49,6 +51,10 @@ class Settings:
 
     refresh_gap_seconds: float = 2.0
     """The least time between two refreshes, so that they do not come in a burst; above 0."""
+
+    rejoin_seconds: float = 10.0
+    """How long after a `join` that nobody answered, or after the table ran empty, the peers of the
+    last `join` are asked again; above `request_seconds`."""
 
     republish_seconds: float = 1_800.0
     """How often a node stores its own records again, give or take a tenth; above 0. 30 minutes
@@ -94,13 +100,14 @@ class Settings:
             "find_width": 1 <= self.find_width <= self.k,
             "request_seconds": self.request_seconds > 0,
             "late_seconds": self.late_seconds >= 0,
-            "store_attempts": self.store_attempts >= 1,
+            "attempts": self.attempts >= 1,
             "failures_max": self.failures_max >= 1,
             "recheck_seconds": self.recheck_seconds > self.request_seconds,
             "checks_max": self.checks_max >= 1,
             "fresh_seconds": self.fresh_seconds >= 0,
             "refresh_seconds": self.refresh_seconds > self.refresh_gap_seconds,
             "refresh_gap_seconds": self.refresh_gap_seconds > 0,
+            "rejoin_seconds": self.rejoin_seconds > self.request_seconds,
             "republish_seconds": self.republish_seconds > 0,
             "lookup_requests_max": self.lookup_requests_max >= self.k,
             "lookup_seconds_max": self.lookup_seconds_max > self.request_seconds,

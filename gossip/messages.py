@@ -32,7 +32,7 @@ MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
-Incarnation = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=SILENCE_MILLISECONDS_MAX)]

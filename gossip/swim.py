@@ -35,7 +35,7 @@ SERVED_MAX = 64
 SEEDS_MAX = 16
 """Peers one join tries."""
 JOIN_RETRY_INTERVALS = 5
-"""Probe intervals until an unanswered join is tried again."""
+"""Probe intervals until an unanswered join is tried again; then twice as many each time."""
 
 Sends = list[tuple[PeerId, Message]]
 
@@ -65,7 +65,7 @@ class Swim:
         self._health = self._beliefs.health
         self._flight = Flight(rng.getrandbits(31))
         self._seeds: tuple[PeerId, ...] = ()
-        self._joined = False
+        self._retry_seconds = 0.0
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         self._sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
@@ -93,12 +93,12 @@ class Swim:
     # Orders of this node.
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers` (at most 16); tried again until one of them has answered."""
+        """Exchange lists with `peers` (at most 16); tried again, ever more rarely, until one answers."""
         self._refuse_if_left("join")
         self._seeds = tuple(peer for peer in peers if peer != self.peer)[:SEEDS_MAX]
-        if not self._joined:
-            self._sync_at = now + JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
-        return [(peer, Sync(True, self._table.facts())) for peer in self._seeds]
+        self._retry_seconds = JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
+        self._sync_at = min(self._sync_at, now + self._retry_seconds)
+        return self._ask_seeds()
 
     def update(self, now: float, profile: Profile) -> Sends:
         """Announce another name, address or metadata."""
@@ -193,19 +193,22 @@ class Swim:
         return [(sender, Sync(True, self._table.facts()))]
 
     def _receive_sync(self, now: float, sender: PeerId, message: Sync) -> Sends:
-        # The first list a newcomer gets is what the swarm knows already.
-        passed_on = self._joined or message.reply_wanted
+        # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
+        passed_on = len(self._table.rows) - 1 > (sender in self._table.rows) or message.reply_wanted
         doubted = self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
+        if sender in self._seeds and not message.reply_wanted:
+            self._seeds = ()
         sends: Sends = []
-        if not message.reply_wanted:
-            self._joined = True
-        elif self._may_serve(sender):
+        if message.reply_wanted and self._may_serve(sender):
             told = {fact.signature for fact in message.facts}
             news = tuple(fact for fact in self._table.facts() if fact.signature not in told)
             sends.append((sender, Sync(False, news)))
         for peer in doubted:
             sends += self.hint_suspect(now, peer)
         return sends
+
+    def _ask_seeds(self) -> Sends:
+        return [(peer, Sync(True, self._table.facts())) for peer in self._seeds]
 
     def _greet(self, sender: PeerId) -> Sends:
         """Ask a stranger who it is, and show one held for dead all that we hold, so that it refutes."""
@@ -317,13 +320,15 @@ class Swim:
     def _sync(self, now: float) -> Sends:
         """Compare lists with one live member; knock at one dead one, for the network may have healed."""
         self._beliefs.forget_gone(now)
-        if self._seeds and not self._joined:
-            return self.join(now, self._seeds)
-        self._sync_at = now + self._settings.sync_period_seconds(self._table.live)
+        period = self._settings.sync_period_seconds(self._table.live)
+        if self._seeds:
+            period = self._retry_seconds = min(2 * self._retry_seconds, period)
+        self._sync_at = now + period
         live = self._table.pick(1, lambda row: row.live)
         dead = self._table.pick(1, lambda row: row.status is Status.DEAD)
         sends: Sends = [(peer, Compare(self._table.digest())) for peer in live]
-        return sends + [(peer, Sync(True, self._table.facts())) for peer in dead]
+        sends += [(peer, Sync(True, self._table.facts())) for peer in dead]
+        return sends + self._ask_seeds()
 
     @property
     def _left(self) -> bool:

@@ -1,0 +1,30 @@
+"""The node: network, services, runs, and the command line. `import node` costs nothing until used.
+
+async with node.Node(join=["10.0.0.5:9747"]) as me: ...      under trio
+node.run(node.Config.load("node.toml"))                      the daemon, = python -m node
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from node.config import Config as Config
+    from node.runtime import Node as Node
+    from node.runtime import main as run
+
+__all__ = ["Config", "Node", "run"]
+
+_HOMES = {
+    "Config": ("node.config", "Config"),
+    "Node": ("node.runtime", "Node"),
+    "run": ("node.runtime", "main"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Client commands import this package too, and must feel instant: no trio, no torch (PEP 562).
+    if name not in _HOMES:
+        raise AttributeError(f"module 'node' has no attribute '{name}'")
+    from importlib import import_module
+
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Where a node's data folder and its control file are, for the node and for the client commands that look for it.
+"""Where a node's data folder and its control file are, for the node and for client commands.
 
 Kept apart from `node.config` because a client command must start at once: only the standard library.
 """

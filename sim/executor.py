@@ -12,14 +12,12 @@ import trio
 from crypto.encoding import decode
 from crypto.errors import LocalProtocolError
 from node.errors import StageFailed
+from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.seams import Stage
-from partition.stage import Reply, Request, StageSpecification, arena_bytes
+from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes
 from sim.network import after, nearest_instant
 
 T = TypeVar("T")
-
-SPECIFICATION_BYTES_MAX = 65_536
-"""An encoded `StageSpecification`: names and numbers."""
 
 
 def no_time(request: Request) -> float:
@@ -60,13 +58,15 @@ class SimStage:
         self._stage_seconds = stage_seconds
 
     async def call(self, request: object) -> Reply:
-        """One request, answered when the modelled time has passed. Raises `StageFailed` once closed."""
+        """One request, answered when the modelled time has passed. Raises as `node.runs.host.StageHost`."""
         if not isinstance(request, Request):
             raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
         if self._executor is None:
             raise StageFailed("the stage is closed")
         reply = self._executor.handle(request)
         await sleep_for(self._stage_seconds(request))
+        if isinstance(reply, Refused):
+            raise StageFailed(reply.reason)
         return reply
 
     def vector(self, name: str) -> memoryview:

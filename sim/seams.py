@@ -25,6 +25,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
+from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.executor import SimExecutor, sleep_for
 from sim.network import Links, nearest_instant
 from sim.seeds import seeded_entropy, seeded_rng
@@ -161,14 +162,16 @@ class SimNetwork:
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Only an address that is really the peer's makes it reachable."""
-        if any(self._medium.peer_at(address) == peer for address in addresses):
+        if peer != self._peer and any(self._medium.peer_at(address) == peer for address in addresses):
             self._known[peer] = None
 
     def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
+        if len(message) > ONE_SHOT_BYTES_MAX:
+            raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if not self.alive:
             return
         if peer not in self._known:
-            self._counters["unknown peer"] += 1
+            self._counters["messages_without_address"] += 1
             return
         now = nearest_instant(trio.current_time())
         sequence, due = self._medium.links.post(now, self._peer, peer, protocol)
@@ -180,9 +183,9 @@ class SimNetwork:
         """A datagram of another network is on its way here."""
         inbox = self._inboxes.get(protocol)
         if inbox is None:
-            self._counters["unknown protocol"] += 1
+            self._counters["messages_refused_protocol"] += 1
         elif not inbox.put(due, sender, sequence, data):
-            self._counters["inbox full"] += 1
+            self._counters["inbox_full"] += 1
         # Who reaches us can be answered: the real transport has a session with it then.
         self._known[sender] = None
 
@@ -190,6 +193,8 @@ class SimNetwork:
         return self._inboxes.setdefault(protocol, SimInbox())
 
     def handle(self, protocol: str, handler: Handler) -> None:
+        if protocol in self._handlers:
+            raise LocalProtocolError(f"{protocol} has a handler already")
         self._handlers[protocol] = handler
 
     async def open(self, peer: PeerId, protocol: str) -> SimStream:
@@ -236,12 +241,15 @@ class SimNetwork:
         return target
 
     async def _serve(self, handler: Handler, stream: SimStream) -> None:
+        # As the real router: what a stranger can cause is counted, our own bugs come out.
         try:
             await handler(stream)
-        except RemoteProtocolError:
-            self._counters["stream refused"] += 1
-        except StreamClosed:
-            self._counters["stream broken"] += 1
+        except* RemoteProtocolError:
+            self._counters["streams_broken"] += 1
+        except* Unreachable:
+            self._counters["streams_ended_early"] += 1
+        except* StreamClosed:
+            pass  # how a conversation ends
         finally:
             self._streams.pop(stream, None)
             stream.close()

@@ -12,6 +12,7 @@ import trio
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed
+from node.transport.records import MESSAGE_BYTES_MAX
 from sim.network import Links, after, instant, nearest_instant
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
@@ -23,16 +24,20 @@ class Alarm:
 
     def __init__(self) -> None:
         self._scope: trio.CancelScope | None = None
+        self._rung = False
 
     async def sleep_until(self, until: float) -> None:
         """Sleep to the instant `until`, or until rung. Always a checkpoint."""
         if self._scope is not None:
             raise LocalProtocolError("two tasks wait for the same thing")
+        if self._rung:
+            until = -math.inf
         with trio.CancelScope(deadline=instant(until)) as self._scope:
             try:
                 await trio.sleep_forever()
             finally:
                 self._scope = None
+                self._rung = False
 
     def no_later_than(self, until: float) -> None:
         """Shorten the sleep, if somebody sleeps."""
@@ -40,7 +45,8 @@ class Alarm:
             self._scope.deadline = until
 
     def ring(self) -> None:
-        """End the sleep now, if somebody sleeps."""
+        """End the sleep now; if nobody sleeps, the next one ends at once."""
+        self._rung = True
         if self._scope is not None:
             self._scope.cancel()
 
@@ -120,6 +126,10 @@ class SimStream:
         return self._peer
 
     async def send(self, message: bytes | memoryview) -> None:
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise LocalProtocolError(
+                f"a message of {len(message)} bytes, at most {MESSAGE_BYTES_MAX} allowed"
+            )
         await self._outgoing.put(bytes(message))
 
     async def receive(self) -> bytes:

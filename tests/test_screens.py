@@ -75,13 +75,13 @@ HISTORY: list[events.Event] = [
         at=NOW - 7000,
         peer=peer(2),
         name="lab-2",
-        addresses=("/ip4/10.0.0.2/tcp/9747",),
+        addresses=("/ip4/10.0.0.2/tcp/97",),
         found_through="join",
         capacity=capacity(),
     ),
     events.JoinTried(
         at=NOW - 7000,
-        address="/ip4/10.0.0.2/tcp/9747",
+        address="/ip4/10.0.0.2/tcp/97",
         outcome="ok",
         detail="",
         peer=peer(2),
@@ -90,8 +90,8 @@ HISTORY: list[events.Event] = [
     events.MemberJoined(
         at=NOW - 6000,
         peer=peer(3),
-        name="evil\x1b[2J",
-        addresses=("/ip6/fd00::3/tcp/9747",),
+        name="e\x1b[2J",
+        addresses=("/ip6/::3/tcp/9747",),
         found_through="lab-2",
     ),
     events.RunAccepted(
@@ -123,7 +123,7 @@ HISTORY: list[events.Event] = [
     events.MemberSuspected(at=NOW - 60, peer=peer(3), by=peer(2)),
     events.MemberRefuted(at=NOW - 59, peer=peer(3)),
     events.MemberSuspected(at=NOW - 50, peer=peer(3), by=peer(2)),
-    events.MemberLost(at=NOW - 42.5, peer=peer(3), reason="no ack for 6 s"),
+    events.MemberLost(at=NOW - 42.0, peer=peer(3), reason="no ack"),
     events.ReplicaDropped(
         at=NOW - 42, run="0123456789abcdef", step=12, stage=1, peer=peer(3), microbatches_replayed=3
     ),
@@ -164,12 +164,12 @@ def test_the_screen_of_a_node() -> None:
           On this machine:     python -m node status --data-dir /data/lab-1
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
         20:16:40   lab-2 ...2NASuq joined (found through join)
-        join  ok         10.0.0.2:9747   lab-2 ...2NASuq  1.2 ms
-        20:33:20   evil?[2J ...3ANaba joined (found through lab-2)
+        join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms
+        20:33:20   e?[2J ...3ANaba joined (found through lab-2)
         22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
         22:11:41   run 01234567 planned: plan fedcba98, height 0, by lab-2
           stage 0   layers 0-2   lab-1, lab-2
-          stage 1   layer 3   evil?[2J
+          stage 1   layer 3   e?[2J
           trainer   lab-1
         22:11:41   leased to run 01234567: stage 0
         step     1  loss 2.3000  256 samples/s  replicas 3  1 min 40 s left
@@ -178,11 +178,11 @@ def test_the_screen_of_a_node() -> None:
         step     4  loss 0.5750  256 samples/s  replicas 3  1 min 38 s left
         step     5  loss 0.4600  256 samples/s  replicas 3  1 min 38 s left
         step    10  loss 0.2300  256 samples/s  replicas 3  1 min 35 s left
-        22:12:20   evil?[2J suspected by lab-2
-        22:12:21   evil?[2J is alive after all
-        22:12:30   evil?[2J suspected by lab-2
-        22:12:37   evil?[2J lost (no ack for 6 s)
-        22:12:38   evil?[2J lost from stage 1 at step 13; 3 microbatches replayed
+        22:12:20   e?[2J suspected by lab-2
+        22:12:21   e?[2J is alive after all
+        22:12:30   e?[2J suspected by lab-2
+        22:12:38   e?[2J lost (no ack)
+        22:12:38   e?[2J lost from stage 1 at step 13; 3 microbatches replayed
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:19   refused 100 times so far: malformed
@@ -210,9 +210,9 @@ def test_the_screen_of_status() -> None:
 def test_the_screen_of_peers() -> None:
     assert shown(peers_lines(peers_document(state(), NOW))) == snapshot(
         """
-        NAME      PEER       STATUS                SINCE   FOUND THROUGH  ADDRESS         COMPUTE
-        lab-2     ...2NASuq  left                  0 s     join           10.0.0.2:9747   cpu x2, 21.3 GB free, 118 GFLOP/s
-        evil?[2J  ...3ANaba  dead: no ack for 6 s  42.5 s  lab-2          [fd00::3]:9747  -
+        NAME   PEER       STATUS        SINCE   FOUND THROUGH  ADDRESS      COMPUTE
+        lab-2  ...2NASuq  left          0 s     join           10.0.0.2:97  cpu x2, 21.3 GB free, 118 GFLOP/s
+        e?[2J  ...3ANaba  dead: no ack  42.0 s  lab-2          [::3]:9747   -
         """
     )
     assert "no other member yet" in peers_lines(peers_document(State(), NOW))[0]

@@ -5,7 +5,7 @@ Messages come in here, are checked and go to the run they name. Who is gone come
 by silence, so that a lease cannot be held for ever.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Runs:
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         suspect: Callable[[PeerId], None],
+        provide: Callable[[str, str], Awaitable[None]],
         threads: int,
         device: str,
     ) -> None:
@@ -61,6 +62,7 @@ class Runs:
         self._offers = offers
         self._accepts = accepts
         self._refuse = refuse
+        self._provide = provide
         self._runs: dict[bytes, RunMember] = {}
         self._plans: dict[bytes, RunMember] = {}
         self._leases: dict[bytes, wire.LeaseBody] = {}
@@ -325,6 +327,8 @@ class Runs:
         self._runs.pop(member.run.id, None)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
         self.publish(self._ended(member.run.id, outcome, detail, weights))
+        if outcome == "done" and not detail and self.nursery is not None:
+            self.nursery.start_soon(self._provide, member.run.text, weights)
 
     def _ended(self, run: bytes, outcome: str, detail: str, weights: str = "") -> RunEnded:
         at = self.seams.clock.wall()

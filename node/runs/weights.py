@@ -17,6 +17,8 @@ from node.runs.requests import ExportStage, FetchWeights, fetch
 from node.seams import Network, Seams, Storage
 from partition.plan.plan import Plan, plan_hash
 
+WEIGHTS_PURPOSE = "weights"
+"""DHT records under (this, short run id): one for each peer that keeps the file; the value is its hash."""
 EXPORT_SECONDS_MAX = 120.0
 FETCH_SECONDS_MAX = 300.0
 

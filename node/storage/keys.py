@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from crypto.identity import SEED_BYTES, Identity
 from node.errors import UsageError
 from node.paths import short_path
+from node.seams import Storage
 from node.storage.folder import FolderStorage
 
 IDENTITY_NAME = "identity.key"
@@ -42,6 +43,19 @@ def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes]) -> NodeKe
         storage.write(IDENTITY_NAME, seed)
     if static is None:
         static = entropy(STATIC_BYTES)
+        storage.write(STATIC_NAME, static)
+    return NodeKeys(Identity(seed), static, is_new)
+
+
+def keys_of(storage: Storage, entropy: Callable[[int], bytes]) -> NodeKeys:
+    """The keys in any storage: a data folder's modes are checked, another's blobs are just read."""
+    if isinstance(storage, FolderStorage):
+        return load_keys(storage, entropy)
+    seed, static = storage.read(IDENTITY_NAME), storage.read(STATIC_NAME)
+    is_new = seed is None
+    if seed is None or static is None:
+        seed, static = entropy(SEED_BYTES), entropy(STATIC_BYTES)
+        storage.write(IDENTITY_NAME, seed)
         storage.write(STATIC_NAME, static)
     return NodeKeys(Identity(seed), static, is_new)
 

@@ -15,6 +15,7 @@ from crypto.contact import Address
 from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
+from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
@@ -41,7 +42,8 @@ _REASONS = ("wrong key", "refused", "timeout", "unknown")
 
 
 class RealNetwork:
-    """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages.
+    """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
+    ends, all streams end.
 
     `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
     `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `port` says
@@ -69,6 +71,8 @@ class RealNetwork:
         self._router = Router(self._counters)
         self._book = AddressBook()
         self._assembly = Assembly()
+        # All that are open, so that none outlives `run`; a dict for its order.
+        self._streams: dict[SecureStream, None] = {}
         self._addresses: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
         self._inbound = self._half_open = 0
@@ -160,6 +164,8 @@ class RealNetwork:
             self._datagrams = None
             datagrams.close()
             bound.tcp.close()
+            for stream in tuple(self._streams):
+                stream.close()
 
     # --- datagrams and messages --------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class RealNetwork:
     async def _reach(self, address: Address, hello: Hello) -> SecureStream:
         """One address: connect, shake hands, be welcomed."""
         transport, session = await dial(address, self._credentials)
-        stream = SecureStream(transport, session, self._assembly, self._counters)
+        stream = self._make_stream(transport, session)
         welcomed = False
         try:
             self._book.prove(session.peer, address_of(transport.socket.getpeername()))
@@ -230,7 +236,12 @@ class RealNetwork:
             raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
         finally:
             if not welcomed:
-                transport.socket.close()
+                stream.close()
+        return stream
+
+    def _make_stream(self, transport: trio.SocketStream, session: Session) -> SecureStream:
+        stream = SecureStream(transport, session, self._assembly, self._counters, self._streams.pop)
+        self._streams[stream] = None
         return stream
 
     # --- streams in --------------------------------------------------------------------------------
@@ -255,7 +266,7 @@ class RealNetwork:
         try:
             with trio.fail_after(HANDSHAKE_SECONDS):
                 session = await accept(transport, self._credentials)
-            return SecureStream(transport, session, self._assembly, self._counters)
+            return self._make_stream(transport, session)
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):

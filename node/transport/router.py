@@ -98,11 +98,10 @@ class Router:
         hello: Hello = decode(await stream.receive(), Hello, bytes_max=HELLO_BYTES_MAX)
         code = BUSY if busy else ACCEPTED if self._knows(hello) else UNKNOWN_PROTOCOL
         stream.limit(ONE_SHOT_BYTES_MAX if hello.kind == "message" else MESSAGE_BYTES_MAX)
+        if code != ACCEPTED:
+            self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
         await stream.send(encode(Answer(code)))
-        if code == ACCEPTED:
-            return hello
-        self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
-        return None
+        return hello if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream, hello: Hello) -> None:
         """Do what the hello asked for. What a stranger can cause is counted; our own bugs come out."""

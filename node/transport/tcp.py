@@ -8,10 +8,11 @@ TCP's end is not authenticated: an attacker can cut a stream between two message
 unnoticed. A protocol to which "that was all" matters says so in a message of its own.
 """
 
+import math
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
@@ -81,10 +82,16 @@ class SecureStream:
 
     Several tasks may send and receive; each message stays whole. A `send` that is cancelled after it
     began, or a `receive` inside a message, closes the connection; between messages nothing is lost.
+    `ended(stream)` is called once, when it is over.
     """
 
     def __init__(
-        self, transport: trio.SocketStream, session: Session, assembly: Assembly, counters: Counter[str]
+        self,
+        transport: trio.SocketStream,
+        session: Session,
+        assembly: Assembly,
+        counters: Counter[str],
+        ended: Callable[["SecureStream"], None],
     ) -> None:
         self._transport = transport
         self._peer = session.peer
@@ -92,6 +99,7 @@ class SecureStream:
         self._reader = RecordReader(session.receiving)
         self._assembly = assembly
         self._counters = counters
+        self._tell_ended = ended
         self._counted_bytes = 0
         self._sending = trio.Lock()
         self._receiving = trio.Lock()
@@ -111,21 +119,22 @@ class SecureStream:
         Raises:
             StreamClosed: it is over. LocalProtocolError: the message is too long.
         """
-        async with _held(self._sending):
+        await _acquire(self._sending)
+        begun = False
+        try:
             # Refused before the first byte is encrypted, a cancelled send costs nothing.
             await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
+            for chunk in self._writer.chunks(message):
+                begun = True
+                await self._transport.send_all(chunk)
             begun = False
-            try:
-                for chunk in self._writer.chunks(message):
-                    begun = True
-                    await self._transport.send_all(chunk)
-                begun = False
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                raise self._end("the connection broke while sending") from None
-            finally:
-                if begun:
-                    self._end("a send was cut short")
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise self._end("the connection broke while sending") from None
+        finally:
+            self._sending.release()
+            if begun:
+                self._end("a send was cut short")
 
     async def receive(self) -> bytes:
         """The next message.
@@ -133,29 +142,36 @@ class SecureStream:
         Raises:
             StreamClosed: it is over, with the reason.
         """
-        async with _held(self._receiving):
+        await _acquire(self._receiving)
+        try:
             self._check_open()
-            try:
+            message = self._next_message()
+            if message is not None:
+                # Taken or not: a cancelled task must not carry a message away with it.
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            while message is None:
+                await self._fill()
                 message = self._next_message()
-                if message is not None:
-                    await trio.lowlevel.checkpoint_if_cancelled()
-                while message is None:
-                    await self._fill()
-                    message = self._next_message()
-            except RemoteProtocolError as error:
-                self._counters["streams_broken"] += 1
-                raise self._end(f"the other side broke the protocol: {error}") from None
-            except trio.TooSlowError:
-                self._counters["streams_stalled"] += 1
-                raise self._end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
-            except (OSError, trio.ClosedResourceError):
-                raise self._end("the connection broke") from None
-            return message
+        except RemoteProtocolError as error:
+            self._counters["streams_broken"] += 1
+            raise self._end(f"the other side broke the protocol: {error}") from None
+        except trio.TooSlowError:
+            self._counters["streams_stalled"] += 1
+            raise self._end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
+        except (OSError, trio.ClosedResourceError):
+            raise self._end("the connection broke") from None
+        finally:
+            self._receiving.release()
+        return message
 
     async def aclose(self) -> None:
         """Close, at once; whoever waits in `send` or `receive` gets StreamClosed. May be repeated."""
-        self._end("this side closed it")
+        self.close()
         await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As `aclose`, for code that may not wait."""
+        self._end("this side closed it")
 
     def _next_message(self) -> bytes | None:
         message = self._reader.next_message()
@@ -166,11 +182,11 @@ class SecureStream:
 
     async def _fill(self) -> None:
         inside = self._reader.inside
-        deadline = trio.current_time() + STALL_SECONDS if inside else float("inf")
+        # Straight into the buffer: receive_some would copy every byte once more.
+        space = self._reader.space()
         try:
-            with trio.fail_at(deadline):
-                # Straight into the buffer: receive_some would copy every byte once more.
-                count = await self._transport.socket.recv_into(self._reader.space())
+            with trio.fail_after(STALL_SECONDS if inside else math.inf):
+                count = await self._transport.socket.recv_into(space)
         except trio.Cancelled:
             if inside:
                 self._end("a receive was cut short inside a message")
@@ -190,20 +206,16 @@ class SecureStream:
             self._assembly.change(-self._counted_bytes)
             self._counted_bytes = 0
             self._transport.socket.close()
+            self._tell_ended(self)
         return StreamClosed(self._ended)
 
 
-@asynccontextmanager
-async def _held(lock: trio.Lock) -> AsyncIterator[None]:
-    """As `async with lock`, without the scheduler's round when nobody else holds it."""
+async def _acquire(lock: trio.Lock) -> None:
+    """As `lock.acquire()`, without the scheduler's round when nobody else holds it."""
     try:
         lock.acquire_nowait()
     except trio.WouldBlock:
         await lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:

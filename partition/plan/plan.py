@@ -19,6 +19,8 @@ PLAN_BYTES_MAX = 64 * 1024
 STAGES_MAX = 64
 REPLICAS_MAX = 64
 MICROBATCHES_MAX = 4_096
+HEIGHT_MAX = 2**32
+"""Attempts to commit are numbered from the plan's height (steps.trainer), and must fit 63 bits."""
 HASH_BYTES = 32
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -43,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     run: Hash
     parent: Hash
-    height: Count
+    height: Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
     planner: Peer
     trainer: Peer
     requester: Peer

@@ -95,14 +95,7 @@ def open_frame(signer: Signer, sender: PeerId, frame: Frame) -> OpenedFrame:
         raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
     try:
         payload = msgspec.convert(
-            {
-                "shape": header.shape,
-                "dtype": header.dtype,
-                "codec": header.codec,
-                "digest": header.digest,
-                "data": frame.data,
-            },
-            Payload,
+            (header.shape, header.dtype, header.codec, header.digest, frame.data), Payload
         )
     except msgspec.ValidationError as error:
         raise RemoteProtocolError(f"a frame with an impossible payload: {error}") from None

@@ -13,6 +13,11 @@ from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, STAGES_MAX, Coun
 
 REASON_LENGTH_MAX = 300
 DROPPED_MAX = STAGES_MAX * REPLICAS_MAX
+EVALUATIONS_IN_FLIGHT_MAX = 32
+"""Held-out micro-batches under way at once: enough to keep every stage busy, little to hold.
+
+The trainer feeds no number this far past one it still waits for, so a replica forgets older ones.
+"""
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +27,10 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
-    """Trainer to replica: a plan has come into force; drop what is in flight and say where you are."""
+    """Trainer to replica: a plan has come into force; drop what is in flight and say where you are.
+
+    `dropped` as in Drop: who was lost before every replica had answered.
+    """
 
     dropped: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=DROPPED_MAX)] = ()
 

@@ -6,6 +6,10 @@ sums. When a peer is dropped, frames whose receiver has changed are sent again f
 so a dead replica's micro-batches are replayed on its stage alone: the stage before sends the inputs
 again, the stage after sends the gradients again (DESIGN section 7).
 
+Messages of one sender come in order, but for those a broken link lost: these come again, after what
+was queued behind them. Messages of two senders come in any order, so a frame may be ahead of the
+Drop that sent it here; it waits until this replica owns its micro-batch.
+
     counting --StepCommit--> reducing --reduced()--> reduced --Apply--> applying --applied()--> counting
         ^                        |                      |
         +--------- Drop ---------+----------------------+        (the sums stay; only the total is void)
@@ -24,6 +28,8 @@ from partition.plan.plan import Plan, plan_hash
 from partition.plan.schedule import Routes
 from partition.steps.frames import Direction, Frame, OpenedFrame
 from partition.steps.messages import (
+    EVALUATIONS_IN_FLIGHT_MAX,
+    REASON_LENGTH_MAX,
     Applied,
     Apply,
     Counted,
@@ -37,9 +43,6 @@ from partition.steps.messages import (
     Sync,
     Synced,
 )
-
-EVALUATIONS_PENDING_MAX = 256
-"""Held-out micro-batches waiting for their other half (input or labels); the trainer keeps fewer."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class ReplicaDropped:
 
 @dataclass
 class _Microbatch:
-    """What this replica has of one micro-batch in the current step."""
+    """What this replica has of one micro-batch: of the current step, or held out."""
 
     input: Payload | None = None
     labels: Payload | None = None
@@ -135,17 +138,23 @@ class Replica:
         self._applied: Apply | None = None
         self._reducing: int | None = None
         self._reduced: int | None = None
+        self._named: frozenset[bytes] = frozenset()
         self._applying = False
         self._synced = False
         self._microbatches: dict[int, _Microbatch] = {}
         self._evaluations: dict[int, _Microbatch] = {}
+        self._newest_evaluation = -1
         self._counted: set[int] = set()
-        self._kept: dict[tuple[int, Direction], _Kept] = {}
+        self._kept: dict[tuple[bool, int, Direction], _Kept] = {}
         self._reports: dict[str, StepMessage] = {}
         self._take_plan(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """A new plan has come into force; the trainer's Sync will follow."""
+        """A new plan has come into force; the trainer's Sync will follow. The same plan changes nothing."""
+        if plan_hash(plan) == self.plan_hash:
+            return
+        if self._reducing is not None and self._reduced is None:
+            self.events.append(ReduceVoided(self.plan_hash, self.step))
         self._take_plan(plan)
 
     def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
@@ -191,25 +200,25 @@ class Replica:
         correct: int,
     ) -> Sends:
         """A forward pass ended. The last stage has run backward too and hands the `gradient` frame."""
-        if done.plan != self.plan_hash or done.step != self.step:
+        if done.plan != self.plan_hash or done.step != self.step or self._applying:
             return []
         if not done.train:
             return self._evaluated(done, output, samples, loss, correct)
         state = self._microbatches[done.microbatch]
         state.forward = "done"
         if output is not None:
-            sends = self._keep(self.stage + 1, done.microbatch, "input", output)
+            sends = self._keep(self.stage + 1, done.microbatch, "input", output, train=True)
             return sends + self._start_backward(done.microbatch)
         state.backward = "done"
-        sends = [] if gradient is None else self._keep(self.stage - 1, done.microbatch, "gradient", gradient)
+        sends = self._keep_gradient(done.microbatch, gradient)
         return sends + self._report_counted(done.microbatch, samples, loss)
 
     def backwarded(self, done: BackwardReady, *, gradient: Frame | None, samples: int) -> Sends:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
-        if done.plan != self.plan_hash or done.step != self.step:
+        if done.plan != self.plan_hash or done.step != self.step or self._applying:
             return []
         self._microbatches[done.microbatch].backward = "done"
-        sends = [] if gradient is None else self._keep(self.stage - 1, done.microbatch, "gradient", gradient)
+        sends = self._keep_gradient(done.microbatch, gradient)
         return sends + self._report_counted(done.microbatch, samples, 0.0)
 
     def reduced(self, done: ReduceReady, digest: bytes) -> Sends:
@@ -223,59 +232,73 @@ class Replica:
 
     def applied(self, done: ApplyReady, digest: bytes) -> Sends:
         """The optimizer has stepped: the step is final here."""
-        if done.step != self.step:
+        if done.step != self.step or not self._applying or self._reduced is None:
             return []
-        self._applied = Apply(
-            plan=done.plan, step=done.step, attempt=self._reduced or 0, samples=done.samples
-        )
+        self._applied = Apply(plan=done.plan, step=done.step, attempt=self._reduced, samples=done.samples)
         self.step += 1
+        self._applying, self._reduced = False, None
         self._clear()
-        return self._report("applied", Applied(plan=self.plan_hash, step=done.step, digest=digest))
+        sends = self._report("applied", Applied(plan=self.plan_hash, step=done.step, digest=digest))
+        # A Sync that came meanwhile has waited for this.
+        return sends if done.plan == self.plan_hash else sends + self._answer_sync()
 
     def failed(self, reason: str) -> Sends:
         """The stage process is gone or refused; the trainer will drop this replica."""
-        return [(PeerId(self.plan.trainer), Failed(plan=self.plan_hash, reason=reason[:300]))]
+        return self._report("failed", Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
 
     # Messages of the trainer
 
     def _sync(self, message: Sync) -> Sends:
-        self.dropped = tuple(PeerId(peer) for peer in message.dropped)
-        self._routes = Routes(self.plan, self.dropped)
+        if not self._take_dropped(message.dropped):
+            return []
         if not self._synced:
             # A total that was ready stays ready: others of the stage may have applied theirs.
             self.events.append(StepDiscarded())
             self._synced = True
         # While a step of the plan before is being applied, where this replica is has no answer yet.
-        return [] if self._applying else self._answer_sync()
+        return self._send_rerouted() + ([] if self._applying else self._answer_sync())
 
     def _answer_sync(self) -> Sends:
         if not self._synced:
             return []
         message = Synced(plan=self.plan_hash, step=self.step, reduced=self._reduced, applied=self._applied)
-        return [(PeerId(self.plan.trainer), message)]
+        return self._report("synced", message)
 
     def _drop(self, message: Drop) -> Sends:
-        dropped = tuple(PeerId(peer) for peer in message.dropped)
-        if dropped[: len(self.dropped)] != self.dropped:
-            raise RemoteProtocolError("a Drop that takes back an earlier one")
-        if self.me in dropped:
-            self.events.append(ReplicaDropped())
+        if not self._take_dropped(message.dropped):
             return []
-        self.dropped = dropped
-        self._routes = Routes(self.plan, dropped)
-        if message.step == self.step and not self._applying:
-            if self._reducing is not None:
-                self.events.append(ReduceVoided(self.plan_hash, self.step))
+        if message.step != self.step or self._applying:
+            return []  # of the step after the one whose totals are all ready
+        # A repeated Drop, or one that comes after the commit without the dropped, voids nothing.
+        if self._reducing is not None and not self._named.isdisjoint(self.dropped):
+            self.events.append(ReduceVoided(self.plan_hash, self.step))
             self._reducing = self._reduced = None
             self._reports.pop("reduced", None)
         return self._send_rerouted()
 
+    def _take_dropped(self, peers: tuple[bytes, ...]) -> bool:
+        """Learn who is out. False if this replica is."""
+        dropped = tuple(PeerId(peer) for peer in peers)
+        if dropped[: len(self.dropped)] != self.dropped:
+            raise RemoteProtocolError("peers once dropped are taken back")
+        if self.me in dropped:
+            self.events.append(ReplicaDropped())
+            return False
+        if dropped != self.dropped:
+            routes = Routes(self.plan, dropped)
+            if not all(routes.live(stage) for stage in range(len(self.plan.stages))):
+                raise RemoteProtocolError("a stage is left without a replica")
+            self.dropped, self._routes = dropped, routes
+        return True
+
     def _send_rerouted(self) -> Sends:
-        """Kept frames whose receiver has changed, from the bytes as they were sent."""
+        """Kept frames whose receiver has changed, as they were sent; and begin what is now ours."""
+        for microbatch in list(self._microbatches):
+            self._start_forward(microbatch, train=True)
+        for microbatch in list(self._evaluations):
+            self._start_forward(microbatch, train=False)
         sends: Sends = []
         for key, kept in self._kept.items():
-            if not self._routes.live(kept.stage):
-                continue
             receiver = self._routes.owner(kept.stage, kept.microbatch)
             if receiver != kept.receiver:
                 self._kept[key] = _Kept(kept.stage, kept.microbatch, kept.frame, receiver)
@@ -285,11 +308,12 @@ class Replica:
     def _commit(self, message: StepCommit) -> Sends:
         if message.step != self.step or self._applying:
             return []
+        if self._reducing is not None and message.attempt <= self._reducing:
+            return self._repeat("reduced")
         mine = [row for row in message.replicas if row.stage == self.stage and row.replica == self.me]
         if len(mine) != 1 or set(mine[0].microbatches) != self._counted:
             return self.failed(f"step {self.step}: the commit does not name what this replica has summed")
-        if self._reducing is not None and message.attempt <= self._reducing:
-            return self._repeat("reduced")
+        self._named = frozenset(row.replica for row in message.replicas)
         members = tuple(PeerId(row.replica) for row in message.replicas if row.stage == self.stage)
         self._reducing, self._reduced = message.attempt, None
         self.events.append(ReduceReady(self.plan_hash, self.step, message.attempt, members))
@@ -312,6 +336,8 @@ class Replica:
         header = frame.header
         if header.plan != self.plan_hash or header.step < self.step:
             return []
+        if not self._synced or self._applying:
+            return []  # not from who has heard the trainer; it would be summed into the wrong step
         self._check_frame(sender, frame)
         if not header.train:
             return self._frame_to_evaluate(frame)
@@ -320,10 +346,7 @@ class Replica:
             state.gradient = state.gradient or frame.payload
             return self._start_backward(header.microbatch)
         self._put_half(state, frame)
-        if state.forward == "waiting" and self._is_complete(state):
-            state.forward = "running"
-            self._emit_forward(header.microbatch, state, train=True)
-        return []
+        return self._start_forward(header.microbatch, train=True)
 
     def _check_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
         header = frame.header
@@ -346,15 +369,16 @@ class Replica:
 
     def _frame_to_evaluate(self, frame: OpenedFrame) -> Sends:
         number = frame.header.microbatch
-        state = self._evaluations.setdefault(number, _Microbatch())
-        if len(self._evaluations) > EVALUATIONS_PENDING_MAX:
-            del self._evaluations[number]
-            raise RemoteProtocolError("more held-out micro-batches in flight than allowed")
-        self._put_half(state, frame)
-        if self._is_complete(state):
-            del self._evaluations[number]
-            self._emit_forward(number, state, train=False)
-        return []
+        self._newest_evaluation = max(self._newest_evaluation, number)
+        done = self._newest_evaluation - EVALUATIONS_IN_FLIGHT_MAX
+        for old in [old for old in self._evaluations if old <= done]:
+            del self._evaluations[old]
+            self._kept.pop((False, old, "input"), None)
+            self._reports.pop(f"evaluated {old}", None)
+        if number <= done:
+            return []
+        self._put_half(self._evaluations.setdefault(number, _Microbatch()), frame)
+        return self._start_forward(number, train=False)
 
     def _put_half(self, state: _Microbatch, frame: OpenedFrame) -> None:
         if frame.header.direction == "input":
@@ -365,11 +389,17 @@ class Replica:
     def _is_complete(self, state: _Microbatch) -> bool:
         return state.input is not None and (state.labels is not None or not self.is_last)
 
-    def _emit_forward(self, microbatch: int, state: _Microbatch, *, train: bool) -> None:
-        assert state.input is not None
-        self.events.append(
-            ForwardReady(self.plan_hash, self.step, microbatch, train, state.input, state.labels)
-        )
+    def _start_forward(self, microbatch: int, *, train: bool) -> Sends:
+        state = (self._microbatches if train else self._evaluations)[microbatch]
+        # Only the owner computes: a sum that counts more than the commit names would be worthless.
+        mine = self._routes.owner(self.stage, microbatch) == self.me
+        if mine and state.forward == "waiting" and self._is_complete(state):
+            assert state.input is not None
+            state.forward = "running"
+            self.events.append(
+                ForwardReady(self.plan_hash, self.step, microbatch, train, state.input, state.labels)
+            )
+        return []
 
     def _start_backward(self, microbatch: int) -> Sends:
         state = self._microbatches[microbatch]
@@ -381,18 +411,25 @@ class Replica:
     def _evaluated(
         self, done: ForwardReady, output: Frame | None, samples: int, loss: float, correct: int
     ) -> Sends:
+        if done.microbatch not in self._evaluations:
+            return []  # the trainer is far past it, so it has the result from elsewhere
         if output is not None:
-            return [(self._routes.owner(self.stage + 1, done.microbatch), output)]
+            return self._keep(self.stage + 1, done.microbatch, "input", output, train=False)
         message = Evaluated(
             plan=self.plan_hash, microbatch=done.microbatch, samples=samples, correct=correct, loss=loss
         )
-        return [(PeerId(self.plan.trainer), message)]
+        return self._report(f"evaluated {done.microbatch}", message)
 
     # Bookkeeping
 
-    def _keep(self, stage: int, microbatch: int, direction: Direction, frame: Frame) -> Sends:
+    def _keep_gradient(self, microbatch: int, gradient: Frame | None) -> Sends:
+        if gradient is None:
+            return []
+        return self._keep(self.stage - 1, microbatch, "gradient", gradient, train=True)
+
+    def _keep(self, stage: int, microbatch: int, direction: Direction, frame: Frame, *, train: bool) -> Sends:
         receiver = self._routes.owner(stage, microbatch)
-        self._kept[microbatch, direction] = _Kept(stage, microbatch, frame, receiver)
+        self._kept[train, microbatch, direction] = _Kept(stage, microbatch, frame, receiver)
         return [(receiver, frame)]
 
     def _report_counted(self, microbatch: int, samples: int, loss: float) -> Sends:
@@ -431,7 +468,9 @@ class Replica:
         """Nothing of a step in flight is left, but for a total that is ready or being applied."""
         self._microbatches.clear()
         self._evaluations.clear()
+        self._newest_evaluation = -1
         self._counted.clear()
         self._kept.clear()
         self._reports.clear()
         self._reducing = None
+        self._named = frozenset()

@@ -13,14 +13,16 @@ stage, from kept frames; a stage without a replica left ends the run (`failed`).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any, Literal
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan.plan import Plan, plan_hash
 from partition.plan.schedule import Routes
+from partition.stage import SAMPLES_MAX
 from partition.steps.messages import (
+    EVALUATIONS_IN_FLIGHT_MAX,
     Applied,
     Apply,
     Counted,
@@ -36,8 +38,8 @@ from partition.steps.messages import (
     Synced,
 )
 
-EVALUATIONS_IN_FLIGHT_MAX = 32
-"""Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
+ATTEMPTS_PER_PLAN = 2**20
+"""Attempts are numbered on from plan to plan, so that no total of an older plan is taken for a newer one."""
 
 Phase = Literal["syncing", "counting", "committing", "applying", "evaluating", "done", "failed"]
 
@@ -103,7 +105,7 @@ class Trainer:
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
         self.step = 0
-        self.attempt = 0
+        self.attempt = plan.height * ATTEMPTS_PER_PLAN
         self.dropped: tuple[PeerId, ...] = ()
         self._routes = Routes(plan, ())
         self._last = len(plan.stages) - 1
@@ -114,6 +116,7 @@ class Trainer:
         self._applied: dict[PeerId, bytes] = {}
         self._evaluated: dict[int, Evaluated] = {}
         self._evaluations_fed = 0
+        self._evaluations_awaited = 0
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
 
@@ -159,7 +162,7 @@ class Trainer:
         stage = self.plan.stage_of(peer)
         if stage is None or peer in self.dropped or self.phase in ("done", "failed"):
             return []
-        orphans = self._owned(stage, peer) if self.phase in ("counting", "committing") else []
+        orphans = [number for number in self._open_ids() if self._routes.owner(stage, number) == peer]
         self.dropped = (*self.dropped, peer)
         self._routes = Routes(self.plan, self.dropped)
         if not self._routes.live(stage):
@@ -168,7 +171,9 @@ class Trainer:
                 f"after {self.step} committed steps; its parameters are gone"
             )
         self.events.append(ReplicaLost(self.step, stage, peer, len(orphans)))
-        sends = self._to_all(self._drop_message())
+        message = self._drop_message()
+        # The dropped is told too: it may live, and then its memory is wanted elsewhere.
+        sends = [*self._to_all(message), (peer, message)]
         return sends + self._go_on_without(stage, orphans)
 
     def reconnected(self, peer: PeerId) -> Sends:
@@ -176,25 +181,25 @@ class Trainer:
 
         Inputs and labels are the shell's to send again: `FeedReady` events name them.
         """
-        if peer not in self.live:
+        if self.plan.stage_of(peer) is None or self.phase in ("done", "failed"):
             return []
-        sends: Sends = [(peer, Sync(plan=self.plan_hash))] if self.phase == "syncing" else []
-        if self.dropped:
-            sends.append((peer, self._drop_message()))
-        if self.phase == "counting":
-            for microbatch in self._step_ids():
-                self._feed(microbatch, train=True, only_to=peer)
+        sends: Sends = [(peer, self._drop_message())] if self.dropped or self.phase == "syncing" else []
+        if peer in self.dropped:
+            return sends
+        if self.phase in ("counting", "evaluating"):
+            for microbatch in self._open_ids():
+                self._feed(microbatch, train=self.phase == "counting", only_to=peer)
         elif self.phase == "committing" and self._commit is not None:
             sends.append((peer, self._commit))
         elif self.phase == "applying" and self._apply is not None:
             sends.append((peer, self._apply))
-        elif self.phase == "evaluating":
-            self._feed_evaluations_again()
         return sends
 
     # Phases
 
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
+        if (message.applied.step if message.applied else -1) != message.step - 1:
+            raise RemoteProtocolError("steps applied that its last Apply does not fit")
         if self.phase != "syncing":
             return []
         self._synced[sender] = message
@@ -203,35 +208,43 @@ class Trainer:
     def _when_synced(self) -> Sends:
         if any(peer not in self._synced for peer in self.live):
             return []
-        newest = max(self._synced[peer].step for peer in self.live)
-        behind = [peer for peer in self.live if self._synced[peer].step < newest]
-        apply = next(
-            (s.applied for s in self._synced.values() if s.applied and s.applied.step == newest - 1), None
-        )
-        for peer in behind:
-            synced = self._synced[peer]
-            if apply is None or synced.step != newest - 1 or synced.reduced != apply.attempt:
+        self.step, apply = self._resume_point()
+        for peer in self.live:
+            if not _can_resume(self._synced[peer], self.step, apply):
                 # It holds no total of the step the others have applied, so it has nothing to go on from.
                 return self.drop(0.0, peer)
-        self.step = newest
+        behind = [peer for peer in self.live if self._synced[peer].step < self.step]
         if not behind:
             return self._open_step()
         assert apply is not None
         # Finish the step that the trainer before left half applied, then go on.
-        self.step, self.phase = newest - 1, "applying"
+        self.step, self.phase = self.step - 1, "applying"
         self._applied = {peer: b"" for peer in self.live if peer not in behind}
         self._apply = Apply(plan=self.plan_hash, step=self.step, attempt=apply.attempt, samples=apply.samples)
         return [(peer, self._apply) for peer in behind]
+
+    def _resume_point(self) -> tuple[int, Apply | None]:
+        """The most steps that every stage has, or can have, applied, and the last one's Apply.
+
+        The newest step alone would let one replica that lies, or was lost and came back, end the run.
+        """
+        claims = [(self._synced[peer].step, self._synced[peer].applied) for peer in self.live]
+        claims.sort(key=lambda claim: (claim[0], claim[1].attempt if claim[1] else 0), reverse=True)
+        for step, apply in claims:
+            reached = {
+                stage for stage, peer in self._live_rows() if _can_resume(self._synced[peer], step, apply)
+            }
+            if len(reached) == len(self.plan.stages):
+                return step, apply
+        return claims[0]
 
     def _open_step(self) -> Sends:
         self._counted.clear()
         self._losses.clear()
         self._commit = self._apply = None
-        self.attempt = 0
+        self.attempt = self.plan.height * ATTEMPTS_PER_PLAN
         if self.step >= self.steps:
             self.phase = "evaluating"
-            self._evaluated.clear()
-            self._evaluations_fed = 0
             return self._when_evaluated()
         self.phase = "counting"
         for microbatch in self._step_ids():
@@ -243,6 +256,8 @@ class Trainer:
             return []
         if message.microbatch not in self._step_ids():
             raise RemoteProtocolError("a micro-batch was counted that is not in the step")
+        if stage == self._last and not (isfinite(message.loss) and 0 < message.samples <= SAMPLES_MAX):
+            raise RemoteProtocolError("a loss that is not finite, or of an impossible number of samples")
         if self._routes.owner(stage, message.microbatch) != sender:
             return []
         self._counted[stage, message.microbatch] = sender
@@ -298,8 +313,10 @@ class Trainer:
     def _on_evaluated(self, sender: PeerId, stage: int, message: Evaluated) -> Sends:
         if self.phase != "evaluating" or stage != self._last:
             return []
-        if message.microbatch >= self._evaluations_fed or message.correct > message.samples:
+        if message.microbatch >= self._evaluations_fed:
             raise RemoteProtocolError("an evaluation that was not asked for")
+        if not isfinite(message.loss) or not message.correct <= message.samples <= SAMPLES_MAX:
+            raise RemoteProtocolError("an evaluation with impossible numbers")
         if self._routes.owner(stage, message.microbatch) == sender:
             self._evaluated.setdefault(message.microbatch, message)
         return self._when_evaluated()
@@ -316,10 +333,10 @@ class Trainer:
                 )
             )
             return []
-        while (
-            self._evaluations_fed < self.evaluations
-            and self._evaluations_fed - len(self._evaluated) < EVALUATIONS_IN_FLIGHT_MAX
-        ):
+        while self._evaluations_awaited in self._evaluated:
+            self._evaluations_awaited += 1
+        limit = min(self.evaluations, self._evaluations_awaited + EVALUATIONS_IN_FLIGHT_MAX)
+        while self._evaluations_fed < limit:
             self._feed(self._evaluations_fed, train=False)
             self._evaluations_fed += 1
         return []
@@ -340,13 +357,9 @@ class Trainer:
             case "applying":
                 return self._when_applied()
             case "evaluating":
-                self._feed_evaluations_again()
+                for microbatch in orphans:
+                    self._feed(microbatch, train=False, only_stage=stage)
         return []
-
-    def _feed_evaluations_again(self) -> None:
-        for microbatch in range(self._evaluations_fed):
-            if microbatch not in self._evaluated:
-                self._feed(microbatch, train=False)
 
     def _fail(self, reason: str) -> Sends:
         self.phase = "failed"
@@ -371,6 +384,13 @@ class Trainer:
     def _step_ids(self) -> range:
         return range(self.step * self.plan.microbatches, (self.step + 1) * self.plan.microbatches)
 
+    def _open_ids(self) -> list[int]:
+        """The micro-batches under way: of the open step, or held out."""
+        if self.phase == "evaluating":
+            fed = range(self._evaluations_awaited, self._evaluations_fed)
+            return [number for number in fed if number not in self._evaluated]
+        return list(self._step_ids()) if self.phase in ("counting", "committing") else []
+
     def _owned(self, stage: int, peer: PeerId) -> list[int]:
         return [number for number in self._step_ids() if self._routes.owner(stage, number) == peer]
 
@@ -390,12 +410,21 @@ class Trainer:
                 return index
         return None
 
-    def _drop_message(self) -> Drop:
+    def _drop_message(self) -> Drop | Sync:
+        if self.phase == "syncing":  # which step is open is not known yet, so none may be voided
+            return Sync(plan=self.plan_hash, dropped=self.dropped)
         counting = self.step + 1 if self.phase == "applying" else self.step
         return Drop(plan=self.plan_hash, step=counting, dropped=self.dropped)
 
     def _to_all(self, message: StepMessage) -> Sends:
         return [(peer, message) for peer in self.live]
+
+
+def _can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
+    """Whether a replica has applied these `step` steps, the last by `apply`, or holds the total to do so."""
+    if synced.step == step:
+        return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
+    return synced.step == step - 1 and apply is not None and synced.reduced == apply.attempt
 
 
 def replicas_of(plan: Plan) -> Iterable[PeerId]:

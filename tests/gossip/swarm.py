@@ -73,7 +73,9 @@ class Swarm:
         for number in range(count):
             self.start(number)
 
-    def start(self, number: int, incarnation: int = 1, join: int | None = None, metadata: bytes = b"") -> Swim:
+    def start(
+        self, number: int, incarnation: int = 1, join: int | None = None, metadata: bytes = b""
+    ) -> Swim:
         """Start or restart a node; it joins through `join`, else through its predecessor."""
         peer = peer_of(number)
         core = Swim(

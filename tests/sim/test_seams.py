@@ -116,16 +116,16 @@ def test_what_goes_to_a_stranger_a_dead_peer_or_an_unspoken_protocol_is_lost() -
         shared = medium()
         one, other, third = attach(shared, acquainted=False)
         one.send(B, TALK, b"stranger")
-        assert one.counters["unknown peer"] == 1
+        assert one.counters["messages_without_address"] == 1
         one.learn(B, [make_address("10.9.9.9", 9747)])
         one.send(B, TALK, b"wrong address")
-        assert one.counters["unknown peer"] == 2
+        assert one.counters["messages_without_address"] == 2
         one.learn(B, other.addresses)
         one.send(B, TALK, b"nobody reads")
-        assert other.counters["unknown protocol"] == 1
+        assert other.counters["messages_refused_protocol"] == 1
         inbox = other.inbox(TALK)
         other.send(A, TALK, b"an answer to whoever reached us")
-        assert other.counters["unknown peer"] == 0
+        assert other.counters["messages_without_address"] == 0
         shared.kill(B)
         one.send(B, TALK, b"dead")
         assert await inbox.take(1.0) == []
@@ -316,7 +316,7 @@ def test_a_handler_that_meets_garbage_ends_its_stream_and_nothing_else() -> None
             stream = await one.open(B, TALK)
             with pytest.raises(StreamClosed):
                 await stream.receive()
-            assert other.counters["stream refused"] == 1
+            assert other.counters["streams_broken"] == 1
             assert other.alive
 
     simulate(scenario)

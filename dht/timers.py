@@ -1,0 +1,52 @@
+"""What a core wants to do later: a heap of actions by due time, which may be called off.
+
+It holds no clock; whoever owns it says what time it is.
+"""
+
+import heapq
+from collections.abc import Callable
+from math import inf
+
+Action = Callable[[float], None]
+"""Called with the time it is."""
+
+
+class Timer:
+    """One action to come. A timer called off stays in the heap, empty, until it reaches the top."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Action) -> None:
+        self.action: Action | None = action
+
+    def call_off(self) -> None:
+        self.action = None
+
+
+class Timers:
+    """All actions to come, in the order of their times and, at one time, of their making."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._made = 0
+
+    def at(self, due: float, action: Action) -> Timer:
+        """Do `action` at `due`, in monotonic seconds."""
+        timer = Timer(action)
+        self._made += 1
+        heapq.heappush(self._heap, (due, self._made, timer))
+        return timer
+
+    @property
+    def due(self) -> float:
+        """When the first action is due; inf if there is none."""
+        while self._heap and self._heap[0][2].action is None:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else inf
+
+    def run(self, now: float) -> None:
+        """Do all that is due."""
+        while self.due <= now:
+            timer = heapq.heappop(self._heap)[2]
+            if timer.action is not None:
+                timer.action(now)

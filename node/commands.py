@@ -1,0 +1,189 @@
+"""What the node on this machine does for its own client commands, over the control channel."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import trio
+
+from crypto.identity import PeerId
+from node import state as views
+from node import toml
+from node.control import CommandHandler, Emit
+from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
+from node.events import RunEnded
+from node.runs import data as datasets
+from node.runs.manifest import Manifest, Run, RunFile, check_run_file, make_run
+from node.runs.placement import NotPlaced
+from node.runs.runs import Runs
+from node.runs.weights import WEIGHTS_PURPOSE, fetch_weights, weights_name
+from node.seams import Seams
+from node.services.discovery import Discovery
+from node.services.membership import Membership
+from partition.model import build
+from partition.plan.plan import planner_of
+from partition.stage import OptimizerSettings
+
+RUN_PURPOSE = "run"
+RUN_TEXT_LENGTH = 16
+
+
+class LocalNode(Protocol):
+    """What commands need of `node.runtime.Node`."""
+
+    peer: PeerId
+    state: views.State
+    seams: Seams
+    membership: Membership
+    discovery: Discovery
+    runs: Runs
+    stopping: trio.Event
+    signer: Any
+
+    @property
+    def counters(self) -> dict[str, int]: ...
+    def watch(self) -> Any: ...
+
+
+class Commands:
+    """The handlers, by command name."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+
+    @property
+    def handlers(self) -> Mapping[str, CommandHandler]:
+        """For `node.control.ControlServer`."""
+        return {
+            "status": self._status,
+            "peers": self._peers,
+            "events": self._events,
+            "leave": self._leave,
+            "train": self._train,
+            "runs.fetch": self._fetch,
+        }
+
+    async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        node = self._node
+        return views.status_document(node.state, node.seams.clock.wall(), node.counters)
+
+    async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return views.peers_document(self._node.state, self._node.seams.clock.wall())
+
+    async def _leave(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        self._node.stopping.set()
+        return {}
+
+    async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Every event from now on, until the client hangs up."""
+        with self._node.watch() as events:
+            async for event in events:
+                await emit(views.event_document(event))
+        return {}
+
+    async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
+        node = self._node
+        name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
+        run_file = toml.parse(text, RunFile, name=name).value
+        check_run_file(run_file, name)
+        base = Path(str(arguments.get("path", name))).parent
+        run = await node.seams.executor.run(lambda: self._make_run(run_file, name, base))
+        with node.watch() as events:
+            await self._submit(run)
+            if not arguments.get("follow", True):
+                return {"run": run.text, "status": "running"}
+            async for event in events:
+                if getattr(event, "run", None) != run.text:
+                    continue
+                await emit(views.event_document(event))
+                if isinstance(event, RunEnded):
+                    return views.run_document(node.state.runs[run.text])
+        raise PeerloomError("the node is stopping")
+
+    async def _submit(self, run: Run) -> None:
+        node = self._node
+        planner = planner_of(node.membership.live)
+        await node.discovery.publish(RUN_PURPOSE, run.id, run.fact.body)
+        try:
+            await node.runs.submit(run, planner)
+        except NotPlaced as error:
+            raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
+        except Unreachable as error:
+            raise RunFailed(f"the planner of run {run.text[:8]} did not answer: {error.detail}") from None
+
+    def _make_run(self, run_file: RunFile, name: str, base: Path) -> Run:
+        """Reads the data, so call it in a thread. Raises UsageError."""
+        if run_file.data == datasets.DIGITS_NAME:
+            dataset = datasets.load_digits()
+        else:
+            folder = base / Path(run_file.data).expanduser()
+            dataset = datasets.load_folder(folder)
+            self._node.runs.learn_folder(dataset.digest, folder)
+        try:
+            build(run_file.model, dataset.sample_shape, dataset.classes)
+        except ValueError as error:
+            raise UsageError(f"{name}: model: {error}") from None
+        train = run_file.train
+        manifest = Manifest(
+            model=run_file.model,
+            data=dataset.digest,
+            sample_shape=dataset.sample_shape,
+            classes=dataset.classes,
+            test_samples=len(dataset.test_labels),
+            steps=train.steps,
+            microbatch=train.microbatch,
+            microbatches=train.batch // train.microbatch,
+            optimizer=OptimizerSettings(
+                kind=train.optimizer,
+                learning_rate=train.learning_rate,
+                momentum=train.momentum,
+                weight_decay=train.weight_decay,
+            ),
+            seed=train.seed,
+            dtype=train.dtype,
+            codec="zstd" if train.compress else "raw",
+            stages=run_file.plan.stages,
+            replicas=run_file.plan.replicas,
+            created_milliseconds=int(self._node.seams.clock.wall() * 1000),
+        )
+        return make_run(self._node.signer, manifest)
+
+    async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Weights of a run: from this node's own disk, else from any peer that keeps them."""
+        node = self._node
+        run = self._find_run(str(arguments.get("run", "")))
+        out = Path(str(arguments["out"]))
+        view = node.state.runs.get(run)
+        if view is not None and view.status not in ("done", "failed"):
+            raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
+        data = node.seams.storage.read(weights_name(run))
+        if data is None:
+            holders = await self._holders(run)
+            digest = view.weights if view is not None else ""
+            try:
+                data = await fetch_weights(node.seams.network, run, holders, digest)
+            except Unreachable as error:
+                raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
+        found = data
+        try:
+            await node.seams.executor.run(lambda: out.write_bytes(found))
+        except OSError as error:
+            raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
+        return {"run": run, "out": str(out), "size_bytes": len(data)}
+
+    def _find_run(self, prefix: str) -> str:
+        known = [run for run in self._node.state.runs if run.startswith(prefix)] if prefix else []
+        if len(known) == 1:
+            return known[0]
+        if len(known) > 1:
+            raise UsageError(f"run {prefix}: {len(known)} runs begin so; give more of the id")
+        if len(prefix) == RUN_TEXT_LENGTH and all(letter in "0123456789abcdef" for letter in prefix):
+            return prefix
+        raise UsageError(
+            f"run '{prefix[:40]}' is not known here", "look: python -m node runs, or give the whole id"
+        )
+
+    async def _holders(self, run: str) -> list[PeerId]:
+        node = self._node
+        records = await node.discovery.find(WEIGHTS_PURPOSE, bytes.fromhex(run))
+        return [record.publisher for record in records if record.publisher != node.peer]

@@ -1,0 +1,405 @@
+"""The composition root: one node, from its six seams to its services, and the process around it.
+
+    async with Node(Config(...)) as me: ...        embedded, under trio
+    main(config, ...)                              the daemon, `python -m node`
+
+A node given no seams takes the real ones. Everything that happens becomes an event; `state` is the
+fold of all of them, and whoever wants to watch subscribes.
+"""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from random import Random
+from types import TracebackType
+from typing import Any
+
+import trio
+
+from crypto.contact import Address, parse_address
+from crypto.errors import RemoteProtocolError
+from crypto.facts import IdentitySigner
+from crypto.identity import PeerId
+from gossip.member import Profile
+from node import state as views
+from node.commands import Commands
+from node.config import Config, Join
+from node.control import ControlServer
+from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
+from node.events import (
+    CapacityMeasured,
+    Event,
+    MemberJoined,
+    NodeStarted,
+    NodeStopped,
+    StrangerRefused,
+)
+from node.executor import RealExecutor
+from node.runs.manifest import Run
+from node.runs.placement import Offer
+from node.runs.runs import Runs
+from node.runs.weights import WEIGHTS_PURPOSE
+from node.seams import Clock, Executor, Network, RealClock, Seams, Storage
+from node.services.capacity import Capacity, measure
+from node.services.discovery import Discovery
+from node.services.joining import Joining
+from node.services.membership import Membership, encode_metadata, read_metadata
+from node.storage.folder import FolderStorage, lock
+from node.storage.keys import NodeKeys, keys_of
+from node.storage.remembered import read_remembered, write_remembered
+from node.transport.network import RealNetwork
+
+SUBSCRIBER_EVENTS_MAX = 10_000
+"""Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
+REMEMBER_SECONDS = 60.0
+REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
+"""Garbage is counted; only at these counts does it become one line on screen."""
+CAPACITY_PURPOSE = "capacity"
+
+
+class Node:
+    """A node of a swarm: joins, keeps its place, and takes part in runs.
+
+    `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
+    are the six seams, the simulator's way in. Use it as an async context manager under trio.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        join: Sequence[str] = (),
+        network: Network | None = None,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        entropy: Callable[[int], bytes] = os.urandom,
+        executor: Executor | None = None,
+        storage: Storage | None = None,
+        capacity: Capacity | None = None,
+        report: Callable[[Event], None] | None = None,
+    ) -> None:
+        config = config or Config()
+        seeds = (*config.join.seeds, *(parse_address(text) for text in join))
+        self.config = config
+        self.state = views.State()
+        self.stopping = trio.Event()
+        self._seeds = Join(seeds, config.join.remember)
+        self._network = network
+        self._clock = clock or RealClock()
+        self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
+        self._entropy = entropy
+        self._executor = executor or RealExecutor()
+        self._storage = storage
+        self._capacity = capacity
+        self._report = report
+        self._watchers: list[trio.MemorySendChannel[Event]] = []
+        self._refused: Counter[str] = Counter()
+        self._stack = AsyncExitStack()
+
+    # Life
+
+    async def __aenter__(self) -> "Node":
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        if error is None:
+            await self.leave()
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        storage = self._storage
+        if storage is None:
+            storage = FolderStorage(self.config.data_dir)
+            stack.enter_context(lock(self.config.data_dir))
+        keys = keys_of(storage, self._entropy)
+        nursery = await stack.enter_async_context(_cancelled_at_exit())
+        self.network = self._network or self._real_network(keys)
+        self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage)
+        self.peer = keys.identity.peer
+        self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
+        if isinstance(self.network, RealNetwork):
+            await nursery.start(_run_network, self.network)
+        await self._measure()
+        self._publish(self._started(keys))
+        self._make_services()
+        await nursery.start(self.membership.run)
+        await nursery.start(self.discovery.run)
+        await nursery.start(self.runs.run)
+        control = ControlServer(Commands(self).handlers, storage, self._entropy)
+        await nursery.start(control.run)
+        nursery.start_soon(self.joining.run)
+        nursery.start_soon(self._remember)
+        nursery.start_soon(self._advertise)
+
+    def _real_network(self, keys: NodeKeys) -> RealNetwork:
+        listen = self.config.listen
+        return RealNetwork(
+            keys.identity,
+            keys.static,
+            self.config.swarm.name,
+            clock=self._clock,
+            entropy=self._entropy,
+            listen=(listen.addresses[0].host, listen.addresses[0].port),
+            announce=listen.announce,
+        )
+
+    async def _measure(self) -> None:
+        capacity = self._capacity
+        if capacity is None:
+            capacity = await self._executor.run(lambda: measure(self.config.resources))
+        self.capacity = capacity
+        self._publish(
+            CapacityMeasured(
+                at=self._clock.wall(),
+                device=capacity.device,
+                cores=capacity.cores,
+                memory_free_bytes=capacity.memory_free_bytes,
+                memory_total_bytes=capacity.memory_total_bytes,
+                flops_per_second=capacity.flops_per_second,
+                location=capacity.location,
+            )
+        )
+
+    def _started(self, keys: NodeKeys) -> NodeStarted:
+        wanted = self.config.listen.addresses[0].port
+        return NodeStarted(
+            at=self._clock.wall(),
+            peer=self.peer,
+            name=self.config.name,
+            swarm=self.config.swarm.name,
+            addresses=tuple(address.short for address in self.network.addresses),
+            identity_is_new=keys.is_new,
+            data_dir=str(self.config.data_dir),
+            port_wanted=wanted,
+            port=self.network.addresses[0].port if self.network.addresses else wanted,
+        )
+
+    def _make_services(self) -> None:
+        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        self.membership = Membership(
+            self.network,
+            self._clock,
+            self._rng,
+            self.signer,
+            Profile(self.config.name, self.network.addresses, metadata),
+            self.config.swarm.preset,
+            publish=self._publish,
+            refuse=self._refuse,
+            met=self._met,
+            gone=self._gone,
+        )
+        self.discovery = Discovery(self.network, self._clock, self._rng, self.signer, refuse=self._refuse)
+        self.joining = Joining(
+            self.network,
+            self._clock,
+            self._addresses_to_try(),
+            publish=self._publish,
+            found=self._found,
+            is_alone=lambda: len(self.membership.live) < 2,
+        )
+        self.runs = Runs(
+            self.seams,
+            self.signer,
+            offers=self._offers,
+            live=lambda: self.membership.live,
+            accepts=self._accepts,
+            publish=self._publish,
+            refuse=self._refuse,
+            suspect=self.membership.suspect,
+            provide=self._provide,
+            threads=self.capacity.cores,
+            device=self.capacity.device,
+        )
+
+    async def leave(self) -> None:
+        """Say goodbye to the swarm; the node ends when its context does."""
+        if not self.stopping.is_set():
+            self.stopping.set()
+        with trio.CancelScope(shield=True):
+            self._save_remembered()
+            await self.membership.leave()
+        self._publish(NodeStopped(at=self._clock.wall()))
+
+    # Events
+
+    @contextmanager
+    def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
+        """Events from now on."""
+        send, receive = trio.open_memory_channel[Event](SUBSCRIBER_EVENTS_MAX)
+        self._watchers.append(send)
+        try:
+            yield receive
+        finally:
+            self._watchers.remove(send)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was refused and dropped, by reason, at every layer."""
+        return dict(Counter(dict(self.network.counters)) + self._refused)
+
+    def _publish(self, event: Event) -> None:
+        self.state = views.apply(self.state, event)
+        if self._report is not None:
+            self._report(event)
+        for watcher in self._watchers:
+            try:
+                watcher.send_nowait(event)
+            except trio.WouldBlock:
+                self._refused["events_lost_by_slow_watchers"] += 1
+
+    def _refuse(self, peer: PeerId, error: RemoteProtocolError) -> None:  # noqa: ARG002 - counted, not named
+        reason = "protocol_errors"
+        self._refused[reason] += 1
+        if self._refused[reason] in REFUSALS_SHOWN:
+            count = self._refused[reason]
+            self._publish(StrangerRefused(at=self._clock.wall(), reason=str(error)[:200], count=count))
+
+    # Between the services
+
+    def _met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        self.discovery.met(peer, addresses)
+
+    def _gone(self, peer: PeerId) -> None:
+        self.discovery.gone(peer)
+        self.runs.member_lost(peer)
+
+    def _found(self, peers: Sequence[PeerId]) -> None:
+        self.membership.join(peers)
+        self.discovery.join(peers)
+
+    @property
+    def _takes_stages(self) -> bool:
+        return not self.config.observer and self.config.resources.accept_runs == "swarm"
+
+    def _accepts(self, run: Run) -> str | None:  # noqa: ARG002 - every run alike, until runs have admission
+        return None if self._takes_stages else "takes no stages"
+
+    def _offers(self) -> list[Offer]:
+        """What every live member says it offers, this node included."""
+        own = Offer(
+            self.peer,
+            self.capacity.flops_per_second,
+            self.capacity.memory_free_bytes,
+            self._takes_stages and self.runs.has_slot and self.capacity.flops_per_second > 0,
+        )
+        offers = [own]
+        for member in self.membership.members:
+            claim = read_metadata(member.metadata)
+            if member.live and member.peer != self.peer and claim is not None:
+                has_slot = claim.accepts_runs and claim.flops_per_second > 0
+                offers.append(Offer(member.peer, claim.flops_per_second, claim.memory_free_bytes, has_slot))
+        return sorted(offers, key=lambda offer: offer.peer)
+
+    async def _provide(self, run: str, digest: str) -> None:
+        """Say in the DHT that this node keeps a run's weights."""
+        await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
+
+    # Peers met before
+
+    def _addresses_to_try(self) -> list[Address]:
+        addresses = list(self._seeds.seeds)
+        if self._seeds.remember:
+            for peer in read_remembered(self.seams.storage):
+                addresses += peer[:1]
+        return list(dict.fromkeys(addresses))
+
+    async def _remember(self) -> None:
+        while True:
+            await trio.sleep(REMEMBER_SECONDS)
+            self._save_remembered()
+
+    def _save_remembered(self) -> None:
+        live = [
+            tuple(address.of(member.peer) for address in member.addresses)
+            for member in self.membership.members
+            if member.live and member.peer != self.peer
+        ]
+        if live and self._seeds.remember:
+            write_remembered(self.seams.storage, live)
+
+    async def _advertise(self) -> None:
+        """This node's capacity as a signed record in the DHT, for those outside its membership view."""
+        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
+
+
+@asynccontextmanager
+async def _cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
+    async with trio.open_nursery() as nursery:
+        try:
+            yield nursery
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+async def _run_network(
+    network: RealNetwork, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    await network.run(task_status=task_status)
+
+
+# The process
+
+
+def main(
+    config: Config,
+    *,
+    require_join_seconds: float | None = None,
+    report: Callable[[Event], None] | None = None,
+) -> int:
+    """Run a node until it is told to leave; the exit code. Raises PeerloomError."""
+    return trio.run(_serve, config, require_join_seconds, report)
+
+
+async def _serve(
+    config: Config, require_join_seconds: float | None, report: Callable[[Event], None] | None
+) -> int:
+    try:
+        async with Node(config, report=report) as node, trio.open_nursery() as nursery:
+            nursery.start_soon(_leave_on_signal, node.stopping)
+            if require_join_seconds is not None:
+                nursery.start_soon(_require_join, node, require_join_seconds)
+            await node.stopping.wait()
+            nursery.cancel_scope.cancel()
+    except* JoinTimeout as group:
+        raise _first(group) from None
+    return EXIT_DONE
+
+
+async def _leave_on_signal(stopping: trio.Event) -> None:
+    """The first Ctrl-C leaves gracefully, the second ends the process at once."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            if stopping.is_set():
+                os._exit(EXIT_FORCED)
+            stopping.set()
+
+
+async def _require_join(node: Node, seconds: float) -> None:
+    with node.watch() as events, trio.move_on_after(seconds):
+        if any(member.status == "alive" for member in node.state.members.values()):
+            return
+        async for event in events:
+            if isinstance(event, MemberJoined):
+                return
+    raise JoinTimeout(
+        f"nobody answered within the {seconds:g} s of --require-join",
+        "check the addresses above, or leave --require-join away to keep trying",
+    )
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

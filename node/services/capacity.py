@@ -1,0 +1,90 @@
+"""What this machine offers, measured at the start: device, cores, free memory, FLOP/s by a short product.
+
+On a CPU numpy multiplies, in this process (its BLAS is as fast as torch's); for an accelerator torch
+must, so a short process does. The figure is a first guess that placement needs, not a promise.
+"""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from node.config import Resources
+
+MATRIX_SIDE = 512
+PRODUCT_SECONDS = 0.06
+"""Long enough to come out of a sleeping core's clock, short enough not to delay a start."""
+DEVICE_SECONDS_MAX = 60.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is offered. `memory_free_bytes` is what a run may take, after the configured share."""
+
+    device: str
+    cores: int
+    memory_free_bytes: int
+    memory_total_bytes: int
+    flops_per_second: float
+    location: str
+
+
+def measure(resources: Resources) -> Capacity:
+    """Measure this machine within what the configuration allows. Call it in a thread."""
+    device = find_device(resources.device)
+    all_cores = psutil.cpu_count() or 1
+    cores = min(resources.cores or all_cores, all_cores)
+    memory = psutil.virtual_memory()
+    allowed = resources.memory.of(memory.total)
+    rate = _cpu_rate() * cores / all_cores if device == "cpu" else _device_rate(device)
+    return Capacity(
+        device=device,
+        cores=cores,
+        memory_free_bytes=min(allowed, memory.available),
+        memory_total_bytes=memory.total,
+        flops_per_second=rate,
+        location=resources.location,
+    )
+
+
+def find_device(wanted: str) -> str:
+    """`auto` is the first GPU where there is one and torch was built for it, else the CPU."""
+    if wanted != "auto":
+        return wanted
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return "cpu"
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return "cuda:0" if pynvml.nvmlDeviceGetCount() else "cpu"
+    except pynvml.NVMLError:
+        return "cpu"
+
+
+def _cpu_rate() -> float:
+    matrix = np.ones((MATRIX_SIDE, MATRIX_SIDE), dtype=np.float32)
+    np.matmul(matrix, matrix)  # the first product starts BLAS's threads
+    products = 0
+    begun = time.perf_counter()
+    while (seconds := time.perf_counter() - begun) < PRODUCT_SECONDS or not products:
+        np.matmul(matrix, matrix)
+        products += 1
+    return products * 2.0 * MATRIX_SIDE**3 / max(seconds, 1e-9)
+
+
+def _device_rate(device: str) -> float:
+    """FLOP/s of a device that only torch can reach; 0 where it cannot (and says so by taking no stage)."""
+    command = [sys.executable, "-m", "partition.measure", device]
+    try:
+        output = subprocess.run(  # noqa: S603 - our own module, a device name checked by the config
+            command, capture_output=True, timeout=DEVICE_SECONDS_MAX, check=True, stdin=subprocess.DEVNULL
+        ).stdout
+        return float(json.loads(output)["flops_per_second"])
+    except (subprocess.SubprocessError, OSError, ValueError, KeyError):
+        return 0.0

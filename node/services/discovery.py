@@ -1,0 +1,119 @@
+"""What is where: the Kademlia core driven over datagrams, with its lookups as awaitable calls."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from dht.events import Event, PeerHeard, RecordsFound, RecordStored
+from dht.kademlia import Kademlia, Sends
+from dht.keys import record_key
+from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message
+from dht.records import Record, sign_record
+from dht.settings import Settings
+from node.seams import Clock, Network
+from node.services.driver import Driver
+
+RECORD_SECONDS = 24 * 3_600
+"""How long a record stays valid without being stored again; the core republishes it meanwhile."""
+LOOKUP_SECONDS_MAX = 30.0
+
+
+class Discovery:
+    """The service. `run` drives; `publish` and `find` may be awaited once it does."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        rng: Random,
+        signer: Signer,
+        *,
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._signer = signer
+        self._core = Kademlia(signer, Settings(), rng, network.addresses)
+        self._core.wall_offset = clock.wall() - clock.monotonic()
+        self._waiting: dict[int, _Answer] = {}
+        self._driver = Driver(
+            self._core,
+            PROTOCOL,
+            Message,
+            message_bytes_max=MESSAGE_BYTES_MAX,
+            network=network,
+            clock=clock,
+            publish=self._on_event,
+            refuse=refuse,
+        )
+        self.run = self._driver.run
+
+    def join(self, peers: Sequence[PeerId]) -> None:
+        """Enter the DHT by these peers."""
+        self._driver.command(lambda now: self._core.join(now, peers))
+
+    def met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        """Membership found a peer: it may stand in the routing table once it answers."""
+        self._driver.command(lambda now: self._core.add(now, peer, addresses))
+
+    def gone(self, peer: PeerId) -> None:
+        """Membership lost a peer: lookups need not wait for it."""
+        self._driver.command(lambda now: self._core.remove(now, peer))
+
+    async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
+        """Store this node's record under (purpose, name); how many nodes keep it, this one included."""
+        wall = self._clock.wall()
+        fact = sign_record(
+            self._signer,
+            record_key(purpose, name),
+            value,
+            sequence=int(wall * 1000),
+            expires=int(wall) + RECORD_SECONDS,
+        )
+        stored = await self._ask(lambda now: self._core.store(now, fact))
+        return stored.acknowledged if isinstance(stored, RecordStored) else 0
+
+    async def find(self, purpose: str, name: bytes) -> tuple[Record, ...]:
+        """The newest record of each publisher under (purpose, name)."""
+        found = await self._ask(lambda now: self._core.find(now, record_key(purpose, name)))
+        return found.records if isinstance(found, RecordsFound) else ()
+
+    async def _ask(self, order: Callable[[float], tuple[int, Sends]]) -> Event | None:
+        answer = _Answer()
+
+        def begin(now: float) -> Sends:
+            number, sends = order(now)
+            answer.number = number
+            self._waiting[number] = answer
+            return sends
+
+        self._driver.command(begin)
+        try:
+            with trio.move_on_after(LOOKUP_SECONDS_MAX):
+                await answer.ready.wait()
+        finally:
+            self._waiting.pop(answer.number, None)
+        return answer.event
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerHeard):
+            self._network.learn(event.peer, event.addresses)
+            return
+        waiting = self._waiting.get(getattr(event, "request", -1))
+        if waiting is not None:
+            waiting.event = event
+            waiting.ready.set()
+
+
+class _Answer:
+    """One lookup that somebody awaits."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.event: Event | None = None
+        self.ready = trio.Event()

@@ -1,0 +1,93 @@
+"""Finding the first peer: every address gets its own attempt and its own reason, and none is fatal.
+
+Seeds and remembered peers are tried side by side. While this node is alone they are tried again,
+more and more slowly; once somebody is known, SWIM and the DHT find the rest.
+"""
+
+from collections.abc import Callable, Sequence
+
+import trio
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.events import JoinTried
+from node.seams import Clock, Network
+
+RETRY_SECONDS_MIN = 2.0
+RETRY_SECONDS_MAX = 60.0
+ATTEMPTS_MAX = 16
+"""Addresses dialled at once."""
+
+
+class Joining:
+    """Tries `addresses` until somebody answered; `found` is told of every peer that did."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        addresses: Sequence[Address],
+        *,
+        publish: Callable[[JoinTried], None],
+        found: Callable[[Sequence[PeerId]], None],
+        is_alone: Callable[[], bool],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._addresses = tuple(addresses)
+        self._publish = publish
+        self._found = found
+        self._is_alone = is_alone
+
+    async def run(self) -> None:
+        """Until cancelled: one round at once, more while this node is alone."""
+        pause = RETRY_SECONDS_MIN
+        while self._addresses:
+            peers = await self.try_all()
+            if peers:
+                self._found(peers)
+            await trio.sleep(pause)
+            pause = min(RETRY_SECONDS_MAX, pause * 2)
+            while not self._is_alone():
+                pause = RETRY_SECONDS_MIN
+                await trio.sleep(RETRY_SECONDS_MAX)
+
+    async def try_all(self) -> list[PeerId]:
+        """Dial every address once; who answered, in the order of the addresses."""
+        answers: dict[int, PeerId] = {}
+        limit = trio.CapacityLimiter(ATTEMPTS_MAX)
+
+        async def attempt(index: int, address: Address) -> None:
+            async with limit:
+                peer = await self._try(address)
+            if peer is not None:
+                answers[index] = peer
+
+        async with trio.open_nursery() as nursery:
+            for index, address in enumerate(self._addresses):
+                nursery.start_soon(attempt, index, address)
+        return list(dict.fromkeys(answers[index] for index in sorted(answers)))
+
+    async def _try(self, address: Address) -> PeerId | None:
+        begun = self._clock.monotonic()
+        peer, outcome, detail = None, "ok", ""
+        try:
+            peer = await self._network.identify(address)
+        except Unreachable as error:
+            outcome, detail = error.reason, error.detail
+        if peer == self._network.peer:
+            peer, outcome, detail = None, "self", "this is this node's own address"
+        elif peer is not None:
+            self._network.learn(peer, [address.of(peer)])
+        self._publish(
+            JoinTried(
+                at=self._clock.wall(),
+                address=address.short,
+                outcome=outcome,
+                detail=detail,
+                peer=peer,
+                seconds=self._clock.monotonic() - begun,
+            )
+        )
+        return peer

@@ -1,0 +1,180 @@
+"""Who is here: the SWIM core driven over datagrams, and its events told to the rest of the node."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.contact import Address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId, short_peer
+from gossip import member as core
+from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.settings import PRESETS
+from gossip.swim import PROTOCOL, Swim
+from node import events
+from node.seams import Clock, Network
+from node.services.capacity import Capacity
+from node.services.driver import Driver
+
+METADATA_VERSION = 1
+LEAVE_SECONDS = 0.6
+"""How long a leaving node still answers and gossips its goodbye."""
+
+Text = Annotated[str, msgspec.Meta(max_length=64)]
+Size = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a member's SWIM fact carries beside name and addresses: its capacity, in its own words."""
+
+    version: int
+    accepts_runs: bool
+    device: Text
+    cores: Size
+    memory_free_bytes: Size
+    memory_total_bytes: Size
+    flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=1e24)]
+    location: Text
+
+
+def encode_metadata(capacity: Capacity, *, accepts_runs: bool) -> bytes:
+    """The metadata of a node with this capacity."""
+    return encode(
+        Metadata(
+            METADATA_VERSION,
+            accepts_runs,
+            capacity.device,
+            capacity.cores,
+            capacity.memory_free_bytes,
+            capacity.memory_total_bytes,
+            capacity.flops_per_second,
+            capacity.location,
+        )
+    )
+
+
+def read_metadata(data: bytes) -> Metadata | None:
+    """A member's claim, None where this version cannot read it."""
+    try:
+        metadata: Metadata = decode(data, Metadata, bytes_max=core.METADATA_BYTES_MAX)
+    except RemoteProtocolError:
+        return None
+    return metadata
+
+
+class Membership:
+    """The service. `run` drives; `gone` is told of every member that died or left."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        rng: Random,
+        signer: Signer,
+        profile: core.Profile,
+        preset: str,
+        *,
+        publish: Callable[[events.Event], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+        met: Callable[[PeerId, Sequence[Address]], None],
+        gone: Callable[[PeerId], None],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._publish = publish
+        self._met = met
+        self._gone = gone
+        # The wall clock in milliseconds is above any incarnation of an earlier life.
+        incarnation = int(clock.wall() * 1000)
+        swim = Swim(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic())
+        self._swim = swim
+        self._driver = Driver(
+            swim,
+            PROTOCOL,
+            Message,
+            message_bytes_max=MESSAGE_BYTES_MAX,
+            network=network,
+            clock=clock,
+            publish=self._on_event,
+            refuse=refuse,
+        )
+        self.run = self._driver.run
+
+    @property
+    def live(self) -> tuple[PeerId, ...]:
+        """Who is believed alive, this node included, by peer id."""
+        return tuple(member.peer for member in self._swim.members if member.live)
+
+    @property
+    def members(self) -> tuple[core.Member, ...]:
+        """Everyone listed, the dead too."""
+        return self._swim.members
+
+    def join(self, peers: Sequence[PeerId]) -> None:
+        """Exchange member lists with these peers."""
+        self._driver.command(lambda now: self._swim.join(now, peers))
+
+    def suspect(self, peer: PeerId) -> None:
+        """Something else hints that `peer` is gone: probe it at once."""
+        self._driver.command(lambda now: self._swim.hint_suspect(now, peer))
+
+    async def leave(self) -> None:
+        """Say goodbye, and stay a moment so that it spreads."""
+        self._driver.command(self._swim.leave)
+        await trio.sleep(LEAVE_SECONDS)
+
+    def _on_event(self, event: core.Event) -> None:
+        match event:
+            case core.MemberUp() | core.MemberChanged():
+                self._network.learn(event.peer, event.addresses)
+                self._publish(self._joined(event))
+                self._met(event.peer, event.addresses)
+            case core.MemberSuspected():
+                at = self._clock.wall()
+                self._publish(events.MemberSuspected(at=at, peer=event.peer, by=event.accuser))
+            case core.MemberRefuted():
+                self._publish(events.MemberRefuted(at=self._clock.wall(), peer=event.peer))
+            case core.MemberDown():
+                at = self._clock.wall()
+                self._publish(events.MemberLost(at=at, peer=event.peer, reason=event.reason))
+                self._gone(event.peer)
+            case core.MemberLeft():
+                self._publish(events.MemberLeft(at=self._clock.wall(), peer=event.peer))
+                self._gone(event.peer)
+
+    def _joined(self, event: core.MemberUp | core.MemberChanged) -> events.MemberJoined:
+        known = next((member for member in self._swim.members if member.peer == event.peer), None)
+        through = known.found_through if known is not None else None
+        return events.MemberJoined(
+            at=self._clock.wall(),
+            peer=event.peer,
+            name=event.name,
+            addresses=tuple(address.short for address in event.addresses),
+            found_through="" if through is None else self._name_of(through),
+            capacity=self._capacity(event.metadata),
+        )
+
+    def _name_of(self, peer: PeerId) -> str:
+        for member in self._swim.members:
+            if member.peer == peer:
+                return member.name
+        return short_peer(peer)
+
+    def _capacity(self, data: bytes) -> events.CapacityMeasured | None:
+        metadata = read_metadata(data)
+        if metadata is None:
+            return None
+        return events.CapacityMeasured(
+            at=self._clock.wall(),
+            device=metadata.device,
+            cores=metadata.cores,
+            memory_free_bytes=metadata.memory_free_bytes,
+            memory_total_bytes=metadata.memory_total_bytes,
+            flops_per_second=metadata.flops_per_second,
+            location=metadata.location,
+        )

@@ -1,0 +1,137 @@
+"""Addresses as people and peers write them, and the signed contact."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.contact import (
+    ADDRESS_LENGTH_MAX,
+    ADDRESSES_MAX,
+    CONTACT_PURPOSE,
+    Address,
+    ContactBody,
+    check_contact,
+    make_address,
+    parse_address,
+    sign_contact,
+)
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity, peer_text
+
+ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
+SIGNER = IdentitySigner(ALICE, "test")
+PEER = peer_text(BOB.peer)
+
+hosts = st.ip_addresses().map(str) | st.from_regex(r"[a-z]{1,20}(\.[a-z]{1,20}){0,3}", fullmatch=True)
+
+
+def body(**changes: Any) -> ContactBody:
+    plain = ContactBody("lab", ("/ip4/10.0.0.1/tcp/9747",), bytes(32), 5)
+    return msgspec.structs.replace(plain, **changes)
+
+
+@given(hosts, st.integers(1, 65_535), st.sampled_from([None, BOB.peer]))
+def test_an_address_survives_both_of_its_text_forms(host: str, port: int, peer: Any) -> None:
+    address = make_address(host, port, peer)
+    assert parse_address(str(address)) == address
+    assert parse_address(address.short) == address.of(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.5:9747", Address("ip4", "10.0.0.5", 9747)),
+        ("[::1]:9747", Address("ip6", "::1", 9747)),
+        ("lab-5:1", Address("dns", "lab-5", 1)),
+        ("/ip4/10.0.0.5/udp/9747", Address("ip4", "10.0.0.5", 9747)),
+        (f"/dns4/a.example/tcp/1/p2p/{PEER}", Address("dns4", "a.example", 1, BOB.peer)),
+    ],
+)
+def test_what_people_type_is_understood(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("10.0.0.5:99999", "port must be"),
+        ("10.0.0.5:0", "port must be"),
+        ("10.0.0.5", "want HOST:PORT"),
+        ("::1:80", "want HOST:PORT"),
+        ("under score.example:80", "not a host name"),
+        ("/ip4/::1/tcp/80", "not an IPv4 address"),
+        ("/ip6/10.0.0.1/tcp/80", "not an IPv6 address"),
+        ("/unix/x/tcp/80", "not one of"),
+        ("/ip4/10.0.0.1/sctp/80", "want /ip4"),
+        (f"/ip4/10.0.0.1/tcp/80/onion/{PEER}", "cannot follow a port"),
+        ("/ip4/10.0.0.1/tcp/80/p2p/nobody", "not a peer id"),
+        ("x" * (ADDRESS_LENGTH_MAX + 1), "at most"),
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_address(text)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
+    for candidate in (text, "/ip4/" + text, text + ":80"):
+        try:
+            assert 1 <= parse_address(candidate).port <= 65_535
+        except ValueError:
+            continue
+
+
+def test_a_signed_contact_says_who_and_where() -> None:
+    contact = check_contact(SIGNER, sign_contact(SIGNER, body()))
+    assert (contact.peer, contact.name, contact.sequence) == (ALICE.peer, "lab", 5)
+    assert contact.addresses == (Address("ip4", "10.0.0.1", 9747, ALICE.peer),)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "x" * 41},
+        {"addresses": ("nowhere",)},
+        {"addresses": (f"/ip4/10.0.0.1/tcp/1/p2p/{PEER}",)},
+        {"addresses": ("10.0.0.1:1",) * (ADDRESSES_MAX + 1)},
+        {"static": bytes(31)},
+        {"sequence": -1},
+        {"sequence": 2**63},
+    ],
+)
+def test_a_contact_that_breaks_a_bound_is_refused_though_its_signature_holds(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        check_contact(SIGNER, sign_contact(SIGNER, body(**changes)))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_as_a_contact_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        check_contact(SIGNER, SIGNER.sign(CONTACT_PURPOSE, data))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_as_a_message_are_refused_or_are_one(data: bytes) -> None:
+    try:
+        message: ContactBody = decode(data, ContactBody, bytes_max=250)
+    except RemoteProtocolError:
+        return
+    assert decode(encode(message), ContactBody, bytes_max=1_000) == message
+
+
+def test_a_message_longer_than_allowed_is_refused_unread() -> None:
+    data = encode(body())
+    assert decode(memoryview(data), ContactBody, bytes_max=len(data)) == body()
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        decode(data, ContactBody, bytes_max=len(data) - 1)
+
+
+def test_deeply_nested_messagepack_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(b"\x91" * 100_000 + b"\xc0", Any, bytes_max=2**20)

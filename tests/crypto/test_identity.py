@@ -1,0 +1,78 @@
+"""Identities, peer ids and signed facts."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.facts import Fact, IdentitySigner, signed_bytes
+from crypto.identity import Identity, PeerId, parse_peer, peer_text, short_peer, verify
+
+ALICE = Identity(b"a" * 32)
+SIGNER = IdentitySigner(ALICE, "test")
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_a_peer_id_survives_its_text_form(raw: bytes) -> None:
+    text = peer_text(PeerId(raw))
+    assert text.startswith("12D3KooW")
+    assert parse_peer(text) == raw
+    assert short_peer(PeerId(raw)) == "..." + text[-6:]
+
+
+def test_a_known_peer_id_reads_as_libp2p_writes_it() -> None:
+    # The Ed25519 public key of the libp2p peer-ids specification's test vectors.
+    key = bytes.fromhex("1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e")
+    assert peer_text(PeerId(key)) == "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
+
+
+@given(
+    st.text(max_size=60) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=44)
+)
+def test_other_texts_are_no_peer_ids(text: str) -> None:
+    for candidate in (text, ("12D3KooW" + text)[:52].ljust(52, "z")):
+        try:
+            assert peer_text(parse_peer(candidate)) == candidate
+        except ValueError:
+            continue
+
+
+def test_an_identity_is_made_from_entropy_and_keeps_its_secret_out_of_sight() -> None:
+    rng = random.Random(1)
+    identity = Identity.generate(rng.randbytes)
+    assert identity.peer == Identity(identity.seed).peer
+    assert identity.seed.hex() not in repr(identity)
+    with pytest.raises(ValueError, match="32 bytes"):
+        Identity(b"short")
+
+
+def test_a_signature_holds_for_its_data_and_its_peer_only() -> None:
+    signature = ALICE.sign(b"data")
+    assert verify(ALICE.peer, b"data", signature)
+    assert not verify(ALICE.peer, b"date", signature)
+    assert not verify(Identity(b"b" * 32).peer, b"data", signature)
+    assert not verify(PeerId(b"short"), b"data", signature)
+
+
+def test_a_fact_holds_for_its_purpose_and_swarm_only() -> None:
+    fact = SIGNER.sign("contact", b"body")
+    assert SIGNER.check("contact", fact) == SIGNER.peer == ALICE.peer
+    for signer, purpose in ((SIGNER, "record"), (IdentitySigner(ALICE, "other"), "contact")):
+        with pytest.raises(RemoteProtocolError, match="wrong signature"):
+            signer.check(purpose, fact)
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        SIGNER.check("contact", Fact(b"short", b"body", fact.signature))
+
+
+@given(st.binary(), st.binary(max_size=70), st.binary(max_size=70))
+def test_random_facts_are_refused(body: bytes, author: bytes, signature: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        SIGNER.check("contact", Fact(author, body, signature))
+
+
+def test_purpose_and_swarm_cannot_run_into_each_other() -> None:
+    assert signed_bytes("ab", "c", b"") != signed_bytes("a", "bc", b"")
+    with pytest.raises(LocalProtocolError):
+        signed_bytes("a\0b", "c", b"")

@@ -1,0 +1,125 @@
+"""A tiny event heap that drives many Kademlia cores, with latency and loss, in virtual time."""
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+from crypto.contact import Address, make_address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, IdentitySigner
+from crypto.identity import Identity, PeerId
+from dht.events import Event
+from dht.kademlia import Kademlia, Sends
+from dht.keys import Key
+from dht.messages import MESSAGE_BYTES_MAX, Message
+from dht.records import sign_record
+from dht.settings import Settings
+
+WALL = 1_700_000_000.0
+"""Unix seconds at virtual time zero."""
+
+Kind = TypeVar("Kind")
+
+
+def signer(number: int) -> IdentitySigner:
+    return IdentitySigner(Identity(number.to_bytes(32, "big")), "test")
+
+
+def address(number: int) -> Address:
+    return make_address(f"10.0.{number // 250}.{number % 250 + 1}", 9747)
+
+
+def record(
+    author: int, key: Key, value: bytes = b"v", sequence: int = 1, expires: float = WALL + 3600
+) -> Fact:
+    return sign_record(signer(author), key, value, sequence=sequence, expires=int(expires))
+
+
+class Swarm:
+    """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change what a node sends."""
+
+    def __init__(self, seed: int, *, loss: float = 0.0, settings: Settings | None = None) -> None:
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.loss = loss
+        self.settings = settings or Settings()
+        self.nodes: dict[PeerId, Kademlia] = {}
+        self.events: dict[PeerId, list[Event]] = {}
+        self.refused: list[tuple[PeerId, str]] = []
+        self.trace: list[tuple[float, PeerId, PeerId, bytes]] = []
+        self.tamper: dict[PeerId, Callable[[Message], Message]] = {}
+        self._heap: list[tuple[float, int, PeerId, PeerId, bytes]] = []
+        self._sent = 0
+
+    def start(self, number: int) -> Kademlia:
+        node = Kademlia(
+            signer(number), self.settings, Random(self.rng.getrandbits(32)), (address(number),)
+        )
+        node.wall_offset = WALL
+        self.nodes[node.peer] = node
+        self.events[node.peer] = []
+        return node
+
+    def grow(self, count: int) -> list[Kademlia]:
+        """`count` nodes, each joining by a random earlier one, in a settled table."""
+        nodes: list[Kademlia] = []
+        for number in range(count):
+            node = self.start(number)
+            if nodes:
+                self.send(node, node.join(self.now, [self.rng.choice(nodes).peer]))
+            nodes.append(node)
+            self.run(0.5)
+        self.run(30)
+        return nodes
+
+    def send(self, node: Kademlia, sends: Sends) -> None:
+        self.events[node.peer] += node.events
+        node.events.clear()
+        for peer, message in sends:
+            data = encode(self.tamper[node.peer](message) if node.peer in self.tamper else message)
+            self.trace.append((self.now, node.peer, peer, data))
+            if self.rng.random() >= self.loss:
+                self._sent += 1
+                at = self.now + self.rng.uniform(0.02, 0.08)
+                heapq.heappush(self._heap, (at, self._sent, node.peer, peer, data))
+
+    def run(self, seconds: float) -> None:
+        """Let virtual time pass. Dead nodes are those no longer in `nodes`."""
+        end = self.now + seconds
+        while True:
+            arrival = self._heap[0][0] if self._heap else end + 1
+            waking = min(self.nodes.values(), key=lambda node: node.deadline)
+            if min(arrival, waking.deadline) > end:
+                break
+            self.now = max(self.now, min(arrival, waking.deadline))
+            if waking.deadline <= arrival:
+                self.send(waking, waking.wake(self.now))
+                continue
+            _, _, sender, receiver, data = heapq.heappop(self._heap)
+            if receiver in self.nodes:
+                self._deliver(sender, self.nodes[receiver], data)
+        self.now = end
+
+    def _deliver(self, sender: PeerId, node: Kademlia, data: bytes) -> None:
+        try:
+            message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+            sends = node.receive(self.now, sender, message)
+        except RemoteProtocolError as error:
+            self.refused.append((sender, str(error)))
+            return
+        self.send(node, sends)
+
+    def ask(
+        self, node: Kademlia, order: Callable[[float], tuple[int, Sends]], kind: type[Kind]
+    ) -> Kind:
+        """Let `node` do one thing and wait for the event that ends it."""
+        request, sends = order(self.now)
+        self.send(node, sends)
+        for _ in range(240):
+            for event in self.events[node.peer]:
+                if isinstance(event, kind) and getattr(event, "request", None) == request:
+                    return event
+            self.run(0.1)
+        raise AssertionError(f"no {kind.__name__} within 24 s")

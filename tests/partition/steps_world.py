@@ -1,0 +1,606 @@
+"""A world in memory for the step machines: one trainer, replicas of stages, links, deaths; no clock, no torch.
+
+Every delivery, computation and disturbance is one action, and a seed picks which comes next, so a
+seed is a history. Links are as `node.runs.links`: in order, but what a broken link loses comes again
+behind what was queued. A fake stage sums integers instead of gradients, so that sums are compared
+exactly, and refuses whatever the real one (`partition.execute`) refuses. The world checks while it
+runs; `Broken` says what is wrong.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+from typing import Any
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from partition.codec import Payload
+from partition.plan.plan import HASH_BYTES, Plan, StagePlan, plan_hash
+from partition.steps.frames import Direction, Frame, FrameHeader, OpenedFrame, make_frame, open_frame
+from partition.steps.replica import (
+    ApplyReady,
+    BackwardReady,
+    ForwardReady,
+    ReduceReady,
+    ReduceVoided,
+    Replica,
+    ReplicaDropped,
+    StepDiscarded,
+)
+from partition.steps.trainer import (
+    FeedReady,
+    ReplicaLost,
+    StepApplied,
+    Trainer,
+    TrainingEvaluated,
+    TrainingFailed,
+)
+
+ACTIONS_MAX = 20_000
+"""A walk has a few hundred; more means that messages go round in circles."""
+
+
+class Broken(AssertionError):
+    """A promise of exact mode was not kept."""
+
+
+class HashSigner:
+    """Signs with a hash that anybody could make: enough where nobody lies."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+
+    def sign(self, purpose: str, body: bytes) -> Fact:
+        return Fact(self.peer, body, digest(purpose, self.peer, body))
+
+    def check(self, purpose: str, fact: Fact) -> PeerId:
+        if fact.signature != digest(purpose, fact.author, fact.body):
+            raise RemoteProtocolError("a wrong signature")
+        return PeerId(fact.author)
+
+
+def digest(*parts: object) -> bytes:
+    return blake2b(repr(parts).encode(), digest_size=32).digest()
+
+
+def number(*parts: object) -> int:
+    return int.from_bytes(digest(*parts)[:6], "big")
+
+
+def payload(data: bytes) -> Payload:
+    return Payload((len(data),), "int64", "raw", bytes(HASH_BYTES), data)
+
+
+def peer(name: str) -> PeerId:
+    return PeerId(name.encode().ljust(32, b"-"))
+
+
+def samples_of(microbatch: int) -> int:
+    return 2 + microbatch % 3
+
+
+def correct_of(output: bytes, microbatch: int) -> int:
+    return output[0] % (samples_of(microbatch) + 1)
+
+
+def loss_of(output: bytes) -> float:
+    return output[1] / 16
+
+
+@dataclass
+class FakeStage:
+    """What `partition.execute.StageExecutor` is to a real replica."""
+
+    index: int
+    stages: int
+    parameters: bytes = b""
+    step: int = 0
+    sums: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, bytes] = field(default_factory=dict)
+    sums_step: int | None = None
+    total: dict[int, int] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def forward(
+        self, step: int, microbatch: int, train: bool, given: bytes, labels: bytes | None
+    ) -> tuple[bytes | None, bytes | None, bytes]:
+        """Output, gradient of the input, and the numbers the loss is made of."""
+        output = digest("output", self.index, self.parameters, given, labels)
+        if train:
+            if self.sums_step not in (None, step) or step != self.step:
+                raise Broken(f"a micro-batch of step {step} in the sums of step {self.step}")
+            if microbatch in self.sums or microbatch in self.in_flight:
+                raise Broken(f"micro-batch {microbatch} for a second time")
+            self.sums_step = step
+        if not self.is_last:
+            if train:
+                self.in_flight[microbatch] = given
+            return output, None, output
+        gradient = None
+        if train:
+            self.sums[microbatch] = number("sum", self.parameters, given, labels)
+            gradient = digest("gradient", self.parameters, given, labels) if self.index else None
+        return None, gradient, output
+
+    def backward(self, step: int, microbatch: int, gradient: bytes) -> bytes | None:
+        if step != self.sums_step or microbatch not in self.in_flight:
+            raise Broken(f"nothing to go back through for micro-batch {microbatch} of step {step}")
+        given = self.in_flight.pop(microbatch)
+        self.sums[microbatch] = number("sum", self.parameters, given, gradient)
+        return digest("gradient", self.parameters, given, gradient) if self.index else None
+
+    def discard(self) -> None:
+        self.sums.clear()
+        self.in_flight.clear()
+        self.sums_step = None
+
+    def apply(self, step: int, samples: int) -> bytes:
+        if step != self.step or self.total is None:
+            raise Broken(f"step {step} applied after {self.step} steps with total {self.total}")
+        self.parameters = digest("parameters", self.parameters, sum(self.total.values()), samples)
+        self.total = None
+        self.step += 1
+        self.discard()
+        return self.parameters
+
+
+class Truth:
+    """The undisturbed run: totals and parameters per stage and step, losses, evaluations."""
+
+    def __init__(self, stages: int, microbatches: int, steps: int, evaluations: int) -> None:
+        chain = [FakeStage(index, stages) for index in range(stages)]
+        self.totals: list[list[dict[int, int]]] = []
+        self.losses: list[float] = []
+        for step in range(steps):
+            losses, samples = 0.0, 0
+            for microbatch in range(step * microbatches, (step + 1) * microbatches):
+                data, gradient, output = input_of(step, microbatch, True), None, b""
+                for stage in chain:
+                    labels = label_of(step, microbatch, True) if stage.is_last else None
+                    data_out, gradient, output = stage.forward(step, microbatch, True, data, labels)
+                    data = data_out or b""
+                for stage in reversed(chain[:-1]):
+                    assert gradient is not None
+                    gradient = stage.backward(step, microbatch, gradient)
+                losses += loss_of(output)
+                samples += samples_of(microbatch)
+            self.totals.append([dict(stage.sums) for stage in chain])
+            self.losses.append(losses / samples)
+            for stage in chain:
+                stage.total = dict(stage.sums)
+                stage.apply(step, samples)
+        self.parameters = [stage.parameters for stage in chain]
+        self.correct = 0
+        for microbatch in range(evaluations):
+            data = input_of(steps, microbatch, False)
+            for stage in chain:
+                labels = label_of(steps, microbatch, False) if stage.is_last else None
+                data_out, _, output = stage.forward(steps, microbatch, False, data, labels)
+                data = data_out or b""
+            self.correct += correct_of(output, microbatch)
+        self.evaluated = sum(samples_of(microbatch) for microbatch in range(evaluations))
+
+
+def input_of(step: int, microbatch: int, train: bool) -> bytes:
+    return digest("input", microbatch, train)
+
+
+def label_of(step: int, microbatch: int, train: bool) -> bytes:
+    return digest("labels", microbatch, train)
+
+
+class Node:
+    """A replica, its fake stage and its queue of work; dead or alive."""
+
+    def __init__(self, me: PeerId, replica: Replica, stages: int) -> None:
+        self.me = me
+        self.replica = replica
+        self.signer = HashSigner(me)
+        self.stage = FakeStage(replica.stage, stages)
+        self.work: deque[Any] = deque()
+
+
+class Link:
+    """Messages on their way, oldest first; while `broken` they wait."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Any] = deque()
+        self.broken = False
+
+
+@dataclass
+class _Reduction:
+    """One all-reduce: what each member brought, and who has taken the total."""
+
+    members: tuple[PeerId, ...]
+    brought: dict[PeerId, dict[int, int]] = field(default_factory=dict)
+    taken: list[PeerId] = field(default_factory=list)
+
+
+class World:
+    """One run, its plans one after another, and everything that goes wrong in it."""
+
+    def __init__(
+        self,
+        rng: Random,
+        shape: list[int],
+        *,
+        microbatches: int,
+        steps: int,
+        evaluations: int,
+        replica_class: type[Replica] = Replica,
+        trainer_class: type[Trainer] = Trainer,
+    ) -> None:
+        self.rng = rng
+        self.steps, self.evaluations = steps, evaluations
+        self.truth = Truth(len(shape), microbatches, steps, evaluations)
+        self.trainer_class = trainer_class
+        rows = []
+        for stage, replicas in enumerate(shape):
+            peers = tuple(peer(f"s{stage}r{replica}") for replica in range(replicas))
+            rows.append(StagePlan(stage, stage + 1, peers, tuple(rng.choice((1, 2, 5)) for _ in peers)))
+        self.plan = Plan(
+            run=bytes(32),
+            parent=bytes(32),
+            height=0,
+            planner=peer("planner"),
+            trainer=peer("t0"),
+            requester=peer("requester"),
+            microbatches=microbatches,
+            stages=tuple(rows),
+        )
+        self.links: dict[tuple[PeerId, PeerId], Link] = {}
+        self.reductions: dict[tuple[bytes, int, int, int], _Reduction] = {}
+        self.nodes: dict[PeerId, Node] = {}
+        for row in rows:
+            for name in row.replicas:
+                me = PeerId(name)
+                self.nodes[me] = Node(me, replica_class(me, self.plan), len(shape))
+        self.unheard: list[PeerId] = []  # dead, and the trainer does not know
+        self.wronged: set[PeerId] = set()  # whom the trainer may rightly drop: dead, suspected or failed
+        self.applied: dict[tuple[int, int], int] = {}
+        self.committed: list[tuple[int, int]] = []  # height, step
+        self.replacements = 0
+        self.outcome: str | None = None
+        self.reason = ""
+        self._begin()
+
+    # Plans
+
+    def _begin(self) -> None:
+        self.trainer = self.trainer_class(
+            PeerId(self.plan.trainer), self.plan, steps=self.steps, evaluations=self.evaluations
+        )
+        self.signer = HashSigner(self.trainer.me)
+        self._from_trainer(self.trainer.start(0.0))
+
+    def replace_trainer(self, *, readmit: bool) -> None:
+        """The trainer dies; all that live, or are thought to, get a plan with another."""
+        self.replacements += 1
+        gone = set() if readmit else set(self.trainer.dropped)
+        rows = []
+        for stage in self.plan.stages:
+            known = [
+                (name, rate)
+                for name, rate in zip(stage.replicas, stage.rates, strict=True)
+                if (name in self.nodes or name in self.unheard) and name not in gone
+            ]
+            if not known:
+                self.outcome, self.reason = "failed", "no plan"
+                return
+            rows.append(StagePlan(stage.first_layer, stage.last_layer, *zip(*known, strict=True)))
+        old = PeerId(self.plan.trainer)
+        self._cut(old)
+        self.plan = Plan(
+            run=self.plan.run,
+            parent=plan_hash(self.plan),
+            height=self.plan.height + 1,
+            planner=self.plan.planner,
+            trainer=peer(f"t{self.plan.height + 1}"),
+            requester=self.plan.requester,
+            microbatches=self.plan.microbatches,
+            stages=tuple(rows),
+        )
+        for me in list(self.nodes):
+            if self.plan.stage_of(me) is None:
+                self.kill(me)
+        self.unheard = [me for me in self.unheard if self.plan.stage_of(me) is not None]
+        self.wronged &= set(self.unheard) | (set(self.nodes) if readmit else set())
+        # The shells adopt first, in any order, and only then may the trainer begin.
+        for node in self.nodes.values():
+            node.replica.adopt(self.plan)
+            self._drain(node)
+        self._begin()
+
+    # Sending
+
+    def _put(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
+        self.links.setdefault((sender, receiver), Link()).queue.append(message)
+
+    def _from_trainer(self, sends: list[tuple[PeerId, object]]) -> None:
+        events = self.trainer.events[:]
+        self.trainer.events.clear()
+        me = self.trainer.me
+        feeds_first = self.rng.random() < 0.5
+        if not feeds_first:
+            for receiver, message in sends:
+                self._put(me, receiver, message)
+        for event in events:
+            self._trainer_event(event)
+        if feeds_first:
+            for receiver, message in sends:
+                self._put(me, receiver, message)
+        for lost in self.trainer.dropped:
+            if lost not in self.wronged:
+                raise Broken(f"{lost!r} was dropped, and it was neither dead nor suspected")
+
+    def _trainer_event(self, event: Any) -> None:
+        match event:
+            case FeedReady():
+                self._feed(event)
+            case StepApplied():
+                self.committed.append((self.plan.height, event.step))
+                if event.loss != self.truth.losses[event.step]:
+                    raise Broken(f"step {event.step} has loss {event.loss}, not {self.truth.losses}")
+            case TrainingEvaluated():
+                self.outcome = "done"
+                if (event.samples, event.correct) != (self.truth.evaluated, self.truth.correct):
+                    raise Broken(f"evaluated {event}, not {self.truth.evaluated}, {self.truth.correct}")
+            case TrainingFailed():
+                self.outcome, self.reason = "failed", event.reason
+            case ReplicaLost():
+                pass
+
+    def _feed(self, feed: FeedReady) -> None:
+        last = len(self.plan.stages) - 1
+        halves: list[tuple[PeerId | None, Direction, int, Any]] = [
+            (feed.input_to, "input", 0, input_of),
+            (feed.labels_to, "labels", last, label_of),
+        ]
+        for receiver, direction, stage, make in halves:
+            if receiver is not None:
+                frame = make_frame(
+                    self.signer,
+                    payload(make(feed.step, feed.microbatch, feed.train)),
+                    plan=self.trainer.plan_hash,
+                    step=feed.step,
+                    microbatch=feed.microbatch,
+                    stage=stage,
+                    direction=direction,
+                    train=feed.train,
+                )
+                self._put(self.trainer.me, receiver, frame)
+
+    def _from_node(self, node: Node, sends: list[tuple[PeerId, object]]) -> None:
+        self._drain(node)
+        for receiver, message in sends:
+            self._put(node.me, receiver, message)
+
+    def _drain(self, node: Node) -> None:
+        for event in node.replica.events:
+            match event:
+                case ReduceVoided():
+                    for key, reduction in self.reductions.items():
+                        if key[:2] == (event.plan, event.step):
+                            reduction.brought.pop(node.me, None)
+                case ReplicaDropped():
+                    node.work.clear()
+                    if node.me not in self.wronged:
+                        raise Broken("a replica was told that it is out, and it is not")
+                case _:
+                    node.work.append(event)
+        node.replica.events.clear()
+
+    # What can happen next
+
+    def actions(self) -> list[tuple[Any, ...]]:
+        """Every delivery, computation, reconnection and discovery of a death that may come next."""
+        found: list[tuple[Any, ...]] = []
+        for (sender, receiver), link in self.links.items():
+            here = receiver in self.nodes or receiver == self.trainer.me
+            if link.broken and (sender in self.nodes or sender == self.trainer.me):
+                found.append((self._reconnect, sender, receiver))
+            elif link.queue and here and not link.broken:
+                found.append((self._deliver, sender, receiver))
+        found += [(self._compute, me) for me, node in self.nodes.items() if node.work]
+        for key, reduction in self.reductions.items():
+            if len(reduction.brought) == len(reduction.members):
+                found += [
+                    (self._total, key, me)
+                    for me in reduction.members
+                    if me in self.nodes and me not in reduction.taken
+                ]
+        found += [(self._notice, me) for me in self.unheard]
+        return found
+
+    def run(self, disturbances: int, *, false_suspicion: bool = False, chance: float = 0.03) -> None:
+        """Walk until the run has ended; disturb it that often."""
+        for _ in range(ACTIONS_MAX):
+            if self.outcome is not None:
+                return
+            if disturbances and self.rng.random() < chance:
+                disturbances -= 1
+                self._disturb(false_suspicion)
+                continue
+            actions = self.actions()
+            if not actions:
+                raise Broken(f"nothing more happens in phase {self.trainer.phase}, step {self.trainer.step}")
+            action, *arguments = self.rng.choice(actions)
+            action(*arguments)
+        raise Broken("the walk does not end")
+
+    def _deliver(self, sender: PeerId, receiver: PeerId) -> None:
+        message = self.links[sender, receiver].queue.popleft()
+        if receiver == self.trainer.me:
+            self._from_trainer(self.trainer.receive(0.0, sender, message))
+            return
+        node = self.nodes[receiver]
+        if isinstance(message, Frame):
+            message = open_frame(node.signer, sender, message)
+        try:
+            sends = node.replica.receive(0.0, sender, message)
+        except RemoteProtocolError as error:
+            # Who was dropped and lives may be behind the others; nobody listens to it any more.
+            if receiver in self.trainer.dropped:
+                return
+            raise Broken(f"{receiver!r} refuses {message} of the honest {sender!r}: {error}") from error
+        self._from_node(node, sends)
+
+    def _compute(self, me: PeerId) -> None:
+        node = self.nodes[me]
+        work = node.work.popleft()
+        match work:
+            case ForwardReady():
+                self._from_node(node, self._forward(node, work))
+            case BackwardReady():
+                back = node.stage.backward(work.step, work.microbatch, work.gradient.data)
+                frame = None if back is None else self._frame(node, work, back, -1, "gradient", True)
+                samples = samples_of(work.microbatch)
+                self._from_node(node, node.replica.backwarded(work, gradient=frame, samples=samples))
+            case ReduceReady():
+                key = (work.plan, work.step, work.attempt, node.stage.index)
+                reduction = self.reductions.setdefault(key, _Reduction(work.members))
+                if reduction.members != work.members:
+                    raise Broken("two views of who takes part in a reduction")
+                if me in reduction.brought or me in reduction.taken:
+                    raise Broken("a member takes part twice in one reduction")
+                reduction.brought[me] = dict(node.stage.sums)
+            case ApplyReady():
+                self._apply(node, work)
+            case StepDiscarded():
+                node.stage.discard()
+
+    def _forward(self, node: Node, work: ForwardReady) -> list[tuple[PeerId, object]]:
+        labels = None if work.labels is None else work.labels.data
+        output, gradient, numbers = node.stage.forward(
+            work.step, work.microbatch, work.train, work.input.data, labels
+        )
+        last = node.stage.is_last
+        return node.replica.forwarded(
+            work,
+            output=None if output is None else self._frame(node, work, output, +1, "input", work.train),
+            gradient=None if gradient is None else self._frame(node, work, gradient, -1, "gradient", True),
+            samples=samples_of(work.microbatch),
+            loss=loss_of(numbers) if last else 0.0,
+            correct=correct_of(numbers, work.microbatch) if last else 0,
+        )
+
+    def _frame(
+        self,
+        node: Node,
+        work: ForwardReady | BackwardReady,
+        data: bytes,
+        towards: int,
+        direction: Direction,
+        train: bool,
+    ) -> Frame:
+        return make_frame(
+            node.signer,
+            payload(data),
+            plan=work.plan,
+            step=work.step,
+            microbatch=work.microbatch,
+            stage=node.stage.index + towards,
+            direction=direction,
+            train=train,
+        )
+
+    def _total(self, key: tuple[bytes, int, int, int], me: PeerId) -> None:
+        """The all-reduce ends for one of its members."""
+        reduction, node = self.reductions[key], self.nodes[me]
+        reduction.taken.append(me)
+        total: dict[int, int] = {}
+        for member in reduction.members:
+            for microbatch, value in reduction.brought[member].items():
+                if microbatch in total:
+                    raise Broken(f"micro-batch {microbatch} is in two sums")
+                total[microbatch] = value
+        plan, step, attempt, _ = key
+        node.stage.total = total
+        work = ReduceReady(plan, step, attempt, reduction.members)
+        self._from_node(node, node.replica.reduced(work, digest(sorted(total.items()))))
+
+    def _apply(self, node: Node, work: ApplyReady) -> None:
+        expected = self.truth.totals[work.step][node.stage.index]
+        if node.stage.total != expected:
+            raise Broken(f"{node.me!r} applies {node.stage.total} in step {work.step}, not {expected}")
+        parameters = node.stage.apply(work.step, work.samples)
+        self._from_node(node, node.replica.applied(work, parameters))
+        if node.replica._kept or node.replica._microbatches:
+            raise Broken("frames are kept after their step was applied")
+
+    # Disturbances
+
+    def _disturb(self, false_suspicion: bool) -> None:
+        everybody = list(self.nodes)
+        choice = self.rng.choice(["kill", "break", "break", "trainer", "fail", "suspect"])
+        match choice:
+            case "break":
+                self._break()
+            case "trainer":
+                self.replace_trainer(readmit=false_suspicion and self.rng.random() < 0.5)
+            case "kill" if everybody:
+                self.kill(self.rng.choice(everybody))
+            case "fail" if everybody:
+                node = self.nodes[self.rng.choice(everybody)]
+                self.wronged.add(node.me)
+                self._from_node(node, node.replica.failed("the stage process is gone"))
+            case "suspect" if everybody and false_suspicion:
+                self._notice(self.rng.choice(everybody))
+
+    def kill(self, me: PeerId) -> None:
+        """SIGKILL: of what it sent, only what has left already may arrive."""
+        del self.nodes[me]
+        self._cut(me)
+        self.unheard.append(me)
+        self.wronged.add(me)
+
+    def _cut(self, me: PeerId) -> None:
+        for (sender, receiver), link in self.links.items():
+            if sender == me:
+                for _ in range(self.rng.randint(0, len(link.queue))):
+                    link.queue.pop()
+                link.broken = False
+            elif receiver == me:
+                link.queue.clear()
+                link.broken = False
+
+    def _notice(self, me: PeerId) -> None:
+        if me in self.unheard:
+            self.unheard.remove(me)
+        self.wronged.add(me)
+        self._from_trainer(self.trainer.drop(0.0, me))
+
+    def _break(self) -> None:
+        """A stream breaks: what was in flight is lost, what was still queued is not."""
+        links = [
+            link
+            for (sender, receiver), link in self.links.items()
+            if link.queue and receiver not in self.unheard and not link.broken
+        ]
+        if not links:
+            return
+        link = self.rng.choice(links)
+        link.broken = True
+        messages = list(link.queue)
+        lost = self.rng.randint(0, len(messages))
+        again = [messages[lost - 1]] if lost and self.rng.random() < 0.3 else []
+        link.queue = deque(again + messages[lost:])
+
+    def _reconnect(self, sender: PeerId, receiver: PeerId) -> None:
+        self.links[sender, receiver].broken = False
+        if sender == self.trainer.me:
+            self._from_trainer(self.trainer.reconnected(receiver))
+        else:
+            node = self.nodes[sender]
+            self._from_node(node, node.replica.reconnected(receiver))
+
+
+def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:
+    """A frame as `open_frame` hands it over."""
+    return OpenedFrame(author, header, payload(data))

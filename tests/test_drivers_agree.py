@@ -1,0 +1,74 @@
+"""The heap engine and the node's own driver give the same trace for the same cores (DESIGN law 1).
+
+That is what makes an experiment in `sim.engine` say something about real nodes. The scenario stands
+in `tests/sim/agreement.py`; it is full of simultaneous ticks, without which this would prove nothing.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sim.trace import Entry
+from tests.sim.agreement import Outcome, by_engine, by_trio
+
+SEEDS = (1, 2, 3)
+TIES_MIN = 500
+ROOT = Path(__file__).parent.parent
+
+engine = cache(by_engine)
+
+
+def difference(one: Outcome, other: Outcome) -> tuple[Entry | None, Entry | None]:
+    """Where two traces part, for a failure that says more than two digests."""
+    ours, theirs = one.trace.entries(), other.trace.entries()
+    for left, right in zip(ours, theirs, strict=False):
+        if left != right:
+            return left, right
+    longer = ours[len(theirs) :] or theirs[len(ours) :]
+    return (longer[0] if longer else None), None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_engine_and_the_driver_give_the_same_trace(seed: int) -> None:
+    by_driver = by_trio(seed)
+    assert difference(engine(seed), by_driver) == (None, None)
+    assert engine(seed).trace.digest() == by_driver.trace.digest()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_scenario_is_full_of_simultaneous_ticks(seed: int) -> None:
+    assert engine(seed).ties > TIES_MIN
+
+
+def test_the_scenario_tries_what_the_cores_can_do() -> None:
+    learnt = {
+        entry.data.split(b" ")[0].decode() for entry in engine(1).trace.entries() if entry.what == "learnt"
+    }
+    assert learnt >= {"MemberUp", "MemberSuspected", "MemberDown", "Joined", "RecordStored", "RecordsFound"}
+
+
+def test_messages_as_structs_and_as_bytes_give_the_same_trace() -> None:
+    assert difference(engine(1), by_engine(1, codec=False)) == (None, None)
+
+
+def test_different_seeds_give_different_traces() -> None:
+    assert len({engine(seed).trace.digest() for seed in SEEDS}) == len(SEEDS)
+
+
+def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
+    expected = engine(1).trace.digest()
+    for hash_seed in ("1", "2"):
+        printed = subprocess.run(
+            [sys.executable, "-m", "tests.sim.agreement", "1"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert printed.stdout.split() == [expected, expected]
