@@ -107,7 +107,7 @@ def _check_host(kind: str, host: str) -> None:
     if kind in ("ip4", "ip6"):
         if make_address(host, 0).kind != kind:
             raise ValueError(f"'{host}' is not an IPv{kind[-1]} address")
-    elif not _DNS_NAME.match(host):
+    elif not _DNS_NAME.fullmatch(host):
         raise ValueError(f"'{host}' is not a host name")
 
 

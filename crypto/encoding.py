@@ -30,8 +30,9 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int) -> 
     """
     if len(data) > bytes_max:
         raise RemoteProtocolError(f"message of {len(data)} bytes, at most {bytes_max} allowed")
+    decoder = _decoder(kind)  # outside the try: a type it cannot be built for is our bug
     try:
-        message: T = _decoder(kind).decode(data)
+        message: T = decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise RemoteProtocolError(f"not a valid message: {error}") from None
     return message

@@ -127,7 +127,6 @@ class Lookup:
         standing = self._standing.get(peer)
         if standing is Standing.ASKED:
             self._asked -= 1
-            self._barren += 1
         elif standing is not Standing.HEARD:
             return
         self._standing[peer] = Standing.PASSED_OVER

@@ -17,6 +17,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.allreduce import AllReduce, Part
 from node.errors import StageFailed
+from node.runs.requests import GroupPart
 from node.seams import Executor, Stage
 from partition import stage as api
 from partition.codec import Payload
@@ -97,7 +98,7 @@ class ReplicaShell:
         self._pass_on(self.core.reconnected(peer))
         for receiver, part in self._parts_sent:
             if receiver == peer:
-                self._send(receiver, part)
+                self._send(receiver, GroupPart(part))
 
     async def export(self) -> bytes:
         """The stage's parameters as a safetensors file."""
@@ -215,7 +216,7 @@ class ReplicaShell:
     def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
         self._parts_sent += sends
         for peer, part in sends:
-            self._send(peer, part)
+            self._send(peer, GroupPart(part))
 
     def _finish_reduction(self) -> None:
         reduction, reducing = self._reduction, self._reducing

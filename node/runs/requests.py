@@ -138,7 +138,13 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
     event: StepCommitted | ReplicaDropped | RunEvaluated
 
 
-PipelineMessage = Frame | TrainerMessage | ReplicaMessage | Part | Notice
+class GroupPart(msgspec.Struct, frozen=True, tag="part"):
+    """Replica to replica: a part of their stage's all-reduce; its key begins with the plan's hash."""
+
+    part: Part
+
+
+PipelineMessage = Frame | TrainerMessage | ReplicaMessage | GroupPart | Notice
 
 
 async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:

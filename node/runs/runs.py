@@ -15,7 +15,6 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from gossip.allreduce import Part
 from node.errors import StageFailed, StreamClosed
 from node.events import Event, RunAccepted, RunEnded, RunPlanned, StageLeased
 from node.runs import data as datasets
@@ -26,7 +25,7 @@ from node.runs.member import RunMember
 from node.runs.placement import NotPlaced, Offer, place
 from node.runs.weights import weights_name
 from node.seams import Seams, Stream
-from partition.plan.plan import Plan, decode_plan, plan_hash
+from partition.plan.plan import HASH_BYTES, Plan, decode_plan, plan_hash
 from partition.stage import StageSpecification
 from partition.steps.frames import Frame, open_frame
 
@@ -157,8 +156,9 @@ class Runs:
             if isinstance(message, Frame):
                 message = open_frame(self.signer, sender, message)
                 plan = message.header.plan
-            elif isinstance(message, Part):
-                plan = message.key[:32]
+            elif isinstance(message, wire.GroupPart):
+                message = message.part
+                plan = message.key[:HASH_BYTES]
             else:
                 plan = message.plan
             member = self._plans.get(plan)

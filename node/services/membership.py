@@ -26,7 +26,7 @@ LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
 Text = Annotated[str, msgspec.Meta(max_length=64)]
-Size = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):

@@ -144,10 +144,11 @@ class SecureStream:
         """
         await _acquire(self._receiving)
         try:
+            # Cancelled before the message is taken or not at all, so that none is lost.
+            await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
             message = self._next_message()
             if message is not None:
-                # Taken or not: a cancelled task must not carry a message away with it.
                 await trio.lowlevel.cancel_shielded_checkpoint()
             while message is None:
                 await self._fill()

@@ -25,7 +25,7 @@ HASH_BYTES = 32
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True):

@@ -64,6 +64,8 @@ def test_what_people_type_is_understood(text: str, address: Address) -> None:
         ("10.0.0.5", "want HOST:PORT"),
         ("::1:80", "want HOST:PORT"),
         ("under score.example:80", "not a host name"),
+        ("lab\n:80", "not a host name"),
+        ("[fe80::1%a/b]:80", "not a host name"),
         ("/ip4/::1/tcp/80", "not an IPv4 address"),
         ("/ip6/10.0.0.1/tcp/80", "not an IPv6 address"),
         ("/unix/x/tcp/80", "not one of"),

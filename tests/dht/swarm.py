@@ -54,9 +54,7 @@ class Swarm:
         self._sent = 0
 
     def start(self, number: int) -> Kademlia:
-        node = Kademlia(
-            signer(number), self.settings, Random(self.rng.getrandbits(32)), (address(number),)
-        )
+        node = Kademlia(signer(number), self.settings, Random(self.rng.getrandbits(32)), (address(number),))
         node.wall_offset = WALL
         self.nodes[node.peer] = node
         self.events[node.peer] = []
@@ -111,9 +109,7 @@ class Swarm:
             return
         self.send(node, sends)
 
-    def ask(
-        self, node: Kademlia, order: Callable[[float], tuple[int, Sends]], kind: type[Kind]
-    ) -> Kind:
+    def ask(self, node: Kademlia, order: Callable[[float], tuple[int, Sends]], kind: type[Kind]) -> Kind:
         """Let `node` do one thing and wait for the event that ends it."""
         request, sends = order(self.now)
         self.send(node, sends)

@@ -1,5 +1,6 @@
 """The routing table: bounded whatever ids turn up, ordered by who was heard of, exact about nearest."""
 
+from itertools import pairwise
 from random import Random
 
 from hypothesis import given
@@ -60,7 +61,7 @@ class TableRules(RuleBasedStateMachine):
         ranges = [bucket.range for bucket in self.table.buckets]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == KEY_MAX
-        assert all(one[1] + 1 == two[0] for one, two in zip(ranges, ranges[1:], strict=False))
+        assert all(one[1] + 1 == two[0] for one, two in pairwise(ranges))
 
     @invariant()
     def contacts_stand_once_in_their_range_and_answered_themselves(self) -> None:
@@ -78,7 +79,7 @@ class TableRules(RuleBasedStateMachine):
         assert OWN not in seen
 
     @invariant()
-    def a_bucket_is_ordered_by_who_was_heard_of_least_recently(self) -> None:
+    def those_who_wait_are_ordered_by_who_was_heard_of_least_recently(self) -> None:
         for bucket in self.table.buckets:
             waiting = [contact.heard for contact in bucket.replacement_nodes.values()]
             assert waiting == sorted(waiting)

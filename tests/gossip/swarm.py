@@ -13,7 +13,7 @@ from crypto.contact import Address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
-from crypto.identity import Identity, PeerId
+from crypto.identity import PeerId
 from gossip.member import Event, Member, Profile, Status
 from gossip.messages import MESSAGE_BYTES_MAX, Message
 from gossip.settings import Settings
@@ -39,10 +39,6 @@ class HashSigner:
 
 def _seal(author: bytes, purpose: str, body: bytes) -> bytes:
     return blake3(b"secret" + author + purpose.encode() + b"\0" + body).digest(length=64)
-
-
-def identity_of(number: int) -> Identity:
-    return Identity(number.to_bytes(32, "big"))
 
 
 def peer_of(number: int) -> PeerId:

@@ -203,6 +203,7 @@ class Node:
         self.signer = HashSigner(me)
         self.stage = FakeStage(replica.stage, stages)
         self.work: deque[Any] = deque()
+        self.ended = False  # it heard that it is out
 
 
 class Link:
@@ -254,6 +255,7 @@ class World:
             microbatches=microbatches,
             stages=tuple(rows),
         )
+        self.replica_class = replica_class
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
         self.reductions: dict[tuple[bytes, int, int, int], _Reduction] = {}
         self.nodes: dict[PeerId, Node] = {}
@@ -312,9 +314,13 @@ class World:
         self.unheard = [me for me in self.unheard if self.plan.stage_of(me) is not None]
         self.wronged &= set(self.unheard) | (set(self.nodes) if readmit else set())
         # The shells adopt first, in any order, and only then may the trainer begin.
-        for node in self.nodes.values():
-            node.replica.adopt(self.plan)
-            self._drain(node)
+        for me, node in self.nodes.items():
+            if node.ended:  # its shell has closed the stage; a new one opens with the first parameters
+                self.nodes[me] = Node(me, self.replica_class(me, self.plan), len(self.plan.stages))
+                self._forget_reductions(me)
+            else:
+                node.replica.adopt(self.plan)
+                self._drain(node)
         self._begin()
 
     # Sending
@@ -381,6 +387,10 @@ class World:
         for receiver, message in sends:
             self._put(node.me, receiver, message)
 
+    def _forget_reductions(self, me: PeerId) -> None:
+        for reduction in self.reductions.values():
+            reduction.brought.pop(me, None)
+
     def _drain(self, node: Node) -> None:
         for event in node.replica.events:
             match event:
@@ -389,12 +399,14 @@ class World:
                         if key[:2] == (event.plan, event.step):
                             reduction.brought.pop(node.me, None)
                 case ReplicaDropped():
-                    node.work.clear()
+                    node.ended = True
                     if node.me not in self.wronged:
                         raise Broken("a replica was told that it is out, and it is not")
                 case _:
                     node.work.append(event)
         node.replica.events.clear()
+        if node.ended:
+            node.work.clear()
 
     # What can happen next
 
@@ -422,6 +434,7 @@ class World:
         """Walk until the run has ended; disturb it that often."""
         for _ in range(ACTIONS_MAX):
             if self.outcome is not None:
+                self._check_outcome()
                 return
             if disturbances and self.rng.random() < chance:
                 disturbances -= 1
@@ -434,12 +447,33 @@ class World:
             action(*arguments)
         raise Broken("the walk does not end")
 
+    def _check_outcome(self) -> None:
+        steps = [step for _, step in self.committed]
+        if steps != sorted(set(steps)):
+            raise Broken(f"steps {steps} were committed")
+        if self.outcome == "failed":
+            if not self.reason:
+                raise Broken("the run failed without a reason")
+            if all(set(stage.replicas) - self.wronged for stage in self.plan.stages):
+                raise Broken(f"the run failed though every stage had a replica: {self.reason}")
+            return
+        # A step that a trainer left half applied is finished by the next, which does not know its loss.
+        if len(steps) < self.steps - self.replacements:
+            raise Broken(f"of {self.steps} steps only {steps} were reported")
+        for me in self.trainer.live:
+            if (node := self.nodes.get(me)) is not None:
+                stage = node.stage
+                if (stage.step, stage.parameters) != (self.steps, self.truth.parameters[stage.index]):
+                    raise Broken(f"{me!r} ends with other parameters than the undisturbed run")
+
     def _deliver(self, sender: PeerId, receiver: PeerId) -> None:
         message = self.links[sender, receiver].queue.popleft()
         if receiver == self.trainer.me:
             self._from_trainer(self.trainer.receive(0.0, sender, message))
             return
         node = self.nodes[receiver]
+        if node.ended:
+            return
         if isinstance(message, Frame):
             message = open_frame(node.signer, sender, message)
         try:

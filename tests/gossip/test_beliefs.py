@@ -1,0 +1,206 @@
+"""Facts: who may say what about whom, and that a forged one changes nothing. Real signatures."""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, IdentitySigner
+from crypto.identity import Identity, PeerId
+from gossip.member import MemberDown, MemberLeft, MemberSuspected, Profile, SelfAccused, Status
+from gossip.messages import (
+    AliveBody,
+    Body,
+    DeadBody,
+    Gossip,
+    LeftBody,
+    SuspectBody,
+    Sync,
+    alive_body,
+    sign_body,
+)
+from gossip.settings import Settings
+from gossip.swim import Swim
+
+ME, ANN, BOB, EVE = (Identity(bytes([number]) * 32) for number in range(1, 5))
+
+
+def say(author: Identity, body: Body, swarm: str = "test") -> Fact:
+    return sign_body(IdentitySigner(author, swarm), body)
+
+
+def alive(author: Identity, incarnation: int = 5, metadata: bytes = b"") -> Fact:
+    return say(author, AliveBody(incarnation, "x", ("/ip4/10.0.0.1/tcp/9747",), metadata))
+
+
+class Peer:
+    """A core that knows Ann and Bob, and hears everything through Bob."""
+
+    def __init__(self, **settings: Any) -> None:
+        signer = IdentitySigner(ME, "test")
+        self.core = Swim(signer, Profile("me", ()), Settings(**settings), Random(1), 5, 0.0)
+        self.hear(alive(ANN), alive(BOB))
+        self.core.events.clear()
+
+    def hear(self, *facts: Fact, sender: Identity = BOB) -> None:
+        self.core.receive(1.0, sender.peer, Gossip(facts))
+
+    def sync(self, *facts: Fact, sender: Identity = BOB) -> list[Any]:
+        return [message for _, message in self.core.receive(1.0, sender.peer, Sync(False, facts))]
+
+    def status(self, identity: Identity) -> Status | None:
+        return {member.peer: member.status for member in self.core.members}.get(identity.peer)
+
+    @property
+    def incarnation(self) -> int:
+        return {member.peer: member.incarnation for member in self.core.members}[ME.peer]
+
+
+def forge(fact: Fact, **changes: bytes) -> Fact:
+    fields = {"author": fact.author, "body": fact.body, "signature": fact.signature, **changes}
+    return Fact(**fields)
+
+
+FORGED = [
+    forge(alive(EVE), signature=bytes(64)),
+    forge(alive(EVE), signature=b""),
+    forge(alive(EVE), author=b"short"),
+    forge(alive(EVE), body=b"\xc1"),
+    forge(alive(EVE), body=bytes(1000)),
+    forge(alive(ANN, 6), author=EVE.peer),
+    forge(alive(EVE), author=ANN.peer, body=alive(ANN, 6).body),
+    forge(alive(ANN, 6, b"a"), body=alive(ANN, 6, b"b").body),
+    forge(say(EVE, SuspectBody(ANN.peer, 5, 0)), author=BOB.peer),
+    forge(say(EVE, DeadBody(ANN.peer, 5, 0)), author=BOB.peer),
+    forge(say(BOB, DeadBody(ME.peer, 5, 0)), signature=bytes(64)),
+    forge(say(EVE, LeftBody(5)), author=ANN.peer),
+    say(ANN, LeftBody(5), swarm="another"),
+    say(EVE, AliveBody(5, "bell\a", (), b"")),
+    say(EVE, AliveBody(5, "x", ("/ip4/nowhere/tcp/1",), b"")),
+]
+
+
+@pytest.mark.parametrize("fact", FORGED)
+def test_a_forged_or_malformed_fact_is_refused_and_changes_nothing(fact: Fact) -> None:
+    peer = Peer()
+    before = peer.core.members
+    with pytest.raises(RemoteProtocolError):
+        peer.hear(fact)
+    assert peer.core.members == before
+    assert peer.core.events == []
+
+
+NOT_BELIEVED = [
+    pytest.param(say(EVE, DeadBody(ANN.peer, 5, 0)), id="dead, by a stranger"),
+    pytest.param(say(EVE, SuspectBody(ANN.peer, 5, 0)), id="suspect, by a stranger"),
+    pytest.param(say(EVE, DeadBody(ME.peer, 5, 0)), id="we are dead, by a stranger"),
+    pytest.param(say(BOB, DeadBody(ANN.peer, 4, 0)), id="dead, in an earlier incarnation"),
+    pytest.param(say(BOB, DeadBody(ANN.peer, 2**62, 0)), id="dead, in one it never announced"),
+    pytest.param(say(BOB, SuspectBody(ANN.peer, 6, 0)), id="suspect, in one it never announced"),
+    pytest.param(say(BOB, SuspectBody(ME.peer, 2**62, 0)), id="we are suspect, in one we never announced"),
+    pytest.param(say(ANN, DeadBody(ANN.peer, 5, 0)), id="dead, by itself"),
+    pytest.param(say(BOB, DeadBody(EVE.peer, 5, 0)), id="a stranger is dead"),
+    pytest.param(say(EVE, LeftBody(9)), id="a stranger left"),
+    pytest.param(say(ANN, LeftBody(4)), id="left, in an earlier incarnation"),
+    pytest.param(alive(ANN, 4), id="alive, in an earlier incarnation"),
+    pytest.param(alive(ANN, 5, b"other"), id="alive, twice in one incarnation"),
+    pytest.param(alive(ME, 4), id="we, in an earlier incarnation"),
+]
+
+
+@pytest.mark.parametrize("fact", NOT_BELIEVED)
+def test_a_true_signature_is_not_enough(fact: Fact) -> None:
+    peer = Peer()
+    before = peer.core.members
+    peer.hear(fact)
+    assert peer.core.members == before
+    assert peer.core.events == []
+
+
+def test_a_signature_is_not_checked_where_the_fact_changes_nothing() -> None:
+    peer = Peer()
+    peer.hear(forge(alive(ANN, 5), signature=bytes(64)))
+    peer.hear(forge(say(BOB, DeadBody(ANN.peer, 4, 0)), signature=bytes(64)))
+
+
+def test_dead_overrides_suspect_and_left_overrides_dead_and_the_accuser_is_named() -> None:
+    peer = Peer()
+    peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)))
+    assert peer.status(ANN) is Status.SUSPECT
+    peer.hear(say(BOB, DeadBody(ANN.peer, 5, 2_300)))
+    peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 9)))
+    assert peer.status(ANN) is Status.DEAD
+    member = next(member for member in peer.core.members if member.peer == ANN.peer)
+    assert (member.reason, member.accuser) == ("no ack for 2.3 s, says x", BOB.peer)
+    peer.hear(say(ANN, LeftBody(5)))
+    assert peer.status(ANN) is Status.LEFT
+    kinds = [type(event) for event in peer.core.events]
+    assert kinds == [MemberSuspected, MemberDown, MemberLeft]
+    peer.hear(alive(ANN, 6))
+    assert peer.status(ANN) is Status.ALIVE
+
+
+def test_we_refute_what_a_member_says_of_us_once_for_each_incarnation() -> None:
+    peer = Peer()
+    peer.hear(say(BOB, DeadBody(ME.peer, 5, 700)))
+    peer.hear(say(ANN, SuspectBody(ME.peer, 5, 700)))
+    assert peer.incarnation == 6
+    assert peer.core.events == [SelfAccused(BOB.peer, "no ack for 0.7 s, says x", 6)]
+
+
+def test_we_go_above_an_earlier_life_of_ours() -> None:
+    peer = Peer()
+    peer.hear(alive(ME, 40))
+    assert peer.incarnation == 41
+    peer.hear(say(ME, LeftBody(41)))
+    assert peer.incarnation == 42
+    assert peer.status(ME) is Status.ALIVE
+
+
+def test_a_dead_fact_in_a_sync_makes_us_look_and_does_not_bury() -> None:
+    peer = Peer()
+    [ping] = peer.sync(say(BOB, DeadBody(ANN.peer, 5, 0)))
+    assert type(ping).__name__ == "Ping"
+    assert peer.status(ANN) is Status.ALIVE
+
+
+def test_who_was_dead_before_we_came_is_no_news() -> None:
+    peer = Peer()
+    peer.sync(alive(EVE, 7), say(BOB, DeadBody(EVE.peer, 7, 0)))
+    assert peer.status(EVE) is None
+    peer.sync(alive(EVE, 8), say(BOB, DeadBody(EVE.peer, 7, 0)))
+    assert peer.status(EVE) is Status.ALIVE
+
+
+def test_a_full_list_takes_nobody_new_until_somebody_is_dead() -> None:
+    peer = Peer(members_max=3)
+    peer.hear(alive(EVE))
+    assert peer.status(EVE) is None
+    peer.hear(say(BOB, DeadBody(ANN.peer, 5, 0)))
+    peer.hear(alive(EVE))
+    assert peer.status(EVE) is Status.ALIVE
+    assert peer.status(ANN) is None
+
+
+def test_a_long_profile_loses_its_last_addresses_and_fits_a_message() -> None:
+    hosts = [f"host-{number}." + "long-name." * 8 + "example" for number in range(8)]
+    addresses = tuple(Address("dns", host, 9747, PeerId(ME.peer)) for host in hosts)
+    profile = Profile("\u00fc" * 40, addresses, bytes(300))
+    body = alive_body(profile, 2**60)
+    assert 1 <= len(body.addresses) < 8
+    assert all("/p2p/" not in address for address in body.addresses)
+    peer = Peer()
+    peer.hear(say(EVE, body))
+    member = next(member for member in peer.core.members if member.peer == EVE.peer)
+    assert [str(address.of(None)) for address in member.addresses] == list(body.addresses)
+    assert all(address.peer == EVE.peer for address in member.addresses)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("n" * 41, (), b""), ("line\nbreak", (), b""), ("name", (), bytes(301))]
+)
+def test_a_profile_that_cannot_be_sent_is_refused_at_once(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"printable|metadata"):
+        Profile(*arguments)

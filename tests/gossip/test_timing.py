@@ -1,0 +1,147 @@
+"""Suspicion times, local health, settings, and the queue of news."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.facts import Fact
+from gossip.dissemination import Dissemination
+from gossip.messages import FACTS_MAX, DeadBody, SuspectBody, fact_bytes, sign_body
+from gossip.settings import PRESETS, Settings
+from gossip.suspicion import LocalHealth, Suspicion
+from tests.gossip.swarm import HashSigner, peer_of
+
+
+def test_each_independent_accuser_shortens_a_suspicion_and_a_repeat_does_not() -> None:
+    suspicion = Suspicion(10.0, peer_of(1), 2.0, 12.0, wanted=3)
+    deadlines = [suspicion.deadline]
+    for accuser in (2, 3, 4):
+        assert suspicion.wants(peer_of(accuser))
+        suspicion.confirm(peer_of(accuser))
+        assert not suspicion.wants(peer_of(accuser))
+        deadlines.append(suspicion.deadline)
+    # 12 - 10 * log(c + 1) / log(4), for c = 0..3
+    assert deadlines == pytest.approx([22.0, 17.0, 22.0 - 7.9248, 12.0], abs=1e-4)
+    assert not suspicion.wants(peer_of(5))
+
+
+def test_a_suspicion_nobody_can_confirm_lasts_the_shortest_time() -> None:
+    suspicion = Suspicion(10.0, peer_of(1), 2.0, 12.0, wanted=0)
+    assert suspicion.deadline == 12.0
+    assert not suspicion.wants(peer_of(2))
+
+
+def test_lost_time_is_given_back_but_not_for_ever() -> None:
+    suspicion = Suspicion(10.0, peer_of(1), 2.0, 3.0, wanted=0)
+    suspicion.excuse(0.5)
+    assert suspicion.deadline == 12.5
+    suspicion.excuse(100.0)
+    assert suspicion.deadline == 15.0
+
+
+def test_local_health_stays_between_one_and_eight() -> None:
+    health = LocalHealth(7)
+    health.better()
+    assert health.multiplier == 1
+    health.worsen(3)
+    assert health.multiplier == 4
+    health.worsen(30)
+    assert health.multiplier == 8
+    health.better()
+    assert health.multiplier == 7
+
+
+@pytest.mark.parametrize("name", ["local", "lan", "wan"])
+def test_presets_are_sound(name: str) -> None:
+    settings = PRESETS[name]
+    shortest, longest = settings.suspicion_bounds_seconds(5)
+    assert 0 < shortest <= longest
+    assert settings.retransmits(1) == 4
+    assert settings.retransmits(600) == 12
+    assert settings.sync_period_seconds(32) == settings.sync_interval_seconds
+    assert settings.sync_period_seconds(128) == 3 * settings.sync_interval_seconds
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"probe_timeout_seconds": 0.5},
+        {"probe_interval_seconds": float("nan")},
+        {"suspicion_multiplier": 1.0},
+        {"gossip_interval_seconds": 2.0},
+        {"gossip_fanout": 0},
+        {"gossip_to_dead_seconds": 700.0},
+        {"sync_interval_seconds": 0.1},
+        {"stall_seconds": 1.0},
+        {"facts_bytes_max": 700},
+        {"members_max": 2_001},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="SWIM settings"):
+        Settings(**wrong)
+
+
+def suspect(subject: int, accuser: int) -> Fact:
+    return sign_body(HashSigner(peer_of(accuser)), SuspectBody(peer_of(subject), 1, 0))
+
+
+def test_a_fact_is_passed_on_so_many_times_and_then_dropped() -> None:
+    queue = Dissemination()
+    queue.put(peer_of(1), suspect(1, 2))
+    assert [len(queue.take(3, 850)) for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert len(queue) == 0
+
+
+def test_a_newer_fact_replaces_the_older_and_a_confirmation_stands_beside() -> None:
+    queue = Dissemination()
+    queue.put(peer_of(1), suspect(1, 2))
+    queue.put(peer_of(1), suspect(1, 3), beside=True)
+    queue.put(peer_of(1), suspect(1, 3), beside=True)
+    assert set(queue.take(9, 850)) == {suspect(1, 2), suspect(1, 3)}
+    dead = sign_body(HashSigner(peer_of(2)), DeadBody(peer_of(1), 1, 0))
+    queue.put(peer_of(1), dead)
+    assert queue.take(9, 850) == (dead,)
+    queue.drop(peer_of(1))
+    assert len(queue) == 0
+
+
+def test_news_overtakes_what_was_sent_before() -> None:
+    queue = Dissemination()
+    queue.put(peer_of(1), suspect(1, 9))
+    queue.take(9, 850)
+    queue.put(peer_of(2), suspect(2, 9))
+    queue.put(peer_of(3), suspect(3, 9))
+    assert queue.take(9, 850) == (suspect(3, 9), suspect(2, 9), suspect(1, 9))
+
+
+def test_what_must_stand_first_does_and_counts_as_sent_where_it_waits_too() -> None:
+    queue = Dissemination()
+    queue.put(peer_of(1), suspect(1, 9))
+    queue.put(peer_of(2), suspect(2, 9))
+    assert queue.take(1, 850, [suspect(1, 9), suspect(3, 9)]) == (
+        suspect(1, 9),
+        suspect(3, 9),
+        suspect(2, 9),
+    )
+    assert len(queue) == 0
+
+
+@given(st.lists(st.integers(0, 60)), st.integers(110, 10_000), st.integers(1, 5))
+def test_a_message_never_exceeds_its_bounds_and_everything_gets_its_turns(
+    subjects: list[int], bytes_max: int, transmits_max: int
+) -> None:
+    queue = Dissemination()
+    for subject in subjects:
+        queue.put(peer_of(subject), suspect(subject, 99))
+    room = max(bytes_max, fact_bytes(suspect(0, 99)))
+    sent: dict[Fact, int] = {}
+    while len(queue):
+        facts = queue.take(transmits_max, room)
+        assert 0 < len(facts) <= FACTS_MAX
+        assert sum(fact_bytes(fact) for fact in facts) <= room
+        for fact in facts:
+            sent[fact] = sent.get(fact, 0) + 1
+    assert sent == {suspect(subject, 99): transmits_max for subject in subjects}

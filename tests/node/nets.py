@@ -1,0 +1,72 @@
+"""Real networks on 127.0.0.1 for tests: made, run, acquainted with each other."""
+
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+import trio.testing
+
+from crypto.contact import Address, make_address
+from crypto.identity import Identity, PeerId
+from node.seams import RealClock, Stream
+from node.transport.network import RealNetwork
+
+PING = "/peerloom/ping/1"
+BULK = "/peerloom/bulk/1"
+
+
+def make_network(letter: str, *, swarm: str = "test", **options: Any) -> RealNetwork:
+    return RealNetwork(
+        Identity(letter.encode() * 32),
+        os.urandom(32),
+        swarm,
+        clock=RealClock(),
+        entropy=os.urandom,
+        **{"listen": ("127.0.0.1", 0)} | options,
+    )
+
+
+@asynccontextmanager
+async def running(*networks: RealNetwork) -> AsyncIterator[None]:
+    async with trio.open_nursery() as nursery:
+        for network in networks:
+            await nursery.start(network.run)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+def acquaint(*networks: RealNetwork) -> None:
+    for network in networks:
+        for other in networks:
+            network.learn(other.peer, other.addresses)
+
+
+async def arrival(network: RealNetwork, protocol: str = PING) -> tuple[PeerId, bytes]:
+    """The next single message."""
+    messages = await network.inbox(protocol).take(trio.current_time() + 20)
+    assert len(messages) == 1
+    return messages[0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Counters move when the other task gets its turn; the test's own deadline is the limit."""
+    while not condition():  # noqa: ASYNC110 - a counter wakes nobody
+        await trio.sleep(0.002)
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive())
+
+
+def raw_address(network: RealNetwork) -> tuple[str, int]:
+    return "127.0.0.1", network.port
+
+
+def unused_address() -> Address:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return make_address(*probe.getsockname())

@@ -1,0 +1,321 @@
+"""Streams of the real network on 127.0.0.1: what arrives, how they end, and who is there."""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from crypto.contact import Address, make_address, parse_address
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.identity import short_peer
+from node.errors import StreamClosed, Unreachable, WrongPeer
+from node.seams import Stream
+from node.transport import tcp
+from node.transport.network import INBOUND_PER_PEER_MAX
+from node.transport.records import MESSAGE_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
+from tests.node.nets import (
+    BULK,
+    PING,
+    acquaint,
+    echo,
+    make_network,
+    raw_address,
+    running,
+    until,
+    unused_address,
+)
+
+
+@pytest.mark.parametrize("cipher", ["AESGCM", "ChaChaPoly"])
+async def test_messages_of_every_size_come_back_whole_over_a_stream(cipher: str) -> None:
+    alice, bob = make_network("a", cipher=cipher), make_network("b")
+    bob.handle(BULK, echo)
+    edge = RECORD_PLAIN_BYTES_MAX
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream: Stream = await alice.open(bob.peer, BULK)
+        assert stream.peer == bob.peer
+        for size in (0, 1, edge - 5, edge - 4, edge - 3, 2 * edge - 4, 2 * edge, 3_000_000):
+            message = os.urandom(size)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.send, memoryview(message))
+                assert await stream.receive() == message
+        await stream.aclose()
+        await stream.aclose()
+        with pytest.raises(StreamClosed, match="this side"):
+            await stream.send(b"x")
+        with pytest.raises(StreamClosed, match="this side"):
+            await stream.receive()
+
+
+async def test_a_closed_stream_ends_the_other_side_after_its_last_message() -> None:
+    alice, bob = make_network("a"), make_network("b")
+
+    async def say_and_leave(stream: Stream) -> None:
+        await stream.send(b"last words")
+
+    bob.handle(BULK, say_and_leave)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        assert await stream.receive() == b"last words"
+        with pytest.raises(StreamClosed, match="other side closed"):
+            await stream.receive()
+
+
+async def test_tasks_that_send_at_once_do_not_mix_their_messages() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    messages = [bytes((number,)) * 2_000_000 for number in range(4)]
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        async with trio.open_nursery() as nursery:
+            for message in messages:
+                nursery.start_soon(stream.send, message)
+            assert sorted([await stream.receive() for _ in messages]) == messages
+
+
+async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        with trio.move_on_after(0.01) as scope:
+            await stream.receive()
+        assert scope.cancelled_caught
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.send(b"never begun")
+        await stream.send(b"all is well")
+        assert await stream.receive() == b"all is well"
+
+
+async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    endings: list[str] = []
+    go_on = trio.Event()
+
+    async def listen_late(stream: Stream) -> None:
+        await go_on.wait()
+        try:
+            await stream.receive()
+        except StreamClosed as closed:
+            endings.append(str(closed))
+
+    bob.handle(BULK, listen_late)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        with trio.move_on_after(0.2) as scope:
+            await stream.send(bytes(MESSAGE_BYTES_MAX))
+        assert scope.cancelled_caught
+        with pytest.raises(StreamClosed, match="cut short"):
+            await stream.receive()
+        go_on.set()
+        await until(lambda: bool(endings))
+    assert "inside a message" in endings[0] or "broke" in endings[0]
+
+
+async def test_a_receive_cancelled_inside_a_message_closes_the_stream() -> None:
+    async with half_sent_message() as stream:
+        with trio.move_on_after(0.05) as scope:
+            await stream.receive()
+        assert scope.cancelled_caught
+        with pytest.raises(StreamClosed, match="inside a message"):
+            await stream.receive()
+
+
+async def test_a_stream_that_ends_inside_a_message_is_closed_with_that_reason() -> None:
+    async with half_sent_message(hang_up=True) as stream:
+        with pytest.raises(StreamClosed, match="ended inside a message"):
+            await stream.receive()
+
+
+async def test_a_sender_that_stalls_inside_a_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "STALL_SECONDS", 0.05)
+    async with half_sent_message() as stream:
+        with pytest.raises(StreamClosed, match="no byte in"):
+            await stream.receive()
+
+
+@asynccontextmanager
+async def half_sent_message(*, hang_up: bool = False) -> AsyncIterator[tcp.SecureStream]:
+    """A stream on which the other side sends the first half of a message."""
+    alice, bob = make_network("a"), make_network("b")
+
+    async def send_half(stream: Stream) -> None:
+        assert isinstance(stream, tcp.SecureStream)
+        chunk = next(stream._writer.chunks(bytes(1_000)))
+        await stream._transport.send_all(chunk[:500])
+        if not hang_up:
+            await trio.sleep_forever()
+
+    bob.handle(BULK, send_half)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        yield await alice.open(bob.peer, BULK)
+
+
+async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_counted() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        await stream._transport.send_all(b"\x00\x20" + os.urandom(32))
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        await until(lambda: bob.counters["streams_broken"] == 1)
+
+
+async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        with pytest.raises(LocalProtocolError):
+            await stream.send(bytes(MESSAGE_BYTES_MAX + 1))
+        await stream.send(b"small")
+        assert await stream.receive() == b"small"
+
+
+# --- who is there ----------------------------------------------------------------------------------
+
+
+async def test_identify_says_who_is_there() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        typed = parse_address(f"localhost:{bob.port}")
+        assert await alice.identify(typed) == bob.peer
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        # Having proved who is there, nothing need be learnt to open a stream.
+        bob.handle(BULK, echo)
+        await (await alice.open(bob.peer, BULK)).aclose()
+
+
+async def test_a_wrong_peer_is_refused_with_both_named() -> None:
+    alice, bob, carol = make_network("a"), make_network("b"), make_network("c")
+    async with running(alice, bob):
+        address = bob.addresses[0].of(carol.peer)
+        alice.learn(carol.peer, [address])
+        calls: list[Callable[[], Awaitable[object]]] = [
+            partial(alice.identify, address),
+            partial(alice.open, carol.peer, BULK),
+        ]
+        for call in calls:
+            with pytest.raises(WrongPeer) as refusal:
+                await call()
+            assert refusal.value.reason == "wrong key"
+            assert short_peer(bob.peer) in refusal.value.detail
+            assert short_peer(carol.peer) in refusal.value.detail
+
+
+async def test_who_takes_the_connection_and_is_silent_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1)
+    silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    with pytest.raises(Unreachable, match="did not shake hands") as refusal:
+        await make_network("a").identify(make_address(*silent[0].socket.getsockname()))
+    assert refusal.value.reason == "timeout"
+    await silent[0].aclose()
+
+
+async def test_every_way_to_fail_has_its_reason() -> None:
+    alice, bob, other = make_network("a"), make_network("b"), make_network("o", swarm="other")
+    async with running(alice, other):
+        expected = [
+            (unused_address(), "refused", "no node listens on port"),
+            (other.addresses[0], "refused", "another swarm or not a peerloom node"),
+            (Address("dns", "no-such-machine.invalid", 1), "unknown", "no-such-machine.invalid"),
+        ]
+        for address, reason, words in expected:
+            with pytest.raises(Unreachable) as refusal:
+                await alice.identify(address.of(None))
+            assert refusal.value.reason == reason
+            assert words in refusal.value.detail
+        with pytest.raises(Unreachable) as refusal:
+            await alice.open(bob.peer, BULK)
+        assert refusal.value.reason == "unknown"
+
+
+async def test_two_swarms_never_mix_by_datagram_either() -> None:
+    alice, other = make_network("a"), make_network("o", swarm="other")
+    other.inbox(PING)
+    async with running(alice, other):
+        acquaint(alice, other)
+        alice.send(other.peer, PING, b"hello?")
+        await until(lambda: other.counters["datagrams_refused_swarm"] == 1)
+
+
+async def test_an_unknown_protocol_is_refused_in_words() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        with pytest.raises(Unreachable, match="does not speak /peerloom/bulk/1") as refusal:
+            await alice.open(bob.peer, BULK)
+        assert refusal.value.reason == "refused"
+        assert bob.counters["streams_refused_protocol"] == 1
+
+
+async def test_one_peer_cannot_take_all_the_streams() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        streams = [await alice.open(bob.peer, BULK) for _ in range(INBOUND_PER_PEER_MAX)]
+        with pytest.raises(Unreachable, match="too many streams"):
+            await alice.open(bob.peer, BULK)
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: not bob._inbound)
+        await (await alice.open(bob.peer, BULK)).aclose()
+
+
+async def test_half_open_handshakes_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.transport.network.HALF_OPEN_MAX", 2)
+    monkeypatch.setattr("node.transport.network.HANDSHAKE_SECONDS", 0.5)
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
+        await until(lambda: bob._half_open == 2)
+        with pytest.raises(Unreachable):
+            await alice.identify(bob.addresses[0])
+        assert bob.counters["connections_over_limit"] == 1
+        await until(lambda: bob.counters["handshakes_timed_out"] == 2)
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        for connection in idle:
+            await connection.aclose()
+
+
+async def test_what_a_stranger_does_to_a_handler_stays_there_and_our_own_bug_comes_out() -> None:
+    async def offended(stream: Stream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            raise RemoteProtocolError(f"nonsense of {len(await stream.receive())} bytes")
+
+    async def buggy(stream: Stream) -> None:
+        raise KeyError(stream.peer)
+
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(PING, offended)
+    bob.handle(BULK, buggy)
+
+    async def main() -> None:
+        async with running(alice, bob):
+            acquaint(alice, bob)
+            stream = await alice.open(bob.peer, PING)
+            await stream.send(b"nonsense")
+            await until(lambda: bob.counters["streams_broken"] == 1)
+            await alice.open(bob.peer, BULK)
+            await trio.sleep_forever()
+
+    with pytest.raises(BaseExceptionGroup) as group:
+        await main()
+    assert group.value.subgroup(KeyError) is not None
+    assert group.value.split(KeyError)[1] is None

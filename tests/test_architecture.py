@@ -1,0 +1,225 @@
+"""The laws of the house that imports can break (DESIGN section 1), read from the source of every file."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.source import PACKAGES, ROOT, Source, imports, modules, sources
+
+# Law 3. Which of our packages each may import.
+ALLOWED = {
+    "crypto": {"crypto"},
+    "dht": {"crypto", "dht"},
+    "gossip": {"crypto", "gossip"},
+    "partition": {"crypto", "partition"},
+    "node": {"crypto", "dht", "gossip", "partition", "node"},
+    "sim": {"crypto", "dht", "gossip", "partition", "node", "sim"},
+}
+
+# The floors inside node, lowest first: a file imports its own floor and those below.
+FLOORS = (
+    ("errors", "events", "config", "seams", "nearest", "paths", "toml"),
+    ("state", "transport", "storage"),
+    ("services",),
+    ("runs",),
+    ("control", "executor", "commands", "runtime"),
+    ("cli", "__main__"),
+)
+
+# Law 1. What a pure core never imports: the world outside has six seams, and none of them is here.
+IMPURE = {
+    "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing",
+    "os", "pathlib", "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl",
+    "subprocess", "sys", "tempfile", "threading", "time", "trio", "uuid",
+}  # fmt: skip
+
+# What runs in a process of its own: it may import torch, and is not a core.
+COMPUTING = {
+    "partition/execute.py": "the executor of a stage, in the stage's process",
+    "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
+}
+
+# Law 6. Nobody runs a stranger's code.
+UNPICKLERS = {"cloudpickle", "code", "codeop", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
+EVALUATORS = {"eval", "exec", "compile", "__import__"}
+LOADERS = {"torch.load", "torch.export.load", "torch.jit.load"}
+
+PURE = tuple(
+    source for source in sources("crypto", "dht", "gossip", "partition") if source.place not in COMPUTING
+)
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    """Each of our modules with those of ours that it imports when it runs."""
+    return {
+        source.module: frozenset(name for _, name in imports(source, typing_only=False) if name in modules())
+        - {source.module}
+        for source in sources(*PACKAGES)
+    }
+
+
+def floor(module: str) -> int:
+    """The floor of a module of node."""
+    room = module.split(".")[1]
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def calls(source: Source) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything that a file calls."""
+    return [
+        (node.lineno, ast.unparse(node.func))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
+    ]
+
+
+def test_packages_import_only_those_below_them_and_no_sibling() -> None:
+    assert [
+        f"{source.place}:{line} imports {name}"
+        for source in sources(*PACKAGES)
+        for line, name in imports(source)
+        if (package := name.split(".")[0]) in {*PACKAGES, "tests"} and package not in ALLOWED[source.package]
+    ] == []
+
+
+def test_every_room_of_node_stands_on_a_floor() -> None:
+    rooms = {source.module.split(".")[1] for source in sources("node") if "." in source.module}
+    assert rooms - {room for rooms in FLOORS for room in rooms} == set()
+
+
+def test_rooms_of_node_import_only_their_floor_and_those_below() -> None:
+    assert [
+        f"{source.place}:{line} imports {name}"
+        for source in sources("node")
+        if "." in source.module
+        for line, name in imports(source)
+        if name.startswith("node.") and floor(name) > floor(source.module)
+    ] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    circle: list[str] = []
+    try:
+        graphlib.TopologicalSorter(graph()).prepare()
+    except graphlib.CycleError as error:
+        circle = error.args[1]
+    assert circle == []
+
+
+def test_cores_import_nothing_of_the_outside_world() -> None:
+    assert [
+        f"{source.place}:{line} imports {name}"
+        for source in PURE
+        for line, name in imports(source)
+        if name.split(".")[0] in IMPURE
+    ] == []
+
+
+def test_cores_have_nothing_async() -> None:
+    waits = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
+    assert [
+        f"{source.place}:{node.lineno}"
+        for source in PURE
+        for node in ast.walk(source.tree)
+        if isinstance(node, waits)
+    ] == []
+
+
+def test_cores_take_their_rng_as_an_argument() -> None:
+    wrong = []
+    for source in PURE:
+        for node in ast.walk(source.tree):
+            # The type may be named; the module's own functions share one hidden generator.
+            if isinstance(node, ast.Import) and any(alias.name == "random" for alias in node.names):
+                wrong.append(f"{source.place}:{node.lineno} imports the module random")
+            if isinstance(node, ast.ImportFrom) and node.module == "random":
+                wrong += [f"{source.place}:{node.lineno}" for alias in node.names if alias.name != "Random"]
+        wrong += [
+            f"{source.place}:{line} calls {name}"
+            for line, name in calls(source)
+            if name == "Random" or name.startswith(("np.random.", "numpy.random."))
+        ]
+    assert wrong == []
+
+
+def test_cores_neither_print_nor_open_files() -> None:
+    assert [
+        f"{source.place}:{line} calls {name}"
+        for source in PURE
+        for line, name in calls(source)
+        if name in ("print", "open", "input")
+    ] == []
+
+
+def test_torch_is_imported_only_where_computing_has_a_process_of_its_own() -> None:
+    assert [
+        f"{source.place}:{line}"
+        for source in sources(*PACKAGES)
+        if source.place not in COMPUTING
+        for line, name in imports(source)
+        if name.split(".")[0] in ("torch", "torchvision")
+    ] == []
+
+
+def test_the_node_imports_no_computing() -> None:
+    computing = {place.removesuffix(".py").replace("/", ".") for place in COMPUTING}
+    # The stage's process does, in a function, once it runs on its own.
+    allowed = {"node.runs.host_process"}
+    assert [
+        f"{source.place}:{line} imports {name}"
+        for source in sources("node")
+        if source.module not in allowed
+        for line, name in imports(source)
+        if name in computing
+    ] == []
+
+
+def test_nothing_unpickles_evaluates_or_compiles() -> None:
+    everything = sources(*PACKAGES, "benchmarks", "examples")
+    wrong = [
+        f"{source.place}:{line} imports {name}"
+        for source in everything
+        for line, name in imports(source)
+        if name.split(".")[0] in UNPICKLERS
+    ]
+    wrong += [
+        f"{source.place}:{line} calls {name}"
+        for source in everything
+        for line, name in calls(source)
+        if name in EVALUATORS | LOADERS
+    ]
+    assert wrong == []
+
+
+def test_arrays_are_loaded_without_pickles() -> None:
+    # numpy's default is safe as well, but a reader should not need to know that.
+    assert [
+        f"{source.place}:{node.lineno}"
+        for source in sources(*PACKAGES, "benchmarks", "examples")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load")
+        if "allow_pickle=False" not in [ast.unparse(keyword) for keyword in node.keywords]
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("node", {"trio", "torch", "numpy"}),
+        ("node.cli.client", {"trio", "torch", "numpy"}),
+        ("node.runtime", {"torch"}),
+        ("sim.engine", {"torch"}),
+        ("sim.seams", {"torch"}),
+    ],
+)
+def test_what_must_start_fast_does_not_load_what_is_slow(module: str, unwanted: set[str]) -> None:
+    program = f"import sys, {module}; print(*[name for name in {sorted(unwanted)!r} if name in sys.modules])"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert printed.stdout.split() == []

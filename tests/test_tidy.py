@@ -1,0 +1,251 @@
+"""The habits of STYLE that a machine can hold, without false alarms; the rest is for the reader's eye."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.source import PACKAGES, ROOT, SIDES, Source, sources
+
+FILE_LINES_MAX = 600
+"""About 400 is where to stop and think; here it is no longer a question."""
+FUNCTION_LINES_MAX = 90
+LINE_LENGTH_MAX = 110
+TEST_NAME_WORDS_MIN = 3
+
+FORBIDDEN_WORDS = {
+    "master", "slave", "coordinator", "worker", "workers", "cluster", "clusters", "manager", "managers",
+    "helper", "helpers", "util", "utils", "misc",
+}  # fmt: skip
+"""Words for parts that this house does not have, or that name nothing."""
+
+UNMEASURED_WORDS = {
+    "timeout", "timeouts", "interval", "delay", "duration", "ttl", "ms", "sec", "secs", "msec", "millis",
+    "micros", "kb", "mb", "gb", "kib", "mib", "gib",
+}  # fmt: skip
+"""A name that ends so leaves its unit open, or abbreviates it: want _seconds, _bytes."""
+
+# Put together here, so that this file does not hold what it looks for.
+UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
+PICTURE = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\ufe0f]")
+
+EVERYTHING = sources(*PACKAGES, *SIDES)
+PROGRAM = sources(*PACKAGES)
+
+
+def words(name: str) -> list[str]:
+    """The words of an identifier, in lower case: StageHost and stage_host are both stage, host."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def defined(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, name) of all that a file gives a name to; what others named, it may use."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+
+
+def constants(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, name) of the constants of a module."""
+    for node in source.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id.isupper():
+                yield node.lineno, target.id
+
+
+def lines(source: Source) -> Iterator[tuple[int, str]]:
+    yield from enumerate(source.text.splitlines(), start=1)
+
+
+def dependencies() -> list[str]:
+    """The packages that pyproject.toml asks for, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    return [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
+
+
+def normal(name: str) -> str:
+    """A package's name as registries compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_file_opens_by_saying_what_it_is() -> None:
+    assert [
+        source.place for source in EVERYTHING if source.text.strip() and not ast.get_docstring(source.tree)
+    ] == []
+
+
+def test_files_are_short_enough_to_be_understood_alone() -> None:
+    lengths = {source.place: source.text.count("\n") for source in EVERYTHING}
+    assert {place: length for place, length in lengths.items() if length > FILE_LINES_MAX} == {}
+
+
+def test_functions_are_short() -> None:
+    functions = [
+        (f"{source.place}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
+        for source in EVERYTHING
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [function for function in functions if function[1] > FUNCTION_LINES_MAX] == []
+
+
+def test_lines_are_short_and_end_cleanly() -> None:
+    wrong = [
+        f"{source.place}:{number}"
+        for source in EVERYTHING
+        for number, line in lines(source)
+        if len(line) > LINE_LENGTH_MAX or line != line.rstrip() or "\t" in line
+    ]
+    wrong += [source.place for source in EVERYTHING if source.text and not source.text.endswith("\n")]
+    assert wrong == []
+
+
+def test_nothing_is_left_unfinished() -> None:
+    assert [
+        f"{source.place}:{number} {match.group()}"
+        for source in EVERYTHING
+        for number, line in lines(source)
+        if (match := UNFINISHED.search(line))
+    ] == []
+
+
+def test_there_are_no_pictures_in_the_text() -> None:
+    assert [
+        f"{source.place}:{number}"
+        for source in EVERYTHING
+        for number, line in lines(source)
+        if PICTURE.search(line)
+    ] == []
+
+
+def test_no_error_is_swallowed_unseen() -> None:
+    wrong = []
+    for source in EVERYTHING:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else ""
+                silent = all(isinstance(step, ast.Pass | ast.Continue) for step in node.body)
+                if not caught or (caught in ("Exception", "BaseException") and silent):
+                    wrong.append(f"{source.place}:{node.lineno} except {caught}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+                caught_all = {ast.unparse(each) for each in node.args} & {"Exception", "BaseException"}
+                wrong += [f"{source.place}:{node.lineno} suppress({name})" for name in sorted(caught_all)]
+    assert wrong == []
+
+
+def test_names_are_those_of_the_field() -> None:
+    wrong = [
+        f"{source.place}:{line} {name}"
+        for source in EVERYTHING
+        for line, name in defined(source)
+        if FORBIDDEN_WORDS & set(words(name))
+    ]
+    wrong += [source.place for source in EVERYTHING if FORBIDDEN_WORDS & set(words(source.module))]
+    assert wrong == []
+
+
+def test_limits_are_constants_that_end_in_max_or_min() -> None:
+    limits = {"max", "min", "maximum", "minimum", "limit", "limits"}
+    assert [
+        f"{source.place}:{line} {name}"
+        for source in PROGRAM
+        for line, name in constants(source)
+        if limits & set(words(name)) and not name.endswith(("_MAX", "_MIN"))
+    ] == []
+
+
+def test_durations_and_sizes_say_their_unit() -> None:
+    assert [
+        f"{source.place}:{line} {name}"
+        for source in PROGRAM
+        for line, name in defined(source)
+        if words(name) and words(name)[-1] in UNMEASURED_WORDS
+    ] == []
+
+
+def test_structs_of_the_wire_are_frozen() -> None:
+    assert [
+        f"{source.place}:{node.lineno} {node.name}"
+        for source in PROGRAM
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+        if "msgspec.Struct" in [ast.unparse(base) for base in node.bases]
+        if "frozen=True" not in [ast.unparse(keyword) for keyword in node.keywords]
+    ] == []
+
+
+def test_a_check_is_silenced_by_name_and_with_a_reason() -> None:
+    wrong = []
+    for source in EVERYTHING:
+        for number, line in lines(source):
+            if "# type: ignore" in line and not re.search(r"# type: ignore\[[a-z-, ]+\]  # \S", line):
+                wrong.append(f"{source.place}:{number}")
+            if re.search(r"# noqa(?!: [A-Z]+[0-9]+)", line):
+                wrong.append(f"{source.place}:{number}")
+    assert [place for place in wrong if not place.startswith("tests/test_tidy.py")] == []
+
+
+def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
+    wrong = []
+    for source in sources("tests"):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                if len(words(node.name)) <= TEST_NAME_WORDS_MIN:
+                    wrong.append(f"{source.place}:{node.lineno} {node.name}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep":
+                wrong.append(f"{source.place}:{node.lineno} time.sleep")
+    assert wrong == []
+
+
+def test_there_are_seven_packages_and_no_other() -> None:
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found == {*PACKAGES, "tests"}
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    folders = {source.path.parent for source in sources(*PACKAGES, "tests")}
+    assert [folder.name for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_no_console_script_shadows_another_program() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "node" not in project.get("scripts", {})
+
+
+def test_every_dependency_is_pinned() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pinned = {normal(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==\S+", text, re.MULTILINE)}
+    assert [name for name in dependencies() if normal(name) not in pinned] == []
+
+
+@pytest.mark.parametrize("name", dependencies())
+def test_the_architecture_says_what_each_dependency_is_for(name: str) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("StageHost", ["stage", "host"]),
+        ("parse_HTTPHeader", ["parse", "http", "header"]),
+        ("_SIZE_MAX2", ["size", "max", "2"]),
+    ],
+)
+def test_words_are_found_in_names_of_any_case(name: str, expected: list[str]) -> None:
+    assert words(name) == expected
