@@ -21,7 +21,7 @@ from dht.keys import Key, distance, node_key, random_key
 from dht.lookup import Lookup
 from dht.messages import Message, address_texts, readable_addresses
 from dht.records import Record, RecordStore, Refusal, check_record
-from dht.requests import Pending, Publication, Requests, Search
+from dht.requests import Pending, Publication, Requests, Search, checked_page
 from dht.routing import Bucket, Contact, Table
 from dht.serving import nodes_reply, values_reply
 from dht.settings import Settings
@@ -54,7 +54,6 @@ class Kademlia:
         self._signer = signer
         self._rng = rng
         self._addresses = address_texts(addresses)
-        self._requests = Requests(rng)
         self._searches: dict[int, Search] = {}
         self._own_records: dict[Key, tuple[Record, Timer]] = {}
         self._seeds: tuple[PeerId, ...] = ()
@@ -62,6 +61,9 @@ class Kademlia:
         self._checking: dict[PeerId, None] = {}
         self._sends: Sends = []
         self._timers = Timers()
+        self._requests = Requests(
+            settings, rng, self._timers, send=self._send, slow=self._slow, silent=self._silent
+        )
         self._rejoin_due = inf
         self._refresh_due = inf
         self._expiry_due = inf
@@ -224,29 +226,17 @@ class Kademlia:
             contact.addresses = address_texts(addresses)
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
-        scarce = isinstance(purpose, Search) and purpose.lookup.scarce
-        attempts = self.settings.attempts if scarce or isinstance(message, messages.Store) else 1
-        pending = Pending(contact, message, purpose, attempts, page)
-        self._requests.open(pending)
-        self._attempt(now, pending)
+        self._requests.open(Pending(contact, message, purpose, page, started=now))
 
-    def _attempt(self, now: float, pending: Pending) -> None:
-        pending.attempts_left -= 1
-        self._send(pending.contact.peer, pending.message)
-        due = now + self.settings.request_seconds
-        pending.timer = self._timers.at(due, partial(self._overdue, pending))
+    def _slow(self, now: float, pending: Pending) -> None:
+        if isinstance(pending.purpose, Search):
+            pending.purpose.lookup.slow(pending.contact.peer)
+            self._advance(now, pending.purpose)
 
-    def _overdue(self, pending: Pending, now: float) -> None:
-        """The time of a request is up: send it again, or pass its peer over and forget it later."""
-        if pending.attempts_left:
-            self._attempt(now, pending)
-            return
-        pending.passed_over = True
-        pending.timer = self._timers.at(
-            now + self.settings.late_seconds, lambda _: self._requests.close(pending)
-        )
+    def _silent(self, now: float, pending: Pending) -> None:
+        """A peer has not answered in time."""
         peer = pending.contact.peer
-        failing = self.table.failed(peer)
+        failing = self.table.failed(now, peer, pending.started)
         if failing is not None:
             self._timers.at(now + self.settings.recheck_seconds, partial(self._recheck, failing))
         elif not len(self.table) and self._seeds:
@@ -269,8 +259,8 @@ class Kademlia:
         if pending is None:
             return
         # All checks come before the first effect: a bad answer is no answer, and its request times out.
-        records = self._checked_records(pending, answer) if isinstance(answer, messages.Values) else []
-        self._requests.close(pending)
+        records = checked_page(self._signer, pending, answer) if isinstance(answer, messages.Values) else []
+        self._requests.close(now, pending)
         self._welcome(now, pending.contact, answer.addresses)
         match pending.purpose:
             case None if not pending.passed_over:
@@ -293,27 +283,6 @@ class Kademlia:
         if self._refresh_due == inf:
             self._refresh_due = now + self.settings.refresh_seconds
 
-    def _checked_records(self, pending: Pending, answer: messages.Values) -> list[Record]:
-        """The records of a page, all of them good; else RemoteProtocolError."""
-        search = pending.purpose
-        if not isinstance(search, Search) or not isinstance(pending.message, messages.FindValue):
-            return []
-        if answer.more and not answer.records:
-            raise RemoteProtocolError("an empty page with more behind it")
-        records = []
-        last = pending.message.after
-        for fact in answer.records:
-            if fact.author <= last:
-                raise RemoteProtocolError("a page of records out of order")
-            last = fact.author
-            # Most holders hold the same: what was checked once is not checked again.
-            known = search.lookup.records.get(PeerId(fact.author))
-            record = known if known and known.fact == fact else check_record(self._signer, fact)
-            if record.key != search.lookup.key:
-                raise RemoteProtocolError("a record of another key than asked for")
-            records.append(record)
-        return records
-
     # Lookups.
 
     def _search(
@@ -326,7 +295,8 @@ class Kademlia:
         seeds: Sequence[Contact] = (),
     ) -> Search:
         self.table.bucket_of(key).touch_last_updated(now)
-        known = self.table.nearest(key, self.settings.k)
+        # More than k, for answers name only the k nearest, and half of these may be dead.
+        known = self.table.nearest(key, 2 * self.settings.k)
         if len(known) < self.settings.alpha:
             # After an outage of our own all seem to fail; better to ask them than to ask nobody.
             known = self.table.nearest(key, self.settings.k, failing=True)

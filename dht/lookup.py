@@ -2,8 +2,8 @@
 
 A pure state machine without time: whoever runs it asks whom `next` names and reports what came.
 It differs from the paper in what fails on a real network:
-- There are no rounds. An answer or a timeout frees a place at once; whoever is slow is passed over,
-  and its late answer is still taken.
+- There are no rounds. An answer frees a place at once, and so does whoever takes longer than usual:
+  for each of these one more is asked. Who stays silent is passed over, and its late answer still taken.
 - When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's
   last round).
 - Hints are hearsay. Who names peers that do not answer loses its word: the rest of what it alone
@@ -11,6 +11,7 @@ It differs from the paper in what fails on a real network:
 - Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
 """
 
+import heapq
 from collections.abc import Collection, Iterable
 from enum import Enum
 
@@ -35,6 +36,7 @@ class Standing(Enum):
 
     HEARD = "heard"
     ASKED = "asked"
+    SLOW = "slow"
     PASSED_OVER = "passed over"
     ANSWERED = "answered"
 
@@ -48,6 +50,10 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 
     def __contains__(self, contact: Contact) -> bool:
         return contact.id in self._ids
+
+    def nearest(self, count: int) -> list[Contact]:
+        """The `count` nearest, nearest first."""
+        return [contact for _, contact in heapq.nsmallest(count, self.heap)]
 
     def push(self, contact: Contact) -> None:
         super().push(contact)
@@ -75,6 +81,7 @@ class Lookup:
         self._standing: dict[PeerId, Standing] = {}
         self._answered: list[Contact] = []
         self._asked = 0
+        self._slow = 0
         self._stopped = False
         self._barren = 0
         self._nearest: int | None = None
@@ -92,7 +99,8 @@ class Lookup:
         # Near the end there is nothing to gain from waiting: all of the nearest are asked.
         places = settings.k if self._barren >= settings.alpha or self.records else settings.alpha
         places = min(places - self._asked, settings.lookup_requests_max - self.requests)
-        waiting = [c for c in self._visible() if self._standing[c.peer] is Standing.HEARD]
+        near = self._shortlist.nearest(self._width + self._slow)
+        waiting = [contact for contact in near if self._standing[contact.peer] is Standing.HEARD]
         chosen = waiting[: max(places, 0)]
         for contact in chosen:
             self._standing[contact.peer] = Standing.ASKED
@@ -111,10 +119,9 @@ class Lookup:
     def answered(self, contact: Contact) -> None:
         """`contact` has answered in full; it may come late, after it was passed over."""
         standing = self._standing.get(contact.peer)
-        if standing is Standing.ASKED:
-            self._asked -= 1
-        elif standing is not Standing.PASSED_OVER:
+        if standing in (None, Standing.HEARD, Standing.ANSWERED):
             return
+        self._leave_flight(contact.peer)
         self._standing[contact.peer] = Standing.ANSWERED
         self._answered.append(contact)
         self._shortlist.push(contact)
@@ -122,13 +129,18 @@ class Lookup:
             good, ghosts = self._word[source]
             self._word[source] = (good + 1, ghosts)
 
+    def slow(self, peer: PeerId) -> None:
+        """`peer` takes longer than usual: its answer is awaited, and another one asked meanwhile."""
+        if self._standing.get(peer) is Standing.ASKED:
+            self._leave_flight(peer)
+            self._standing[peer] = Standing.SLOW
+            self._slow += 1
+
     def passed_over(self, peer: PeerId) -> None:
         """`peer` took too long, or is known to be dead."""
-        standing = self._standing.get(peer)
-        if standing is Standing.ASKED:
-            self._asked -= 1
-        elif standing is not Standing.HEARD:
+        if self._standing.get(peer) in (None, Standing.ANSWERED, Standing.PASSED_OVER):
             return
+        self._leave_flight(peer)
         self._standing[peer] = Standing.PASSED_OVER
         self._shortlist.remove([node_key(peer)])
         for source in self._named_by.get(peer, ()):
@@ -136,6 +148,10 @@ class Lookup:
             self._word[source] = (good, ghosts + 1)
             if self._has_lost_word(source):
                 self._drop_hearsay()
+
+    def _leave_flight(self, peer: PeerId) -> None:
+        self._asked -= self._standing[peer] is Standing.ASKED
+        self._slow -= self._standing[peer] is Standing.SLOW
 
     def learn(self, record: Record) -> None:
         """Keep a record if it is its publisher's newest so far."""
@@ -154,14 +170,10 @@ class Lookup:
         """Whether the nearest alive have all answered, or a limit was reached."""
         if self._stopped:
             return True
-        if self.requests >= self._settings.lookup_requests_max and not self._asked:
+        if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):
             return True
-        return all(self._standing[c.peer] is Standing.ANSWERED for c in self._visible())
-
-    @property
-    def scarce(self) -> bool:
-        """Whether so few peers are known that each is worth asking again."""
-        return len(self._standing) <= self._settings.alpha
+        near = self._shortlist.nearest(self._width)
+        return all(self._standing[contact.peer] is Standing.ANSWERED for contact in near)
 
     @property
     def nearest(self) -> list[Contact]:
@@ -169,9 +181,10 @@ class Lookup:
         target = Node(self.key)
         return sorted(self._answered, key=target.distance_to)[: self._settings.k]
 
-    def _visible(self) -> list[Contact]:
-        """The nearest that have to answer before the end: fewer, once there are records."""
-        return list(self._shortlist)[: self._settings.find_width if self.records else None]
+    @property
+    def _width(self) -> int:
+        """How many of the nearest have to answer before the end: fewer, once there are records."""
+        return self._settings.find_width if self.records else self._settings.k
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
         if contact.peer == self._own:

@@ -38,6 +38,7 @@ class Contact(Node):  # type: ignore[misc]  # the package has no type hints
         self.peer = peer
         self.addresses = addresses
         self.heard = -inf
+        self.failed = -inf
         self.failures = 0
 
     @property
@@ -153,11 +154,16 @@ class Table:
             self.buckets[index : index + 1] = bucket.split()
         return None
 
-    def failed(self, peer: PeerId) -> Contact | None:
-        """`peer` left a request unanswered. Returns it if it still has its place."""
+    def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
+        """`peer` left a request unanswered that was sent at `asked`.
+
+        Returns it if that counts and it still has its place. Several requests within one silence
+        count once, or a short outage of our own would empty the table.
+        """
         contact = self.get(peer)
-        if contact is None:
+        if contact is None or asked < contact.failed:
             return None
+        contact.failed = now
         contact.failures += 1
         if contact.failures < self._failures_max:
             return contact

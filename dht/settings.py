@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dht.messages import HINTS_MAX
+from dht.messages import HINTS_MAX, MESSAGE_BYTES_MAX
 
 PAYLOAD_BYTES_MIN = 300
 """Room for a reply's head and a few hints; less would make lookups blind."""
@@ -24,14 +24,11 @@ class Settings:
     More finds fresher sequences and more publishers. A find that holds none always asks `k`."""
 
     request_seconds: float = 0.5
-    """How long a request may take before its peer is passed over; above 0. Some round trips."""
+    """How long after it was asked a silent peer is passed over; above 0. The longest round trip there
+    is. A request is sent a second time after the usual round trip, half of this at the latest."""
 
     late_seconds: float = 2.0
     """How much longer an answer is still welcome after that; 0 or more."""
-
-    attempts: int = 3
-    """How often a Store is sent to one peer before it counts as failed, or any request of a lookup
-    that knows nobody else to ask; 1 or more. Other requests are sent once."""
 
     failures_max: int = 3
     """Requests in a row a contact may leave unanswered before it loses its place; 1 or more."""
@@ -73,8 +70,8 @@ class Settings:
     """Publishers collected by one find; 1 or more. Beyond it, new ones are passed over."""
 
     payload_bytes_max: int = 1_000
-    """Size of a reply, encoded; PAYLOAD_BYTES_MIN or more. What fits a datagram with its envelope.
-    A reply always has room for one record, be it larger."""
+    """Size of a reply, encoded; PAYLOAD_BYTES_MIN to half of MESSAGE_BYTES_MAX. The default fits a
+    datagram with its envelope. A reply always has room for one record, be it larger."""
 
     records_max: int = 10_000
     """Records this node holds for others and itself; 1 or more. About 1.5 kB each."""
@@ -100,7 +97,6 @@ class Settings:
             "find_width": 1 <= self.find_width <= self.k,
             "request_seconds": self.request_seconds > 0,
             "late_seconds": self.late_seconds >= 0,
-            "attempts": self.attempts >= 1,
             "failures_max": self.failures_max >= 1,
             "recheck_seconds": self.recheck_seconds > self.request_seconds,
             "checks_max": self.checks_max >= 1,
@@ -113,7 +109,7 @@ class Settings:
             "lookup_seconds_max": self.lookup_seconds_max > self.request_seconds,
             "pages_max": self.pages_max >= 1,
             "found_max": self.found_max >= 1,
-            "payload_bytes_max": self.payload_bytes_max >= PAYLOAD_BYTES_MIN,
+            "payload_bytes_max": PAYLOAD_BYTES_MIN <= self.payload_bytes_max <= MESSAGE_BYTES_MAX // 2,
             "records_max": self.records_max >= 1,
             "records_per_key_max": 1 <= self.records_per_key_max <= self.records_max,
             "records_per_publisher_max": 1 <= self.records_per_publisher_max <= self.records_max,

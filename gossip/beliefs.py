@@ -39,6 +39,7 @@ from gossip.messages import (
     SuspectBody,
     alive_body,
     check_body,
+    fact_bytes,
     read_body,
     read_profile,
     sign_body,
@@ -75,6 +76,8 @@ class Beliefs:
         self.queue = Dissemination()
         self.queue.put(self.me.peer, alive)
         self._suspicions: dict[PeerId, Suspicion] = {}
+        # Who sent us, last of all, an accusation that we refuted before.
+        self._misled: PeerId | None = None
         self.suspicion_deadline = float("inf")
 
     # What this peer says of itself.
@@ -127,11 +130,20 @@ class Beliefs:
     # What it tells and is told.
 
     def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
-        """News for a message to `peer`. What is held against the receiver stands first, so that it
-        can refute (Lifeguard's buddy system); once we have left, nothing else matters.
+        """News for a message to `peer`, the most urgent first.
+
+        Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
+        that refuted it may have been lost on every way to it. Then what is held against the
+        receiver, so that it can refute (Lifeguard's buddy system).
         """
         row = self.table.rows.get(peer)
-        first = [fact for fact in (self.me.verdict, row.verdict if row else None) if fact is not None]
+        refutation = self.me.alive if peer == self._misled else None
+        first: list[Fact] = []
+        room = self._settings.facts_bytes_max
+        for fact in (self.me.verdict, refutation, row.verdict if row else None):
+            if fact is not None and fact_bytes(fact) <= room:
+                room -= fact_bytes(fact)
+                first.append(fact)
         limit = self._settings.retransmits(self.table.live)
         return self.queue.take(limit, self._settings.facts_bytes_max, first)
 
@@ -150,6 +162,11 @@ class Beliefs:
         network that was split: it does not bury, it makes us look. Returns whom to probe at once.
         """
         claims = [(fact, read_body(fact)) for fact in facts]
+        accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
+        outdated = any(
+            body.subject == self.me.peer and body.incarnation < self.me.incarnation for body in accused
+        )
+        self._misled = sender if outdated else None
         buried = {
             subject_of(fact, body): body.incarnation
             for fact, body in claims

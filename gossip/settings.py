@@ -99,12 +99,13 @@ class Settings:
     def local(cls) -> "Settings":
         """Nodes on one machine: a death is noticed in 1-2 s, a stall of 0.7 s is not a death.
 
-        Dead is who misses a probe (0.2 s) and then cannot refute for at least 0.8 s more.
+        Dead is who misses a probe (0.2 s) and then cannot refute for at least 1.0 s more.
         """
         return cls(
             probe_interval_seconds=0.2,
             probe_timeout_seconds=0.08,
-            suspicion_max_multiplier=2.0,
+            suspicion_multiplier=5.0,
+            suspicion_max_multiplier=1.6,
             gossip_interval_seconds=0.05,
             sync_interval_seconds=5.0,
             stall_seconds=0.05,

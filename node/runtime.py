@@ -127,16 +127,17 @@ class Node:
         self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage)
         self.peer = keys.identity.peer
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
-        if isinstance(self.network, RealNetwork):
-            await nursery.start(_run_network, self.network)
+        await nursery.start(self.network.run)
         await self._measure()
         self._publish(self._started(keys))
         self._make_services()
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
-        control = ControlServer(Commands(self).handlers, storage, self._entropy)
-        await nursery.start(control.run)
+        if self._network is None:
+            # The control channel is for people at this machine; a simulated node is on none.
+            control = ControlServer(Commands(self).handlers, storage, self._entropy)
+            await nursery.start(control.run)
         nursery.start_soon(self.joining.run)
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
@@ -340,12 +341,6 @@ async def _cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
             yield nursery
         finally:
             nursery.cancel_scope.cancel()
-
-
-async def _run_network(
-    network: RealNetwork, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-) -> None:
-    await network.run(task_status=task_status)
 
 
 # The process

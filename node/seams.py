@@ -79,6 +79,9 @@ class Network(Protocol):
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve streams that peers open under `protocol`."""
 
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; `addresses` are known once it has started."""
+
     async def open(self, peer: PeerId, protocol: str) -> Stream:
         """Open a stream to a known peer. Raises `node.errors.Unreachable`."""
 

@@ -19,7 +19,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Core, Sends
-from sim.network import Links, instant
+from sim.network import Link, Links, instant
 from sim.trace import Trace, TracedCore
 
 WAKES_AT_ONCE_MAX = 1_000
@@ -42,9 +42,13 @@ class Wire:
 
 
 class _Port:
-    """One core of one peer. `wake_at` is the earliest wake in the heap that still counts."""
+    """One core of one peer. `wake_at` is the earliest wake in the heap that still counts; `routes`
+    are the links to those it has sent to, with who is at the other end.
+    """
 
-    __slots__ = ("alive", "core", "index", "peer", "protocol", "wake_at", "wakes", "wire", "woken_at")
+    __slots__ = (
+        "alive", "core", "index", "peer", "protocol", "routes", "wake_at", "wakes", "wire", "woken_at"
+    )  # fmt: skip
 
     def __init__(self, index: int, peer: PeerId, protocol: str, core: Core, wire: Wire | None) -> None:
         self.index = index
@@ -53,6 +57,7 @@ class _Port:
         self.core = core
         self.wire = wire
         self.alive = False
+        self.routes: dict[PeerId, tuple[Link, _Port]] = {}
         self.wake_at = math.inf
         self.woken_at = -math.inf
         self.wakes = 0
@@ -113,7 +118,7 @@ class Engine:
     def run(self, until: float) -> None:
         """Let everything happen up to the instant `until`, and at it."""
         heap, ports, counters = self._heap, self._ports, self.counters
-        last = (-1.0, -1)
+        last_time, last_index = -1.0, -1
         delivered = tied = 0
         while heap and heap[0][0] <= until:
             now, index, kind, sender, _, payload = heappop(heap)
@@ -121,9 +126,9 @@ class Engine:
             self.now = now
             if kind == _WAKE and now != port.wake_at:
                 continue  # an earlier deadline took this one's place
-            if last == (now, index):
+            if now == last_time and index == last_index:
                 tied += 1
-            last = (now, index)
+            last_time, last_index = now, index
             if kind == _DELIVER:
                 if not port.alive:
                     counters["missed"] += 1
@@ -174,18 +179,31 @@ class Engine:
             if self._publish is not None:
                 for event in drained:
                     self._publish(now, port.peer, event)
-        peer, protocol, wire = port.peer, port.protocol, port.wire
-        by_name, heap, post = self._by_name, self._heap, self._links.post
+        peer, wire, routes, heap = port.peer, port.wire, port.routes, self._heap
         for receiver, message in sends:
+            route = routes.get(receiver) or self._find_route(port, receiver)
+            if route is None:
+                continue
+            link, target = route
             payload = message if wire is None else encode(message)
-            sequence, due = post(now, peer, receiver, protocol)
-            target = by_name.get((receiver, protocol))
-            if target is None or not target.alive:
+            sequence, due = link.post(now)
+            if not target.alive:
                 self.counters["missed"] += 1
             elif due == math.inf:
                 self.counters["lost"] += 1
             else:
                 heappush(heap, (due, target.index, _DELIVER, peer, sequence, payload))
+
+    def _find_route(self, port: _Port, receiver: PeerId) -> tuple[Link, _Port] | None:
+        target = self._by_name.get((receiver, port.protocol))
+        link = self._links.link(port.peer, receiver, port.protocol)
+        if target is None:
+            # Nobody yet: a number is used up all the same, as on the simulated network.
+            link.post(self.now)
+            self.counters["missed"] += 1
+            return None
+        route = port.routes[receiver] = link, target
+        return route
 
     def _plan_wake(self, now: float, port: _Port) -> None:
         # Only an earlier deadline is pushed. One that moved later is found when the earlier entry

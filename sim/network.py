@@ -79,16 +79,40 @@ class LinkModel:
             raise ValueError("want bytes_per_second > 0")
 
 
-class _Link:
-    """One direction between two peers for one protocol: how much it carried, and its next draws."""
+class Link:
+    """One direction between two peers for one protocol. `post` decides the fate of each datagram."""
 
-    __slots__ = ("draws", "latency_seconds", "sequence", "ticks")
+    __slots__ = ("_draws", "_key", "_model", "_seed", "_sequence", "_ticks", "latency_seconds")
 
-    def __init__(self, latency_seconds: float) -> None:
-        self.sequence = 0
+    def __init__(
+        self, model: LinkModel, seed: int, key: tuple[PeerId, PeerId, str], latency_seconds: float
+    ) -> None:
         self.latency_seconds = latency_seconds
-        self.ticks = _ticks(latency_seconds)
-        self.draws = b""
+        self._model = model
+        self._seed = seed
+        self._key = key
+        # What always takes the same time needs no draws: None.
+        self._draws = b"" if model.loss > 0 or model.jitter_seconds > 0 else None
+        self._ticks = _ticks(latency_seconds)
+        self._sequence = 0
+
+    def post(self, now: float) -> tuple[int, float]:
+        """One datagram leaves at the instant `now`: (its number on the link, when it arrives).
+
+        It arrives at inf if it is lost.
+        """
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        if self._draws is None:
+            return sequence, (round(now * _TICKS_PER_SECOND) + self._ticks) / _TICKS_PER_SECOND
+        offset = sequence % _DRAWS_PER_HASH
+        if offset == 0:
+            self._draws = draw(self._seed, "link", *self._key, sequence)
+        fate, jitter = _DRAW.unpack_from(self._draws, offset * _DRAW.size)
+        model = self._model
+        if fate < model.loss * _DRAW_RANGE:
+            return sequence, math.inf
+        return sequence, after(now, self.latency_seconds + model.jitter_seconds * jitter / _DRAW_RANGE)
 
 
 class Links:
@@ -97,30 +121,16 @@ class Links:
     def __init__(self, model: LinkModel, seed: int) -> None:
         self.model = model
         self._seed = seed
-        self._links: dict[tuple[PeerId, PeerId, str], _Link] = {}
-        self._draws_needed = model.loss > 0 or model.jitter_seconds > 0
+        self._links: dict[tuple[PeerId, PeerId, str], Link] = {}
 
-    def post(self, now: float, sender: PeerId, receiver: PeerId, protocol: str) -> tuple[int, float]:
-        """One datagram leaves at the instant `now`: (its number on the link, when it arrives).
-
-        It arrives at inf if it is lost.
-        """
+    def link(self, sender: PeerId, receiver: PeerId, protocol: str) -> Link:
+        """The one link from `sender` to `receiver` for `protocol`."""
         key = (sender, receiver, protocol)
         link = self._links.get(key)
         if link is None:
-            link = self._links[key] = _Link(self.latency_seconds(sender, receiver))
-        sequence = link.sequence
-        link.sequence = sequence + 1
-        if not self._draws_needed:
-            return sequence, (round(now * _TICKS_PER_SECOND) + link.ticks) / _TICKS_PER_SECOND
-        offset = sequence % _DRAWS_PER_HASH
-        if offset == 0:
-            link.draws = draw(self._seed, "link", sender, receiver, protocol, sequence)
-        fate, jitter = _DRAW.unpack_from(link.draws, offset * _DRAW.size)
-        if fate < self.model.loss * _DRAW_RANGE:
-            return sequence, math.inf
-        wait_seconds = link.latency_seconds + self.model.jitter_seconds * jitter / _DRAW_RANGE
-        return sequence, after(now, wait_seconds)
+            latency_seconds = self.latency_seconds(sender, receiver)
+            link = self._links[key] = Link(self.model, self._seed, key, latency_seconds)
+        return link
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         """The one-way latency between two peers, without jitter; the same in both directions."""

@@ -174,7 +174,7 @@ class SimNetwork:
             self._counters["messages_without_address"] += 1
             return
         now = nearest_instant(trio.current_time())
-        sequence, due = self._medium.links.post(now, self._peer, peer, protocol)
+        sequence, due = self._medium.links.link(self._peer, peer, protocol).post(now)
         target = self._medium.living(peer)
         if target is not None and due < math.inf:
             target.expect(self._peer, protocol, due, sequence, bytes(message))

@@ -19,12 +19,7 @@ _KEY_BYTES = 32
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
     """64 bytes that depend on `seed` and the labels, and on nothing else."""
-    state = blake2b(key=_key(seed), digest_size=DRAW_BYTES)
-    for label in labels:
-        part = _label(label)
-        # The length in front keeps ("ab", "c") and ("a", "bc") apart.
-        state.update(len(part).to_bytes(4, "little") + part)
-    return state.digest()
+    return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
@@ -89,8 +84,11 @@ def _key(seed: int) -> bytes:
 
 
 def _label(label: bytes | str | int) -> bytes:
-    if isinstance(label, str):
-        return b"s" + label.encode()
-    if isinstance(label, int):
-        return b"i" + str(label).encode()
-    return b"b" + label
+    if isinstance(label, bytes):
+        kind, part = b"b", label
+    elif isinstance(label, str):
+        kind, part = b"s", label.encode()
+    else:
+        kind, part = b"i", str(label).encode()
+    # The length in front keeps ("ab", "c") and ("a", "bc") apart, the kind 1 and "1".
+    return kind + len(part).to_bytes(4, "little") + part

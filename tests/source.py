@@ -51,7 +51,8 @@ def modules() -> frozenset[str]:
 def imports(source: Source, *, typing_only: bool = True) -> list[tuple[int, str]]:
     """(line, module) of all that a file imports, wherever in it.
 
-    `from a import b` counts as a.b if that is a module, else as a. Without `typing_only` those under `if TYPE_CHECKING` are left out: they are never executed.
+    `from a import b` counts as a.b if that is a module, else as a. Without `typing_only`, imports under
+    `if TYPE_CHECKING` are left out: they are never executed.
     """
     skipped = set() if typing_only else _under_type_checking(source.tree)
     found = []

@@ -147,6 +147,32 @@ def test_cores_take_their_rng_as_an_argument() -> None:
     assert wrong == []
 
 
+def test_cores_never_iterate_over_a_set() -> None:
+    # Its order depends on the hash seed of the process; what a core sends must not.
+    loops = ast.For | ast.comprehension
+    assert [
+        f"{source.place}:{node.iter.lineno} {ast.unparse(node.iter)}"
+        for source in PURE
+        for node in ast.walk(source.tree)
+        if isinstance(node, loops) and is_a_set(node.iter)
+    ] == []
+
+
+def is_a_set(node: ast.expr) -> bool:
+    """Whether an expression is a set to the naked eye."""
+    called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
+    return called or isinstance(node, ast.Set | ast.SetComp)
+
+
+def test_cores_have_no_globals_that_change() -> None:
+    assert [
+        f"{source.place}:{node.lineno}"
+        for source in PURE
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Global)
+    ] == []
+
+
 def test_cores_neither_print_nor_open_files() -> None:
     assert [
         f"{source.place}:{line} calls {name}"

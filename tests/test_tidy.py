@@ -29,6 +29,8 @@ UNMEASURED_WORDS = {
 
 # Put together here, so that this file does not hold what it looks for.
 UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
+PRAGMA = re.compile(r"  # (noqa|type: ignore|fmt:).*")
+"""What is said to a tool may make a line longer, as ruff allows too."""
 PICTURE = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\ufe0f]")
 
 EVERYTHING = sources(*PACKAGES, *SIDES)
@@ -40,11 +42,14 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
-def defined(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, name) of all that a file gives a name to; what others named, it may use."""
+def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, name) of all that a file gives a name to; what others named, it may use.
+
+    Without `functions` only what holds a value.
+    """
     for node in ast.walk(source.tree):
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if functions:
                 yield node.lineno, node.name
             case ast.arg():
                 yield node.lineno, node.arg
@@ -74,7 +79,8 @@ def lines(source: Source) -> Iterator[tuple[int, str]]:
 def dependencies() -> list[str]:
     """The packages that pyproject.toml asks for, extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"].values()
+    asked = [*project["dependencies"], *(text for extra in extras for text in extra)]
     return [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
 
 
@@ -109,7 +115,7 @@ def test_lines_are_short_and_end_cleanly() -> None:
         f"{source.place}:{number}"
         for source in EVERYTHING
         for number, line in lines(source)
-        if len(line) > LINE_LENGTH_MAX or line != line.rstrip() or "\t" in line
+        if len(PRAGMA.sub("", line)) > LINE_LENGTH_MAX or line != line.rstrip() or "\t" in line
     ]
     wrong += [source.place for source in EVERYTHING if source.text and not source.text.endswith("\n")]
     assert wrong == []
@@ -173,7 +179,7 @@ def test_durations_and_sizes_say_their_unit() -> None:
     assert [
         f"{source.place}:{line} {name}"
         for source in PROGRAM
-        for line, name in defined(source)
+        for line, name in defined(source, functions=False)
         if words(name) and words(name)[-1] in UNMEASURED_WORDS
     ] == []
 
@@ -204,9 +210,10 @@ def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
     wrong = []
     for source in sources("tests"):
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                if len(words(node.name)) <= TEST_NAME_WORDS_MIN:
-                    wrong.append(f"{source.place}:{node.lineno} {node.name}")
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    if name.startswith("test_") and len(words(name)) < TEST_NAME_WORDS_MIN:
+                        wrong.append(f"{source.place}:{node.lineno} {name}")
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep":
                 wrong.append(f"{source.place}:{node.lineno} time.sleep")
     assert wrong == []
@@ -233,10 +240,11 @@ def test_every_dependency_is_pinned() -> None:
     assert [name for name in dependencies() if normal(name) not in pinned] == []
 
 
-@pytest.mark.parametrize("name", dependencies())
-def test_the_architecture_says_what_each_dependency_is_for(name: str) -> None:
+def test_the_architecture_says_what_each_dependency_is_for() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
+    assert [
+        name for name in dependencies() if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
+    ] == []
 
 
 @pytest.mark.parametrize(

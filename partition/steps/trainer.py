@@ -121,8 +121,8 @@ class Trainer:
         self._apply: Apply | None = None
 
     def start(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Ask every replica where it is."""
-        return self._to_all(Sync(plan=self.plan_hash))
+        """Ask every replica where it is. Who is known to be dead may be dropped before."""
+        return self._to_all(self._drop_message())
 
     @property
     def live(self) -> tuple[PeerId, ...]:

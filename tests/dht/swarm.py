@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from math import inf
 from random import Random
 from typing import TypeVar
 
@@ -50,7 +51,7 @@ class Swarm:
         self.refused: list[tuple[PeerId, str]] = []
         self.trace: list[tuple[float, PeerId, PeerId, bytes]] = []
         self.tamper: dict[PeerId, Callable[[Message], Message]] = {}
-        self._heap: list[tuple[float, int, PeerId, PeerId, bytes]] = []
+        self._heap: list[tuple[float, int, PeerId, PeerId, bytes | None]] = []
         self._sent = 0
 
     def start(self, number: int) -> Kademlia:
@@ -79,25 +80,26 @@ class Swarm:
             data = encode(self.tamper[node.peer](message) if node.peer in self.tamper else message)
             self.trace.append((self.now, node.peer, peer, data))
             if self.rng.random() >= self.loss:
-                self._sent += 1
-                at = self.now + self.rng.uniform(0.02, 0.08)
-                heapq.heappush(self._heap, (at, self._sent, node.peer, peer, data))
+                self._push(self.now + self.rng.uniform(0.02, 0.08), node.peer, peer, data)
+        # One entry for each deadline it ever had; those that no longer hold wake nobody.
+        if node.deadline < inf:
+            self._push(node.deadline, node.peer, node.peer, None)
+
+    def _push(self, at: float, sender: PeerId, receiver: PeerId, data: bytes | None) -> None:
+        self._sent += 1
+        heapq.heappush(self._heap, (at, self._sent, sender, receiver, data))
 
     def run(self, seconds: float) -> None:
         """Let virtual time pass. Dead nodes are those no longer in `nodes`."""
         end = self.now + seconds
-        while True:
-            arrival = self._heap[0][0] if self._heap else end + 1
-            waking = min(self.nodes.values(), key=lambda node: node.deadline)
-            if min(arrival, waking.deadline) > end:
-                break
-            self.now = max(self.now, min(arrival, waking.deadline))
-            if waking.deadline <= arrival:
-                self.send(waking, waking.wake(self.now))
-                continue
-            _, _, sender, receiver, data = heapq.heappop(self._heap)
-            if receiver in self.nodes:
-                self._deliver(sender, self.nodes[receiver], data)
+        while self._heap and self._heap[0][0] <= end:
+            at, _, sender, receiver, data = heapq.heappop(self._heap)
+            self.now = max(self.now, at)
+            node = self.nodes.get(receiver)
+            if node is not None and data is not None:
+                self._deliver(sender, node, data)
+            elif node is not None and node.deadline <= self.now:
+                self.send(node, node.wake(self.now))
         self.now = end
 
     def _deliver(self, sender: PeerId, node: Kademlia, data: bytes) -> None:

@@ -87,8 +87,8 @@ def test_a_record_outlives_the_death_of_half_its_replicas() -> None:
     started = swarm.now
     alive = [node for node in nodes if node.peer in swarm.nodes]
     assert all(find(swarm, node) == [b"v"] for node in alive)
-    # Each dead peer costs half a second at most, and they are passed over side by side.
-    assert swarm.now - started < 3.0 * len(alive)
+    # The dead are waited for side by side.
+    assert swarm.now - started < 2.0 * len(alive)
 
 
 def test_of_two_sequences_the_highest_is_found_and_publishers_stand_side_by_side() -> None:
@@ -98,7 +98,6 @@ def test_of_two_sequences_the_highest_is_found_and_publishers_stand_side_by_side
     store(swarm, nodes[2], record(2, KEY, b"other", 1))
     # Half of the holders miss the newer one: a find asks several.
     for peer in nearest(swarm, KEY, 20)[1::2]:
-        swarm.tamper[peer] = lambda message: message
         node = swarm.nodes[peer]
         node.records.put = lambda *_: None  # type: ignore[method-assign]  # deaf to what comes
     store(swarm, nodes[1], record(1, KEY, b"new", 2))

@@ -3,7 +3,7 @@
 from itertools import pairwise
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -49,7 +49,8 @@ class TableRules(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def fails(self, peer: PeerId) -> None:
-        self.table.failed(peer)
+        self.now += 1
+        self.table.failed(self.now, peer, self.now - 0.5)
 
     @rule(peer=st.sampled_from(PEERS))
     def dies(self, peer: PeerId) -> None:
@@ -86,6 +87,7 @@ class TableRules(RuleBasedStateMachine):
 
 
 TestTableRules = TableRules.TestCase
+TestTableRules.settings = settings(max_examples=40)
 
 
 @given(st.lists(st.sampled_from(PEERS)), st.binary(min_size=20, max_size=20), st.integers(1, 30))
@@ -123,15 +125,25 @@ def test_the_newest_replacement_takes_the_place_of_a_contact_that_failed() -> No
     # The bucket splits once, then the far half is full and keeps its oldest for now.
     assert waits is not None
     assert waits.peer == far[0]
-    assert contacts.failed(far[0]) is waits
-    assert contacts.failed(far[0]) is None
+    assert contacts.failed(1.0, far[0], asked=0.5) is waits
+    assert contacts.failed(2.0, far[0], asked=1.5) is None
     assert [contact.peer for contact in contacts] == [*far[1:K], far[K + 1]]
+
+
+def test_many_requests_within_one_silence_count_as_one_failure() -> None:
+    contacts = table()
+    contacts.answered(0.0, Contact(PEERS[0]))
+    for asked in (0.5, 0.6, 0.9):
+        contacts.failed(1.0, PEERS[0], asked)
+    assert contacts.get(PEERS[0]) is not None
+    contacts.failed(2.0, PEERS[0], asked=1.5)
+    assert contacts.get(PEERS[0]) is None
 
 
 def test_who_failed_to_answer_is_not_named_to_others_until_it_answers() -> None:
     contacts = table()
     contacts.answered(0.0, Contact(PEERS[0]))
-    contacts.failed(PEERS[0])
+    contacts.failed(1.0, PEERS[0], asked=0.5)
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     assert len(contacts.nearest(node_key(PEERS[0]), 1, failing=True)) == 1
     contacts.heard(1.0, PEERS[0])

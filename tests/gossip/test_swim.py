@@ -19,9 +19,9 @@ from gossip.member import (
     SelfAccused,
     Status,
 )
-from gossip.messages import Ack, Ping, PingRequest, Sync
+from gossip.messages import Ack, Gossip, Ping, PingRequest, SuspectBody, Sync, sign_body
 from gossip.settings import Settings
-from tests.gossip.swarm import Swarm, peer_of, profile_of
+from tests.gossip.swarm import HashSigner, Swarm, peer_of, profile_of
 
 LOCAL = Settings.local()
 
@@ -57,8 +57,8 @@ def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -
         swarm = settled(count, seed=seed)
         swarm.run(3)
         swarm.kill(1)
-        # 0.8 s to refute is the least; two seconds and the spreading are the most.
-        assert swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=2.2) > 0.8
+        # One second to refute is the least.
+        assert swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=2.2) > 1.0
         # The reason names what was seen, and by whom.
         member = swarm.view(0)[1]
         assert member.reason.startswith("no ack for ")
@@ -78,10 +78,10 @@ def test_a_killed_member_of_a_lan_is_found_within_the_longest_suspicion() -> Non
     assert shortest < swarm.run_until(lambda: swarm.all_see(9, Status.DEAD), at_most=longest)
 
 
-def test_a_member_whose_machine_stalls_for_half_a_second_is_not_dead() -> None:
+def test_a_member_whose_machine_stalls_for_two_thirds_of_a_second_is_not_dead() -> None:
     swarm = settled(5)
     for number in (1, 2, 3, 1, 1, 4, 0):
-        swarm.stall(number, 0.5)
+        swarm.stall(number, 0.7)
         swarm.run(0.9)
     downs = [event for events in swarm.events.values() for event in events if isinstance(event, MemberDown)]
     assert downs == []
@@ -96,6 +96,19 @@ def test_a_peer_that_stalled_itself_blames_nobody_for_it() -> None:
         swarm.run(2)
     accusations = [event for event in swarm.events[2] if isinstance(event, MemberSuspected)]
     assert [event for event in accusations if event.accuser == peer_of(2)] == []
+
+
+def test_a_refutation_lost_on_its_way_is_said_again_to_whoever_still_accuses() -> None:
+    swarm = settled(3)
+    accuser, accused = swarm.cores[0], swarm.cores[1]
+    accusation = sign_body(HashSigner(peer_of(0)), SuspectBody(peer_of(1), 1, 0))
+    accused.receive(swarm.now, peer_of(0), Gossip((accusation,)))
+    # Whatever it said of itself since then reached nobody.
+    accused._beliefs.queue.drop(peer_of(1))
+    [(_, ack)] = accused.receive(swarm.now, peer_of(0), Ping(1, (accusation,)))
+    assert isinstance(ack, Ack)
+    accuser.receive(swarm.now, peer_of(1), Gossip(ack.facts))
+    assert swarm.view(0)[1].incarnation == 2
 
 
 def test_a_whole_machine_that_stalls_loses_nobody() -> None:

@@ -38,8 +38,10 @@ from partition.steps.trainer import (
     TrainingFailed,
 )
 
-ACTIONS_MAX = 20_000
+ACTIONS_MAX = 50_000
 """A walk has a few hundred; more means that messages go round in circles."""
+SLOW = 0.1
+"""The share of links that are 20 times slower, so that what others say overtakes them."""
 
 
 class Broken(AssertionError):
@@ -209,7 +211,8 @@ class Node:
 class Link:
     """Messages on their way, oldest first; while `broken` they wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow = is_slow
         self.queue: deque[Any] = deque()
         self.broken = False
 
@@ -326,7 +329,9 @@ class World:
     # Sending
 
     def _put(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
-        self.links.setdefault((sender, receiver), Link()).queue.append(message)
+        if (sender, receiver) not in self.links:
+            self.links[sender, receiver] = Link(self.rng.random() < SLOW)
+        self.links[sender, receiver].queue.append(message)
 
     def _from_trainer(self, sends: list[tuple[PeerId, object]]) -> None:
         events = self.trainer.events[:]
@@ -444,6 +449,8 @@ class World:
             if not actions:
                 raise Broken(f"nothing more happens in phase {self.trainer.phase}, step {self.trainer.step}")
             action, *arguments = self.rng.choice(actions)
+            if action == self._deliver and self.links[*arguments].is_slow and self.rng.random() < 0.95:
+                continue
             action(*arguments)
         raise Broken("the walk does not end")
 

@@ -45,26 +45,26 @@ def test_a_message_always_arrives_at_a_later_instant(ticks: int, seconds: float)
 def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
     model = LinkModel(0.02, 0.2, jitter_seconds=0.05, loss=0.3)
     quiet, busy = Links(model, 7), Links(model, 7)
-    alone = [quiet.post(0.0, A, B, "") for _ in range(50)]
+    alone = [quiet.link(A, B, "").post(0.0) for _ in range(50)]
     among = []
     for _ in range(50):
-        busy.post(0.0, B, A, "")
-        among.append(busy.post(0.0, A, B, ""))
-        busy.post(0.0, A, C, "")
-        busy.post(0.0, A, B, "other")
+        busy.link(B, A, "").post(0.0)
+        among.append(busy.link(A, B, "").post(0.0))
+        busy.link(A, C, "").post(0.0)
+        busy.link(A, B, "other").post(0.0)
     assert alone == among
 
 
 def test_another_seed_gives_other_fates() -> None:
     model = LinkModel(0.02, 0.2, jitter_seconds=0.05)
-    assert Links(model, 7).post(0.0, A, B, "") != Links(model, 8).post(0.0, A, B, "")
+    assert Links(model, 7).link(A, B, "").post(0.0) != Links(model, 8).link(A, B, "").post(0.0)
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.02, 0.1, 0.5, 1.0])
 def test_as_many_messages_are_lost_as_asked(loss: float) -> None:
     links = Links(LinkModel(loss=loss), 3)
     count = 4_000
-    lost = sum(links.post(0.0, A, B, "")[1] == math.inf for _ in range(count))
+    lost = sum(links.link(A, B, "").post(0.0)[1] == math.inf for _ in range(count))
     # Four standard deviations of a binomial.
     assert abs(lost - loss * count) <= 4 * math.sqrt(count * loss * (1 - loss))
 
@@ -81,7 +81,7 @@ def test_latencies_lie_between_nearest_and_farthest_and_are_the_same_both_ways()
 
 def test_jitter_adds_to_the_latency_and_is_bounded() -> None:
     links = Links(LinkModel(0.05, 0.05, jitter_seconds=0.01), 5)
-    dues = [links.post(1.0, A, B, "")[1] for _ in range(200)]
+    dues = [links.link(A, B, "").post(1.0)[1] for _ in range(200)]
     assert min(dues) >= 1.05
     assert max(dues) <= 1.060001
     assert len(set(dues)) > 100
