@@ -46,7 +46,7 @@ class SimExecutor:
 
 
 class SimStage:
-    """`node.seams.Stage` without a process of its own."""
+    """`node.seams.Stage` without a process of its own; fails and queues as `node.runs.host.StageHost`."""
 
     def __init__(self, specification: StageSpecification, stage_seconds: Callable[[Request], float]) -> None:
         # Only here, so that simulations of control traffic never pay for torch.
@@ -54,27 +54,45 @@ class SimStage:
 
         sizes = arena_bytes(specification)
         self._arenas = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
-        self._executor: StageExecutor | None = StageExecutor(specification, self._arenas)
+        self._executor = StageExecutor(specification, self._arenas)
         self._stage_seconds = stage_seconds
+        self._lock = trio.Lock()
+        self._failure: str | None = None
 
     async def call(self, request: object) -> Reply:
-        """One request, answered when the modelled time has passed. Raises as `node.runs.host.StageHost`."""
+        """One request, answered when the modelled time has passed; calls are served in order.
+
+        Raises:
+            StageFailed: the stage refused the request, or is closed, or a call was cancelled before.
+        """
         if not isinstance(request, Request):
             raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
-        if self._executor is None:
-            raise StageFailed("the stage is closed")
-        reply = self._executor.handle(request)
-        await sleep_for(self._stage_seconds(request))
+        async with self._lock:
+            self._check()
+            reply = self._executor.handle(request)
+            try:
+                await sleep_for(self._stage_seconds(request))
+            except trio.Cancelled:
+                self._failure = "a call to the stage was cancelled while it was served"
+                raise
+            self._check()
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         return reply
 
     def vector(self, name: str) -> memoryview:
+        if name not in self._arenas:
+            raise StageFailed(f"the stage is closed, or has no arena '{name}'")
         return self._arenas[name]
 
     async def aclose(self) -> None:
-        self._executor = None
+        self._failure = "the stage has been closed"
+        self._arenas = {}
         await trio.lowlevel.checkpoint()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise StageFailed(self._failure)
 
 
 async def sleep_for(seconds: float) -> None:

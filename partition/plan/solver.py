@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from partition.plan.cost import (
+    STAGE_BASELINE_BYTES,
     LayerCost,
     Resources,
     stage_memory_bytes,
@@ -57,9 +58,11 @@ def solve(
         Infeasible: too few peers or layers, or no split fits into memory.
     """
     best: Split | None = None
-    for count, copies in _shapes(len(peers), len(layers), stages, replicas):
-        problem = _Problem(tuple(layers), tuple(peers), samples, samples_in_flight, bytes_per_second)
-        split = problem.best(count, copies)
+    problem = _Problem(tuple(layers), tuple(peers), samples, samples_in_flight, bytes_per_second)
+    for count, most in _shapes(len(peers), len(layers), stages, replicas):
+        # More replicas are faster, but each holds the whole stage: fewer only where more do not fit.
+        fewer = [most] if replicas else range(most, 0, -1)
+        split = next((split for copies in fewer if (split := problem.best(count, copies))), None)
         # Fewer stages win a tie: each boundary costs latency that the bottleneck does not show.
         if split is not None and (best is None or split.bottleneck_nanoseconds < best.bottleneck_nanoseconds):
             best = split
@@ -78,15 +81,32 @@ def _shapes(peers: int, layers: int, stages: int, replicas: int) -> Iterator[tup
 def _missing(
     layers: Sequence[LayerCost], peers: Sequence[Resources], stages: int, replicas: int, in_flight: int
 ) -> str:
+    if not layers:
+        return "the model has no layers"
     if stages > len(layers):
         return f"{stages} stages are asked for, the model has {len(layers)} layers to cut between"
     wanted = max(1, stages) * max(1, replicas)
     if wanted > len(peers):
         shape = f"{max(1, stages)} stages x {max(1, replicas)}"
         return f"{wanted} peers are needed ({shape}), {len(peers)} offer a slot"
-    need = stage_memory_bytes(layers, in_flight)
+    largest_layer = max(stage_memory_bytes([layer], in_flight) for layer in layers)
+    largest_peer = max(peer.memory_bytes for peer in peers)
+    if largest_layer > largest_peer:
+        return (
+            f"one layer alone needs {largest_layer / 1e9:.2f} GB to train, "
+            f"the largest of {len(peers)} peers offers {largest_peer / 1e9:.2f} GB"
+        )
+    copies = max(1, replicas)
+    baselines = (max(1, stages) - 1) * STAGE_BASELINE_BYTES
+    need = copies * (stage_memory_bytes(layers, in_flight) + baselines)
     offer = sum(peer.memory_bytes for peer in peers)
-    return f"the model needs {need / 1e9:.2f} GB to train, {len(peers)} peers offer {offer / 1e9:.2f} GB"
+    if need > offer:
+        return f"the model needs {need / 1e9:.2f} GB to train, {len(peers)} peers offer {offer / 1e9:.2f} GB"
+    shape = f"{stages or 'any number of'} stages x {replicas or 'any number of'} replicas"
+    return (
+        f"no cut into {shape} fits the memory of {len(peers)} peers, though together they offer "
+        f"{offer / 1e9:.2f} GB and the model needs {need / 1e9:.2f} GB"
+    )
 
 
 @dataclass(frozen=True)
@@ -98,8 +118,17 @@ class _Problem:
     bytes_per_second: int
 
     def best(self, stages: int, replicas: int) -> Split | None:
-        groups = self._groups(stages, replicas)
-        orders = permutations(groups) if stages <= ORDERS_EXACT_MAX else iter([tuple(groups)])
+        """The best split over the fastest peers, or over the largest where these hold too little."""
+        speeds = [peer.flops_per_second for peer in self.peers]
+        sizes = [peer.memory_bytes for peer in self.peers]
+        indices = range(len(self.peers))
+        fastest = sorted(indices, key=lambda index: (-speeds[index], -sizes[index], index))
+        largest = sorted(indices, key=lambda index: (-sizes[index], -speeds[index], index))
+        split = self._best_of(self._groups(fastest, stages, replicas))
+        return split or self._best_of(self._groups(largest, stages, replicas))
+
+    def _best_of(self, groups: list[tuple[int, ...]]) -> Split | None:
+        orders = permutations(groups) if len(groups) <= ORDERS_EXACT_MAX else iter([tuple(groups)])
         best: Split | None = None
         for order in orders:
             split = self._cut(order)
@@ -109,12 +138,8 @@ class _Problem:
                 best = split
         return best
 
-    def _groups(self, stages: int, replicas: int) -> list[tuple[int, ...]]:
-        """The fastest peers, alike beside alike: a stage is held back by its smallest replica's memory."""
-        ranked = sorted(
-            range(len(self.peers)),
-            key=lambda index: (-self.peers[index].flops_per_second, -self.peers[index].memory_bytes, index),
-        )
+    def _groups(self, ranked: list[int], stages: int, replicas: int) -> list[tuple[int, ...]]:
+        """The first peers, alike beside alike: a stage is held back by its smallest replica's memory."""
         chosen = sorted(
             ranked[: stages * replicas],
             key=lambda index: (-self.peers[index].memory_bytes, ranked.index(index)),

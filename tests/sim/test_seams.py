@@ -358,6 +358,10 @@ def test_a_simulated_stage_runs_the_real_executor() -> None:
         stage = await SimExecutor(lambda request: 0.25).open_stage(encode(specification))
         assert isinstance(await stage.call(Export()), Exported)
         assert SimClock().monotonic() == 0.25
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stage.call, Export())
+            nursery.start_soon(stage.call, Export())
+        assert SimClock().monotonic() == 0.75, "one call after the other"
         assert stage.vector("parameters").nbytes > 0
         with pytest.raises(LocalProtocolError):
             await stage.call("a request")

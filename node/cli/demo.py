@@ -1,0 +1,131 @@
+"""`python -m node demo`: a swarm on this machine trains a model, loses a replica, and goes on.
+
+The command: what is checked before, what is cleaned up after, and what is written. What happens in
+between is `node.cli.demo_play`. Synchronous; neither trio nor torch is loaded here.
+"""
+
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.demo_play import MODEL, STEPS, Play
+from node.cli.demo_screen import DemoScreen
+from node.cli.demo_story import Story
+from node.cli.place import AsJson
+from node.cli.render import seconds_text, show, show_json
+from node.cli.stopping import Stopped, StopSign
+from node.cli.swarm_processes import NodeEnded, SwarmProcesses
+from node.errors import EXIT_FORCED, RunFailed, UsageError
+from node.paths import short_path
+
+STEPS_MIN, STEPS_MAX = 10, 100_000
+
+RESULT_NAME = "result.json"
+PICTURE_NAME = "loss.png"
+RUN_NAME = "RUN.toml"
+WEIGHTS_NAME = "model.safetensors"
+
+
+def demo(
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Where the results go.")] = "demo-out",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the nodes' output, in DIR/logs.")] = False,
+    steps: Annotated[int, typer.Option("--steps", min=STEPS_MIN, max=STEPS_MAX, hidden=True)] = STEPS,
+    as_json: AsJson = False,
+) -> None:
+    """Train on five nodes of this machine, kill one on purpose, show the result."""
+    begun = time.monotonic()
+    folder = Path(out).expanduser()
+    _prepare(folder)
+    story = Story(steps)
+    try:
+        weights = _play(story, folder, sys.stderr if as_json else sys.stdout, keep=keep)
+    except Stopped:
+        show(["stopped; no node is left running"], sys.stderr)
+        raise typer.Exit(EXIT_FORCED) from None
+    except NodeEnded as error:
+        show([f"  {line}" for line in error.lines], sys.stderr)
+        raise
+    document = story.result() | {"weights": weights, "picture": _draw(story, folder / PICTURE_NAME)}
+    document["total_seconds"] = round(time.monotonic() - begun, 3)
+    (folder / RESULT_NAME).write_text(json.dumps(document, indent=2) + "\n")
+    if as_json:
+        show_json(document)
+    if story.missing is not None:
+        raise RunFailed(story.missing, f"look: {short_path(folder / RESULT_NAME)}")
+    took = seconds_text(document["total_seconds"])
+    show([f"Done in {took}. Next: python -m node (this machine)"], sys.stderr if as_json else None)
+
+
+def _prepare(folder: Path) -> None:
+    """What can be wrong before anything is started. Raises UsageError."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version("scikit-learn")
+    except PackageNotFoundError:
+        raise UsageError(
+            "the demo's digits come with scikit-learn, which is not installed", "pip install 'peerloom[demo]'"
+        ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (RESULT_NAME, PICTURE_NAME, RUN_NAME, WEIGHTS_NAME):
+            (folder / name).unlink(missing_ok=True)  # a demo that fails must not leave an older one's result
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, Any]:
+    """Have the story happen, and clean up whatever comes; says where the weights are.
+
+    Raises:
+        Stopped: by Ctrl-C.
+        PeerloomError: it did not come to its end.
+    """
+    stop, screen = StopSign(), DemoScreen(stream)
+    nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
+    swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause)
+
+    def force() -> None:
+        swarm.kill_all()
+        shutil.rmtree(nodes_folder, ignore_errors=True)
+        screen.close()
+
+    with stop.heeded(force):
+        try:
+            play = Play(swarm, screen, story, stop, folder / RUN_NAME)
+            play.start_nodes()
+            play.train()
+            return play.fetch(folder / WEIGHTS_NAME)
+        finally:
+            screen.close()
+            swarm.close()
+            if keep:
+                swarm.keep_logs(folder / "logs")
+            shutil.rmtree(nodes_folder, ignore_errors=True)
+
+
+def _draw(story: Story, path: Path) -> str | None:
+    """The picture's path, None where it cannot be drawn here."""
+    assert story.victim is not None, "a run that was fetched has lost a replica"
+    from node.cli.loss_picture import draw
+
+    try:
+        draw(
+            path,
+            losses=story.losses,
+            seconds=[event["seconds"] for event in story.committed],
+            killed_after=story.steps_before_kill,
+            victim=story.victim.name,
+            title=f"{MODEL} on digits, split over five nodes, one of them killed",
+        )
+    except ImportError:
+        show(["no picture: matplotlib is not installed (pip install 'peerloom[demo]')"], sys.stderr)
+        return None
+    return str(path)

@@ -1,0 +1,230 @@
+"""What a demo does, line by line: starts the nodes, trains, kills one, fetches the result.
+
+Nothing is staged: the nodes are ordinary ones in processes of their own (`node.cli.swarm_processes`),
+asked over their control channels as `python -m node train` does. This only starts, watches and kills.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from node.cli.client import GoneAway, ask, request
+from node.cli.demo_screen import DemoScreen, loss_text, pace_text
+from node.cli.demo_story import Event, Story, choose_victim
+from node.cli.render import seconds_text
+from node.cli.stopping import StopSign
+from node.cli.swarm_processes import LOOK_SECONDS, SwarmProcesses
+from node.cli.weights_file import check_weights
+from node.errors import PeerloomError, RunFailed
+
+NAMES = ("a", "b", "c", "d", "e")
+STARTER = "e"
+"""The node that asks for the run, and so trains it; the other four compute its stages."""
+MODEL = "simple-cnn"
+SAMPLE_SHAPE = (1, 8, 8)
+CLASSES = 10
+STEPS = 165
+"""Of 128 samples: about 15 times through the 1,437 digits."""
+RUN_FILE = """\
+# What `python -m node demo` trained. By hand: python -m node train {path}
+model = "{model}"
+data = "digits"
+
+[train]
+steps = {steps}
+batch = 128
+microbatch = 16
+optimizer = "adam"
+learning_rate = 0.002
+seed = 20
+
+[plan]
+stages = 2
+replicas = 2
+"""
+MEETING_SECONDS_MAX = 30.0
+"""Until every node has heard of every other; gossip takes a second."""
+PLACING_SECONDS_MAX = 150.0
+"""Until the first step: four processes load torch, which a busy machine makes long."""
+STEP_SECONDS_MAX = 60.0
+"""Without a step for so long, the run has not survived."""
+_TICK_SECONDS = 0.1
+_TRAINING = "training on digits"
+
+
+class Play:
+    """One demo. The methods are called in their order; each raises PeerloomError, or Stopped."""
+
+    def __init__(
+        self, swarm: SwarmProcesses, screen: DemoScreen, story: Story, stop: StopSign, run_file: Path
+    ) -> None:
+        self._swarm = swarm
+        self._screen = screen
+        self._story = story
+        self._stop = stop
+        self._run_file = run_file
+        self._inbox: SimpleQueue[Event | PeerloomError] = SimpleQueue()
+        self._heard = time.monotonic()
+        self._has_told_of_recovery = False
+
+    def start_nodes(self) -> None:
+        """Five nodes, each joined through the one before it, all knowing all."""
+        label, begun = f"starting {len(NAMES)} nodes on 127.0.0.1", time.monotonic()
+        self._screen.update(1, label, "...")
+        self._swarm.launch(NAMES)
+        join = None
+        for number, name in enumerate(NAMES, start=1):
+            join = self._swarm.start(name, join).address
+            self._screen.update(1, label, f"{' '.join(NAMES[:number])} ...")
+        until = time.monotonic() + MEETING_SECONDS_MAX
+        while any(self._swarm.status(name)["members_alive"] < len(NAMES) - 1 for name in NAMES):
+            self._swarm.check()
+            if time.monotonic() > until:
+                raise PeerloomError(f"the nodes did not all meet within {MEETING_SECONDS_MAX:.0f} s")
+            self._stop.pause(LOOK_SECONDS)
+        took = seconds_text(time.monotonic() - begun)
+        self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another")
+
+    def train(self) -> None:
+        """Hand the run to the starter, follow it to its end, kill a replica on the way."""
+        self._screen.update(2, f"planning {MODEL}", "...")
+        text = RUN_FILE.format(path=self._run_file, model=MODEL, steps=self._story.steps)
+        self._run_file.write_text(text)
+        path = str(self._run_file.absolute())
+        # The run's own stream has no events of membership.
+        self._listen("events", {}, lambda event: event["kind"] == "MemberLost")
+        self._listen("train", {"text": text, "path": path, "name": str(self._run_file)}, lambda _: True)
+        self._heard = time.monotonic()
+        while self._story.ended is None:
+            event = self._next_event()
+            if event is not None:
+                self._story.take(event)
+                self._tell(event)
+            if self._story.is_time_to_kill:
+                self._kill()
+        if self._story.ended["outcome"] != "done":
+            raise RunFailed(f"the run did not survive: {self._story.ended['detail']}")
+
+    def fetch(self, out: Path) -> dict[str, Any]:
+        """Once the starter has left: the weights, from another node, checked; says where they are."""
+        story = self._story
+        assert story.plan is not None and story.ended is not None and story.evaluated is not None
+        accuracy = f"accuracy {story.evaluated['accuracy']:.3f} on {story.evaluated['samples']} unseen digits"
+        self._screen.update(5, accuracy, "fetching weights...")
+        self._swarm.leave(STARTER)
+        gone = (STARTER, story.victim.name if story.victim is not None else "")
+        holder = next(name for name in reversed(NAMES) if name not in gone)
+        arguments = {"run": story.plan["run"], "out": str(out.absolute())}
+        ask(self._swarm.nodes[holder].data_dir, "runs.fetch", arguments)
+        values = _check(out, story.ended["weights"])
+        self._screen.finish(5, accuracy, f"weights fetched from node {holder}: {out}")
+        return {
+            "file": str(out),
+            "size_bytes": out.stat().st_size,
+            "values": values,
+            "blake3": story.ended["weights"],
+            "fetched_from": holder,
+        }
+
+    # Events
+
+    def _listen(self, command: str, arguments: dict[str, Any], wanted: Callable[[Event], bool]) -> None:
+        """Have the starter's events put into the inbox, by a thread that ends with its node."""
+        folder = self._swarm.nodes[STARTER].data_dir
+
+        def listen() -> None:
+            try:
+                for reply in request(folder, command, arguments):
+                    if "event" in reply and wanted(reply["event"]):
+                        self._inbox.put(reply["event"])
+            except GoneAway:
+                return  # whoever looks at its process can say it better
+            except PeerloomError as error:
+                self._inbox.put(error)
+
+        threading.Thread(target=listen, daemon=True).start()
+
+    def _next_event(self) -> Event | None:
+        """The next event, None after a moment without one."""
+        self._stop.pause()
+        try:
+            item = self._inbox.get(timeout=_TICK_SECONDS)
+        except Empty:
+            self._swarm.check()
+            self._check_pace()
+            return None
+        if isinstance(item, PeerloomError):
+            raise item
+        self._heard = time.monotonic()
+        return item
+
+    def _check_pace(self) -> None:
+        done = len(self._story.committed)
+        limit = STEP_SECONDS_MAX if done else PLACING_SECONDS_MAX
+        if time.monotonic() - self._heard > limit:
+            raise RunFailed(
+                f"the run did not survive: no step for {limit:.0f} s, after {done} of {self._story.steps}",
+                "the same with --keep keeps the nodes' output",
+            )
+
+    def _kill(self) -> None:
+        assert self._story.plan is not None, "steps come after the plan"
+        names = {node.peer: node.name for node in self._swarm.nodes.values()}
+        victim = choose_victim(self._story.plan, names)
+        if victim is None:
+            raise RunFailed("the plan has no replica that could be spared")
+        self._story.killed(victim, self._swarm.kill(victim.name))
+        self._screen.finish(3, _TRAINING, f"{self._loss()} after {len(self._story.committed)} steps")
+        self._screen.update(4, f"killing node {victim.name} on purpose", "...")
+
+    # What is shown
+
+    def _tell(self, event: Event) -> None:
+        if event["kind"] == "RunPlanned":
+            replicas = min(len(peers) for peers in event["stages"])
+            shape = f"{len(event['stages'])} stages x {replicas} replicas, 1 trainer"
+            self._screen.finish(2, f"planning {MODEL}", shape)
+            self._screen.update(3, _TRAINING, "each stage loads torch...")
+        elif event["kind"] == "StepCommitted":
+            self._tell_of_step()
+        self._tell_of_recovery()
+
+    def _tell_of_step(self) -> None:
+        done, steps = len(self._story.committed), self._story.steps
+        if done < steps:
+            pace = pace_text(done, steps, self._story.train_seconds)
+            self._screen.update(3, _TRAINING, f"{self._loss()}   {pace}")
+        else:
+            self._screen.update(3, _TRAINING, self._loss())
+            self._screen.also("", f"{self._loss()} after {done} steps")
+
+    def _tell_of_recovery(self) -> None:
+        story = self._story
+        if self._has_told_of_recovery or not story.has_recovered or story.detected_seconds is None:
+            return
+        self._has_told_of_recovery = True
+        assert story.victim is not None and story.dropped is not None
+        count = story.dropped["microbatches_replayed"]
+        replayed = f"{count} microbatch{'es' if count != 1 else ''} replayed"
+        noticed = f"noticed in {seconds_text(story.detected_seconds)}"
+        label = f"killing node {story.victim.name} on purpose"
+        self._screen.finish(4, label, f"{noticed}, {replayed}, loss goes on")
+
+    def _loss(self) -> str:
+        losses = self._story.losses
+        return loss_text(losses[0], losses[-1], done=len(losses), steps=self._story.steps)
+
+
+def _check(path: Path, digest: str) -> int:
+    """The number of values in the weights, all there and with the hash the run ended with. Raises RunFailed."""
+    from blake3 import blake3
+
+    from partition.model import build
+
+    if blake3(path.read_bytes()).hexdigest() != digest:
+        raise RunFailed(f"{path} is not what the run ended with: its hash is another")
+    parameters = build(MODEL, SAMPLE_SHAPE, CLASSES).parameters()
+    return check_weights(path, {parameter.name: parameter.shape for parameter in parameters})

@@ -1,0 +1,78 @@
+"""The five lines of a demo: one live picture on a terminal, plain lines as they are done elsewhere."""
+
+import os
+from typing import Any, TextIO
+
+from node.cli.render import show
+
+LINES = 5
+_LABEL_WIDTH = 38
+_BAR_WIDTH = 9
+_REFRESHES_PER_SECOND = 8
+
+
+class DemoScreen:
+    """Line `number` (from 1) has a label and, growing, a text. Use `close` in the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines: dict[int, str] = {}
+        self._live: Any = None
+        if stream.isatty() and not os.environ.get("NO_COLOR"):
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(
+                console=Console(file=stream, highlight=False),
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+            )
+            self._live.start()
+
+    def update(self, number: int, label: str, text: str) -> None:
+        """What line `number` says for now; only a terminal shows it."""
+        self._lines[number] = line_text(number, label, text)
+        self._refresh()
+
+    def finish(self, number: int, label: str, text: str) -> None:
+        """What line `number` says for good."""
+        self.update(number, label, text)
+        if self._live is None:
+            show([self._lines[number]], self._stream)
+
+    def also(self, label: str, text: str) -> None:
+        """A line between the five; a terminal, where the five change in their places, needs none."""
+        if self._live is None:
+            show([f"    {label:<{_LABEL_WIDTH}}{text}"], self._stream)
+
+    def close(self) -> None:
+        """Leave the lines on the screen as they are now. May be called again."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            show([self._lines[number] for number in sorted(self._lines)], self._stream)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            from rich.text import Text
+
+            lines = [self._lines[number] for number in sorted(self._lines)]
+            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+
+
+def line_text(number: int, label: str, text: str) -> str:
+    """`3/5 training on digits                    loss 2.31 ######### 0.18`."""
+    return f"{number}/{LINES} {label:<{_LABEL_WIDTH}}{text}".rstrip()
+
+
+def loss_text(first: float, last: float, *, done: int, steps: int) -> str:
+    """`loss 2.31 ####..... 0.74`: the bar is the share of the steps that are done."""
+    filled = _BAR_WIDTH * done // max(1, steps)
+    return f"loss {first:.2f} {'#' * filled}{'.' * (_BAR_WIDTH - filled)} {last:.2f}"
+
+
+def pace_text(done: int, steps: int, seconds: float) -> str:
+    """`step 66 of 165, 9.1/s, 11 s left` after `done` steps in `seconds`."""
+    rate = done / seconds if seconds > 0 else 0.0
+    left = f", {(steps - done) / rate:.0f} s left" if rate else ""
+    return f"step {done} of {steps}, {rate:.1f}/s{left}"

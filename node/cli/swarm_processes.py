@@ -1,0 +1,207 @@
+"""Several nodes of one swarm as processes of this machine: started, asked, killed, and never left behind.
+
+Each node is a process group of its own, so that Ctrl-C reaches only whoever started them, and that a
+node dies together with its stage. Each holds the other end of a pipe (`node.cli.tethered`), so that it
+ends even when the starter is killed. Synchronous, standard library only.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from node.cli.client import ask, is_running
+from node.cli.render import short_address
+from node.errors import NoNode, PeerloomError
+from node.paths import ENVIRONMENT_PREFIX
+
+HOST = "127.0.0.1"
+START_SECONDS_MAX = 60.0
+"""Until a node answers. It takes about a second on a quiet machine."""
+ENDING_SECONDS_MAX = 10.0
+"""How long goodbyes may take, all together; who still runs then is killed."""
+LOOK_SECONDS = 0.03
+"""How often to look for something that no event announces."""
+LAST_LINES = 8
+"""Of a node's output, shown when it fails."""
+_REAP_SECONDS_MAX = 2.0
+"""A killed process is gone at once; only a stuck kernel call takes longer."""
+_SOURCE_ROOT = str(Path(__file__).parents[2])
+
+Pause = Callable[[float], None]
+"""Waits for so many seconds; raises when the person wants no more."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A started node: how it is reached, and its process."""
+
+    name: str
+    peer: str
+    address: str
+    data_dir: Path
+    process: "subprocess.Popen[bytes]"
+
+
+class NodeEnded(PeerloomError):
+    """A node ended, or did not come up, though nobody wanted that. `lines` is what it said last."""
+
+    def __init__(self, what: str, lines: Sequence[str]) -> None:
+        super().__init__(what)
+        self.lines = lines
+
+
+class SwarmProcesses:
+    """The nodes of one swarm, below `folder`. Use `close` in the end, whatever happened."""
+
+    def __init__(self, folder: Path, swarm: str, pause: Pause) -> None:
+        self.folder = folder
+        self.nodes: dict[str, Neighbour] = {}
+        self._swarm = swarm
+        self._pause = pause
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: set[str] = set()
+
+    def launch(self, names: Sequence[str]) -> None:
+        """Start a process for each name; they load their modules side by side, then wait for `start`."""
+        for name in names:
+            with open(self.log(name), "wb") as log:
+                self._processes[name] = subprocess.Popen(  # noqa: S603 - our own program
+                    [sys.executable, "-P", "-m", "node.cli.tethered"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=_environment(os.environ),
+                    start_new_session=True,
+                )
+
+    def start(self, name: str, join: str | None) -> Neighbour:
+        """Make a launched process a node that joins through the address `join`; returns when it answers.
+
+        Raises:
+            NodeEnded: it ended, or did not answer in time.
+        """
+        data_dir = self.folder / name
+        arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--name", name]
+        arguments += ["--swarm", self._swarm, "--preset", "local", "--device", "cpu", "--cores", "1"]
+        arguments += ["--join", join] if join is not None else []
+        process = self._processes[name]
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended: said below, with its own words
+            process.stdin.write(json.dumps(arguments).encode() + b"\n")
+            process.stdin.flush()
+        until = time.monotonic() + START_SECONDS_MAX
+        while (status := self._status(data_dir)) is None:
+            self.check()
+            if time.monotonic() > until:
+                raise self._failure(name, f"did not answer within {START_SECONDS_MAX:.0f} s")
+            self._pause(LOOK_SECONDS)
+        address = short_address(status["addresses"][0])
+        self.nodes[name] = node = Neighbour(name, status["peer"], address, data_dir, process)
+        return node
+
+    def status(self, name: str) -> dict[str, Any]:
+        """The status document of a node. Raises NoNode."""
+        document: dict[str, Any] = ask(self.nodes[name].data_dir, "status")
+        return document
+
+    def check(self) -> None:
+        """Raise NodeEnded where a node has ended that nobody killed or asked to leave."""
+        for name, process in self._processes.items():
+            if name not in self._ended and process.poll() is not None:
+                raise self._failure(name, _epitaph(process.returncode))
+
+    def kill(self, name: str) -> float:
+        """SIGKILL to a node and its stage, as a power cut would; returns when (unix seconds)."""
+        self._ended.add(name)
+        at = time.time()
+        process = self.nodes[name].process
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return at
+
+    def leave(self, name: str) -> None:
+        """Let one node say goodbye; returns when its process has ended. Raises PeerloomError."""
+        self._ended.add(name)
+        process = self.nodes[name].process
+        process.terminate()
+        until = time.monotonic() + ENDING_SECONDS_MAX
+        while process.poll() is None:
+            if time.monotonic() > until:
+                raise PeerloomError(
+                    f"node {name} was asked to leave but runs after {ENDING_SECONDS_MAX:.0f} s"
+                )
+            self._pause(LOOK_SECONDS)
+        _end_group(process)
+
+    def close(self) -> None:
+        """Let all that still run say goodbye, kill those that do not end. Raises nothing."""
+        # A signal, not the control channel: a node that hangs must not hang us. To a node it means leave.
+        running = [process for process in self._processes.values() if process.poll() is None]
+        for process in running:
+            process.terminate()
+        until = time.monotonic() + ENDING_SECONDS_MAX
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+                _end_group(process)
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """End every process at once. May be called again, and from a signal's handler."""
+        for process in list(self._processes.values()):
+            if process.poll() is None:
+                _end_group(process)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # Without a limit this would wait for ever for a lock that the code below a handler holds.
+                    process.wait(_REAP_SECONDS_MAX)
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+
+    def log(self, name: str) -> Path:
+        """The file that takes a node's output."""
+        return self.folder / f"{name}.log"
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copy the nodes' output into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self._processes:
+            shutil.copy(self.log(name), folder / f"{name}.log")
+
+    def _status(self, data_dir: Path) -> dict[str, Any] | None:
+        """The status of a node that may not be up yet."""
+        if is_running(data_dir):
+            with contextlib.suppress(NoNode):
+                document: dict[str, Any] = ask(data_dir, "status")
+                return document if document["addresses"] else None
+        return None
+
+    def _failure(self, name: str, how: str) -> "NodeEnded":
+        lines = self.log(name).read_text(errors="replace").splitlines()
+        return NodeEnded(f"node {name} {how}", [line for line in lines if line.strip()][-LAST_LINES:])
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL to whatever is left of a process's group. Right after its end the number is not yet another's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, less what would configure the nodes in another way."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE_ROOT, environ.get("PYTHONPATH"))))
+    return kept
+
+
+def _epitaph(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -1,0 +1,134 @@
+"""Frames: signed over the header, which holds the digest of the payload."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from partition.codec import pack, unpack
+from partition.steps import frames
+from partition.steps.frames import FRAME_PURPOSE, HEADER_BYTES_MAX, Frame, FrameHeader, make_frame, open_frame
+
+ALICE, BOB = (IdentitySigner(Identity(bytes([number]) * 32), "test") for number in (1, 2))
+TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def frame_of_alice() -> Frame:
+    return make_frame(
+        ALICE,
+        pack(TENSOR, "zstd"),
+        plan=bytes(32),
+        step=4,
+        microbatch=9,
+        stage=1,
+        direction="input",
+        train=True,
+    )
+
+
+FRAME = frame_of_alice()
+HEADER: FrameHeader = decode(FRAME.header.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
+
+
+def signed_by_alice(**changes: Any) -> Frame:
+    """Alice herself says something odd."""
+    return Frame(ALICE.sign(FRAME_PURPOSE, encode(replace(HEADER, **changes))), FRAME.data)
+
+
+def test_a_frame_comes_back_as_it_was_sent() -> None:
+    sent: Frame = decode(encode(FRAME), Frame, bytes_max=10_000)
+    opened = open_frame(BOB, ALICE.peer, sent)
+    assert opened.author == ALICE.peer
+    assert opened.header == FrameHeader(
+        bytes(32),
+        4,
+        9,
+        1,
+        "input",
+        True,
+        (3, 4),
+        "float32",
+        "zstd",
+        opened.payload.digest,
+    )
+    assert np.array_equal(unpack(opened.payload, bytes_max=48), TENSOR)
+
+
+def test_the_largest_numbers_fit_a_header() -> None:
+    huge = 2**63 - 1
+    frame = signed_by_alice(step=huge, microbatch=huge)
+    assert open_frame(BOB, ALICE.peer, frame).header.microbatch == huge
+
+
+def test_a_frame_of_another_author_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="signed by another peer"):
+        open_frame(ALICE, BOB.peer, FRAME)
+
+
+def test_an_altered_header_is_refused() -> None:
+    body = encode(replace(HEADER, microbatch=8))
+    with pytest.raises(RemoteProtocolError, match="wrong signature"):
+        open_frame(BOB, ALICE.peer, Frame(replace(FRAME.header, body=body), FRAME.data))
+
+
+def test_a_fact_signed_for_another_purpose_is_refused() -> None:
+    fact = ALICE.sign("contact", FRAME.header.body)
+    with pytest.raises(RemoteProtocolError, match="wrong signature"):
+        open_frame(BOB, ALICE.peer, Frame(fact, FRAME.data))
+
+
+def test_altered_data_is_refused_where_it_is_unpacked() -> None:
+    opened = open_frame(BOB, ALICE.peer, Frame(FRAME.header, FRAME.data[:-1] + b"\0"))
+    with pytest.raises(RemoteProtocolError, match="wrong digest"):
+        unpack(opened.payload, bytes_max=48)
+
+
+def test_an_oversize_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PAYLOAD_BYTES_MAX", len(FRAME.data) - 1)
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        open_frame(BOB, ALICE.peer, FRAME)
+
+
+def test_an_oversize_header_is_refused() -> None:
+    fact = ALICE.sign(FRAME_PURPOSE, bytes(HEADER_BYTES_MAX + 1))
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        open_frame(BOB, ALICE.peer, Frame(fact, FRAME.data))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": (0, 4)}, {"shape": (2**40,)}, {"dtype": "object"}, {"codec": "pickle"}],
+)
+def test_an_impossible_payload_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError, match="impossible payload"):
+        open_frame(BOB, ALICE.peer, signed_by_alice(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stage": 64}, {"step": -1}, {"direction": "sideways"}, {"digest": b"1"}]
+)
+def test_an_impossible_header_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError, match="not a valid message"):
+        open_frame(BOB, ALICE.peer, signed_by_alice(**changes))
+
+
+@given(st.binary(max_size=100), st.binary(max_size=70), st.binary(max_size=40))
+def test_random_facts_are_refused(body: bytes, signature: bytes, author: bytes) -> None:
+    fact = replace(FRAME.header, body=body, signature=signature, author=author)
+    with pytest.raises(RemoteProtocolError):
+        open_frame(BOB, ALICE.peer, Frame(fact, b""))
+
+
+@given(st.integers(0, len(FRAME.header.body) - 1), st.integers(1, 255))
+def test_no_byte_of_the_header_can_be_altered(place: int, change: int) -> None:
+    body = bytearray(FRAME.header.body)
+    body[place] ^= change
+    with pytest.raises(RemoteProtocolError):
+        open_frame(BOB, ALICE.peer, Frame(replace(FRAME.header, body=bytes(body)), FRAME.data))

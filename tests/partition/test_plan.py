@@ -1,0 +1,106 @@
+"""Plans from strangers: what makes sense comes back as it was, all else is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import (
+    HEIGHT_MAX,
+    MICROBATCHES_MAX,
+    PLAN_BYTES_MAX,
+    Plan,
+    StagePlan,
+    decode_plan,
+    encode_plan,
+    plan_hash,
+    planner_of,
+)
+
+A, B, C, D = (PeerId(bytes([number]) * 32) for number in range(4))
+PLAN = Plan(
+    run=bytes(32),
+    parent=bytes(32),
+    height=3,
+    planner=D,
+    trainer=A,
+    requester=D,
+    microbatches=8,
+    stages=(StagePlan(0, 2, (C, A), (5, 6)), StagePlan(2, 5, (B,), (7,))),
+)
+FIRST, LAST = PLAN.stages
+
+
+def test_a_plan_survives_the_wire_with_its_hash() -> None:
+    again = decode_plan(encode_plan(PLAN))
+    assert again == PLAN
+    assert plan_hash(again) == plan_hash(PLAN)
+
+
+def test_another_plan_has_another_hash() -> None:
+    assert plan_hash(replace(PLAN, height=4)) != plan_hash(PLAN)
+
+
+def test_members_are_everybody_once_by_peer_id() -> None:
+    assert PLAN.members == (A, B, C, D)
+    assert [PLAN.stage_of(peer) for peer in PLAN.members] == [0, 1, 0, None]
+
+
+def test_the_largest_numbers_survive_the_wire() -> None:
+    stages = (replace(FIRST, rates=(2**63 - 1, 0)), replace(LAST, last_layer=2**63 - 1))
+    plan = replace(PLAN, height=HEIGHT_MAX - 1, microbatches=MICROBATCHES_MAX, stages=stages)
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stages": ()}, "length >= 1"),
+        ({"stages": (LAST,)}, "do not follow each other"),
+        ({"stages": (FIRST, FIRST)}, "do not follow each other"),
+        ({"stages": (replace(FIRST, last_layer=0),)}, "do not follow each other"),
+        ({"stages": (replace(FIRST, rates=(1,)),)}, "without a rate"),
+        ({"stages": (replace(FIRST, replicas=(A, A)),)}, "two stages"),
+        ({"stages": (FIRST, replace(LAST, replicas=(A,)))}, "two stages"),
+        ({"stages": (replace(FIRST, replicas=(b"short", B)),)}, "length >= 32"),
+        ({"height": HEIGHT_MAX}, "<"),
+        ({"microbatches": 0}, ">= 1"),
+        ({"microbatches": MICROBATCHES_MAX + 1}, "<="),
+        ({"trainer": b""}, "length >= 32"),
+        ({"run": bytes(31)}, "length >= 32"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode_plan(encode(replace(PLAN, **change)))
+
+
+def test_a_plan_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with pytest.raises(RemoteProtocolError, match="at most"):
+        decode_plan(bytes(PLAN_BYTES_MAX + 1))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_plan(data)
+
+
+@given(st.integers(0, len(encode_plan(PLAN)) - 1), st.integers(0, 255))
+def test_an_altered_byte_is_refused_or_makes_another_plan(place: int, value: int) -> None:
+    data = bytearray(encode_plan(PLAN))
+    data[place] = value
+    try:
+        plan = decode_plan(bytes(data))
+    except RemoteProtocolError:
+        return
+    assert (plan_hash(plan) == plan_hash(PLAN)) == (plan == PLAN)
+
+
+def test_the_lowest_live_peer_plans() -> None:
+    assert planner_of([C, A, B]) == A
