@@ -20,7 +20,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out

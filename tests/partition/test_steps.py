@@ -32,7 +32,8 @@ from partition.steps.messages import (
 )
 from partition.steps.replica import ApplyReady, ForwardReady, ReduceReady, ReduceVoided, Replica, _Microbatch
 from partition.steps.trainer import FeedReady, ReplicaLost, StepApplied, Trainer, TrainingFailed
-from tests.partition.steps_world import Broken, World, digest, opened, payload, peer
+from tests.partition.fake_stage import Broken, digest, payload, peer
+from tests.partition.steps_world import World, opened
 
 WALKS = 1_000
 
