@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.demo_play import MODEL, STEPS, Play
+from node.cli.demo_play import MODEL, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo_screen import DemoScreen
 from node.cli.demo_story import Story
 from node.cli.place import AsJson
@@ -42,7 +42,7 @@ def demo(
     """Train on five nodes of this machine, kill one on purpose, show the result."""
     begun = time.monotonic()
     folder = Path(out).expanduser()
-    _prepare(folder)
+    _prepare(folder, steps)
     story = Story(steps)
     try:
         weights = _play(story, folder, sys.stderr if as_json else sys.stdout, keep=keep)
@@ -63,8 +63,8 @@ def demo(
     show([f"Done in {took}. Next: python -m node (this machine)"], sys.stderr if as_json else None)
 
 
-def _prepare(folder: Path) -> None:
-    """What can be wrong before anything is started. Raises UsageError."""
+def _prepare(folder: Path, steps: int) -> None:
+    """What can be wrong before anything is started, and the run's file. Raises UsageError."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -73,12 +73,22 @@ def _prepare(folder: Path) -> None:
         raise UsageError(
             "the demo's digits come with scikit-learn, which is not installed", "pip install 'peerloom[demo]'"
         ) from None
+    run_file = folder / RUN_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (RESULT_NAME, PICTURE_NAME, RUN_NAME, WEIGHTS_NAME):
+        if any(folder.iterdir()) and not _is_of_a_demo(run_file):
+            raise UsageError(
+                f"--out {folder}: it holds what is not a demo's", "an empty folder, or a new one"
+            )
+        for name in (RESULT_NAME, PICTURE_NAME, WEIGHTS_NAME):
             (folder / name).unlink(missing_ok=True)  # a demo that fails must not leave an older one's result
+        run_file.write_text(run_text(run_file, steps))
     except OSError as error:
         raise UsageError(f"--out {folder}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _is_of_a_demo(run_file: Path) -> bool:
+    return run_file.is_file() and run_file.read_bytes().startswith(RUN_FILE_START.encode())
 
 
 def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, Any]:
@@ -103,6 +113,10 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
             play.start_nodes()
             play.train()
             return play.fetch(folder / WEIGHTS_NAME)
+        except Stopped:
+            screen.close()
+            show(["stopping... (Ctrl-C again: at once)"], sys.stderr)
+            raise
         finally:
             screen.close()
             swarm.close()

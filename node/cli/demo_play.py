@@ -26,10 +26,12 @@ STARTER = "e"
 MODEL = "simple-cnn"
 SAMPLE_SHAPE = (1, 8, 8)
 CLASSES = 10
-STEPS = 165
-"""Of 128 samples: about 15 times through the 1,437 digits."""
+STEPS = 300
+"""Of 128 samples: about 27 times through the 1,437 digits."""
+RUN_FILE_START = "# What `python -m node demo` trained."
+"""By this a later demo knows a folder that it may write into."""
 RUN_FILE = """\
-# What `python -m node demo` trained. By hand: python -m node train {path}
+{start} By hand: python -m node train {path}
 model = "{model}"
 data = "digits"
 
@@ -53,6 +55,11 @@ STEP_SECONDS_MAX = 60.0
 """Without a step for so long, the run has not survived."""
 _TICK_SECONDS = 0.1
 _TRAINING = "training on digits"
+
+
+def run_text(path: Path, steps: int) -> str:
+    """The RUN.toml that will lie at `path`."""
+    return RUN_FILE.format(start=RUN_FILE_START, path=path, model=MODEL, steps=steps)
 
 
 class Play:
@@ -91,18 +98,19 @@ class Play:
     def train(self) -> None:
         """Hand the run to the starter, follow it to its end, kill a replica on the way."""
         self._screen.update(2, f"planning {MODEL}", "...")
-        text = RUN_FILE.format(path=self._run_file, model=MODEL, steps=self._story.steps)
-        self._run_file.write_text(text)
-        path = str(self._run_file.absolute())
-        # The run's own stream has no events of membership.
-        self._listen("events", {}, lambda event: event["kind"] == "MemberLost")
-        self._listen("train", {"text": text, "path": path, "name": str(self._run_file)}, lambda _: True)
+        arguments = {
+            "text": self._run_file.read_text(),
+            "path": str(self._run_file.absolute()),
+            "name": str(self._run_file),
+        }
+        # The run's own stream begins when it is placed, and has no events of membership.
+        self._listen("events", {}, lambda event: event["kind"] in ("RunPlanned", "MemberLost"))
+        self._listen("train", arguments, lambda _: True)
         self._heard = time.monotonic()
         while self._story.ended is None:
             event = self._next_event()
             if event is not None:
-                self._story.take(event)
-                self._tell(event)
+                self._take(event)
             if self._story.is_time_to_kill:
                 self._kill()
         if self._story.ended["outcome"] != "done":
@@ -111,7 +119,9 @@ class Play:
     def fetch(self, out: Path) -> dict[str, Any]:
         """Once the starter has left: the weights, from another node, checked; says where they are."""
         story = self._story
-        assert story.plan is not None and story.ended is not None and story.evaluated is not None
+        assert story.plan is not None
+        assert story.ended is not None
+        assert story.evaluated is not None
         accuracy = f"accuracy {story.evaluated['accuracy']:.3f} on {story.evaluated['samples']} unseen digits"
         self._screen.update(5, accuracy, "fetching weights...")
         self._swarm.leave(STARTER)
@@ -161,6 +171,12 @@ class Play:
         self._heard = time.monotonic()
         return item
 
+    def _take(self, event: Event) -> None:
+        is_known = event["kind"] == "RunPlanned" and self._story.plan is not None
+        self._story.take(event)
+        if not is_known:
+            self._tell(event)
+
     def _check_pace(self) -> None:
         done = len(self._story.committed)
         limit = STEP_SECONDS_MAX if done else PLACING_SECONDS_MAX
@@ -206,7 +222,8 @@ class Play:
         if self._has_told_of_recovery or not story.has_recovered or story.detected_seconds is None:
             return
         self._has_told_of_recovery = True
-        assert story.victim is not None and story.dropped is not None
+        assert story.victim is not None
+        assert story.dropped is not None
         count = story.dropped["microbatches_replayed"]
         replayed = f"{count} microbatch{'es' if count != 1 else ''} replayed"
         noticed = f"noticed in {seconds_text(story.detected_seconds)}"
@@ -219,7 +236,7 @@ class Play:
 
 
 def _check(path: Path, digest: str) -> int:
-    """The number of values in the weights, all there and with the hash the run ended with. Raises RunFailed."""
+    """The number of values in the weights: all there, with the hash the run ended with; else RunFailed."""
     from blake3 import blake3
 
     from partition.model import build

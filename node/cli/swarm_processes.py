@@ -74,7 +74,7 @@ class SwarmProcesses:
         """Start a process for each name; they load their modules side by side, then wait for `start`."""
         for name in names:
             with open(self.log(name), "wb") as log:
-                self._processes[name] = subprocess.Popen(  # noqa: S603 - our own program
+                self._processes[name] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "node.cli.tethered"],
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -191,7 +191,7 @@ class SwarmProcesses:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL to whatever is left of a process's group. Right after its end the number is not yet another's."""
+    """SIGKILL to what is left of a process's group; right after its end the number is nobody else's yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 

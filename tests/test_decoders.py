@@ -1,0 +1,130 @@
+"""Every decoder of bytes from the wire, in one table: random bytes end in RemoteProtocolError and a counter.
+
+The rooms test their own decoders more closely; this table is where a new one must be entered.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dht.messages
+import dht.records
+import gossip.messages
+from crypto.contact import check_contact
+from crypto.datagrams import Opener
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, IdentitySigner
+from crypto.identity import Identity
+from crypto.noise import PeerHandshake
+from gossip.swim import PROTOCOL
+from node.runs import requests as wire
+from node.runs.manifest import check_run
+from node.services.membership import read_metadata
+from partition import codec
+from partition import stage as api
+from partition.plan.plan import decode_plan
+from partition.steps.frames import Frame, open_frame
+from tests.stack import simulate, swarm
+
+IDENTITY = Identity(bytes(range(32)))
+SIGNER = IdentitySigner(IDENTITY, "home")
+
+
+def fact(body: bytes) -> Fact:
+    """Signed well, so that what is refused is the body."""
+    return SIGNER.sign("any", body)
+
+
+def handshake(data: bytes) -> None:
+    responder = PeerHandshake(
+        initiator=False, identity=IDENTITY, static=bytes(32), ephemeral=bytes(range(32)), swarm="home"
+    )
+    responder.receive(data)
+
+
+def payload(data: bytes) -> None:
+    packed = codec.Payload((3, 5), "float32", "zstd", blake3(data).digest(), data)
+    codec.unpack(packed, bytes_max=60)
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "swim": lambda data: decode(data, gossip.messages.Message, bytes_max=1 << 20),
+    "dht": lambda data: decode(data, dht.messages.Message, bytes_max=8_192),
+    "dht record": lambda data: dht.records.check_record(SIGNER, fact(data)),
+    "contact": lambda data: check_contact(SIGNER, fact(data)),
+    "datagram": lambda data: Opener(IDENTITY.peer, "home").open(data),
+    "handshake": handshake,
+    "request": lambda data: decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX),
+    "reply": wire.read_reply,
+    "pipeline": lambda data: decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX),
+    "lease": lambda data: decode(data, wire.LeaseBody, bytes_max=512),
+    "manifest": lambda data: check_run(SIGNER, fact(data)),
+    "plan": decode_plan,
+    "frame": lambda data: open_frame(SIGNER, IDENTITY.peer, Frame(fact(data), data)),
+    "payload": payload,
+    "stage request": lambda data: decode(data, api.Request, bytes_max=1 << 20),
+    "stage specification": lambda data: decode(data, api.StageSpecification, bytes_max=8_192),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+@given(data=st.binary(max_size=400))
+def test_random_bytes_end_in_a_remote_protocol_error(name: str, data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        DECODERS[name](data)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.binary(max_size=64)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+@given(value=VALUES)
+def test_well_formed_messagepack_of_another_shape_is_refused(name: str, value: object) -> None:
+    with pytest.raises(RemoteProtocolError):
+        DECODERS[name](encode(value))
+
+
+@given(data=st.binary(max_size=300))
+def test_metadata_of_another_version_is_no_metadata(data: bytes) -> None:
+    assert read_metadata(data) is None
+
+
+def test_garbage_to_every_protocol_of_a_node_is_counted_and_the_node_lives() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            node = group.nodes["a"]
+            evil = group.medium.attach(Identity(b"evil" * 8).peer)
+            evil.learn(node.peer, node.network.addresses)
+            for protocol in (PROTOCOL, dht.messages.PROTOCOL):
+                before = node.counters.get("protocol_errors", 0)
+                evil.send(node.peer, protocol, b"\xc1 garbage")
+                await settle()
+                assert node.counters.get("protocol_errors", 0) > before, protocol
+            for protocol in (wire.RUNS_PROTOCOL, wire.PIPELINE_PROTOCOL):
+                before = node.counters.get("protocol_errors", 0)
+                stream = await evil.open(node.peer, protocol)
+                await stream.send(b"\xc1 garbage")
+                await settle()
+                assert node.counters.get("protocol_errors", 0) > before, protocol
+            assert group.nodes["b"].peer in node.membership.live
+
+    simulate(scenario)
+
+
+async def settle() -> None:
+    """Virtual time enough for a message to arrive."""
+    await trio.sleep(1)
