@@ -76,7 +76,8 @@ class EventScreen:
 
     def _joined(self, event: Event) -> list[str]:
         self._names[event["peer"]] = event["name"]
-        through = f" (found through {event['found_through']})" if event["found_through"] else ""
+        found = event["found_through"]
+        through = f" (found through {found})" if found not in ("", "itself") else ""
         return [_at(event, f"{event['name']} {short_id(event['peer'])} joined{through}")]
 
     def _suspected(self, event: Event) -> list[str]:

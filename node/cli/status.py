@@ -18,6 +18,15 @@ from node.cli.render import (
 )
 from node.cli.runs import run_text
 
+TRAFFIC = (
+    "datagrams_sent",
+    "datagrams_received",
+    "messages_by_stream",
+    "streams_opened",
+    "streams_served",
+)
+"""Counters of what went well; all others count something refused or dropped."""
+
 
 def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
     """Show this node: addresses, compute, members, runs."""
@@ -43,7 +52,12 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
                 labelled("join", f"{join['outcome']}  {short_address(join['address'])}  {join['detail']}")
             )
     lines += [labelled("run", run_text(run)) for run in document["runs"]]
-    refused = [f"{reason} {count}" for reason, count in document["counters"].items() if count]
-    if refused:
-        lines.append(labelled("refused", ", ".join(refused)))
+    counters = {reason: count for reason, count in document["counters"].items() if count}
+    lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
+    lines += _counted("refused", {name: counters[name] for name in counters if name not in TRAFFIC})
     return lines
+
+
+def _counted(label: str, counters: Mapping[str, int]) -> list[str]:
+    text = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counters.items())
+    return [labelled(label, text)] if text else []

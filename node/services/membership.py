@@ -155,9 +155,14 @@ class Membership:
             peer=event.peer,
             name=event.name,
             addresses=tuple(address.short for address in event.addresses),
-            found_through="" if through is None else self._name_of(through),
+            found_through=self._found_through(event.peer, through),
             capacity=self._capacity(event.metadata),
         )
+
+    def _found_through(self, peer: PeerId, through: PeerId | None) -> str:
+        if through is None:
+            return ""
+        return "itself" if through == peer else self._name_of(through)
 
     def _name_of(self, peer: PeerId) -> str:
         for member in self._swim.members:
