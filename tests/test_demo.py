@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -132,6 +133,7 @@ def test_lines_stand_in_the_columns_of_the_specification() -> None:
 
 def test_the_bar_grows_with_the_steps() -> None:
     assert loss_text(2.31, 0.74, done=4, steps=9) == "loss 2.31 ####..... 0.74"
+    assert loss_text(2.31, 0.0041, done=9, steps=9) == "loss 2.31 ######### 0.004"
     assert pace_text(40, 100, 8.0) == "step 40 of 100, 5.0/s, 12 s left"
 
 
@@ -224,13 +226,13 @@ class Program:
             text=True,
         )
 
-    def left(self) -> list[str]:
-        """The command lines of what still runs; the ended have neither, even before they are reaped."""
-        found = []
+    def left(self) -> dict[int, str]:
+        """Pids and command lines of what still runs; the ended have no mark, even before they are reaped."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue  # it ended meanwhile, or is somebody else's
         return found
@@ -278,7 +280,7 @@ def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_pa
     assert result["weights"]["fetched_from"] not in ("e", result["killed_name"])
     assert (out / "model.safetensors").stat().st_size == result["weights"]["size_bytes"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert left == []
+    assert left == {}
     assert list(demo.temporary.glob("peerloom-*")) == []
 
 
@@ -286,13 +288,13 @@ def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_pa
 def test_a_demo_stopped_by_ctrl_c_while_it_trains_leaves_nothing_behind(tmp_path: Path) -> None:
     with program(tmp_path, "-m", "node", "demo", "--out", str(tmp_path / "out"), "--steps", "100") as demo:
         demo.wait_for_line("3/5")
-        assert any("host_process" in command for command in demo.left())
+        assert any("host_process" in command for command in demo.left().values())
         demo.process.send_signal(signal.SIGINT)
         _, said = demo.process.communicate(timeout=30)
         left = demo.left()
     assert demo.process.returncode == EXIT_FORCED
     assert said.splitlines()[-1] == "stopped; no node is left running"
-    assert left == []
+    assert left == {}
     assert list(demo.temporary.glob("peerloom-*")) == []
     assert not (tmp_path / "out" / "result.json").exists()
 
@@ -302,7 +304,6 @@ def test_nodes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
     source = """
 import sys, time
 from pathlib import Path
-from node.cli.main import run
 from node.cli.swarm_processes import SwarmProcesses
 swarm = SwarmProcesses(Path(sys.argv[1]), "test", time.sleep)
 swarm.launch(["a", "b"])
@@ -313,11 +314,12 @@ time.sleep(60)
     with program(tmp_path, "-c", source, str(tmp_path)) as starter:
         starter.wait_for_line("started")
         assert len(starter.left()) == 3
+        ends = [os.pidfd_open(pid) for pid in starter.left()]
         starter.process.kill()
-        until = time.monotonic() + 30
-        while starter.left():
-            assert time.monotonic() < until, starter.left()
-            time.sleep(0.02)
+        for end in ends:
+            # Readable once the process has ended.
+            assert select.select([end], [], [], 30.0)[0], starter.left()
+            os.close(end)
 
 
 def test_a_node_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def line_text(number: int, label: str, text: str) -> str:
 def loss_text(first: float, last: float, *, done: int, steps: int) -> str:
     """`loss 2.31 ####..... 0.74`: the bar is the share of the steps that are done."""
     filled = _BAR_WIDTH * done // max(1, steps)
-    return f"loss {first:.2f} {'#' * filled}{'.' * (_BAR_WIDTH - filled)} {last:.2f}"
+    digits = 2 if last >= 0.1 else 3
+    return f"loss {first:.2f} {'#' * filled}{'.' * (_BAR_WIDTH - filled)} {last:.{digits}f}"
 
 
 def pace_text(done: int, steps: int, seconds: float) -> str:

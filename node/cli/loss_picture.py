@@ -20,7 +20,7 @@ def draw(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -29,7 +29,7 @@ def draw(
     loss.plot(steps, losses, color="tab:blue", linewidth=1.5, label="loss of the step")
     loss.set_yscale("log")
     loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    loss.yaxis.set_major_formatter(ScalarFormatter())
+    loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     loss.yaxis.set_minor_formatter(NullFormatter())
     loss.set_ylabel("loss (mean cross entropy per sample, nats)")
     loss.set_title(title)

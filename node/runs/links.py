@@ -15,8 +15,9 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.seams import Network, Stream
 
-QUEUE_BYTES_MAX = 512 * 1024 * 1024
-"""Bytes waiting for one peer. A step's frames are bounded by the plan; past this the peer is stuck."""
+QUEUE_BYTES_MAX = 8 * 1024**3
+"""Bytes waiting for one peer. A step's frames (64 of 48 MiB) and a reduction's parts (4 GiB at most) fit;
+past this the peer is stuck."""
 RETRY_SECONDS_MIN = 0.05
 RETRY_SECONDS_MAX = 2.0
 
@@ -56,6 +57,8 @@ class Links:
             link = self._links[peer] = _Link()
             self._nursery.start_soon(self._serve, peer, link)
         if link.waiting_bytes + len(message) > QUEUE_BYTES_MAX:
+            # Never drop one message in silence, for it would be waited for; a broken link is mended.
+            link.break_off()
             self._on_stuck(peer)
             return
         link.queue.append(message)
@@ -63,7 +66,10 @@ class Links:
         link.more.set()
 
     def forget(self, peer: PeerId) -> None:
-        """The peer is gone: drop its queue and close its stream."""
+        """Nothing more is to be said to the peer: drop its queue and close its stream.
+
+        Not for one that is only believed dead: it may be wrongly accused, and wait for what was queued.
+        """
         link = self._links.pop(peer, None)
         if link is not None:
             link.scope.cancel()
@@ -73,7 +79,6 @@ class Links:
             if peer == self._network.peer:
                 await link.drain(lambda message: self._deliver(peer, message))
             pause = RETRY_SECONDS_MIN
-            was_open = False
             while True:
                 try:
                     stream = await self._network.open(peer, self._protocol)
@@ -83,9 +88,9 @@ class Links:
                     continue
                 pause = RETRY_SECONDS_MIN
                 try:
-                    if was_open:
+                    if link.has_lost:
                         self._on_reconnected(peer)
-                    was_open = True
+                    link.has_lost = True
                     await _drain_until_closed(link, stream)
                     await trio.sleep(RETRY_SECONDS_MIN)
                 finally:
@@ -98,6 +103,7 @@ async def _drain_until_closed(link: "_Link", stream: Stream) -> None:
     """Send until the stream breaks, also where nothing is to be sent: the far side never answers on it,
     so a waiting `receive` ends only with the stream."""
     async with trio.open_nursery() as nursery:
+        link.stream_scope = nursery.cancel_scope
 
         async def watch() -> None:
             with suppress(StreamClosed):
@@ -118,13 +124,24 @@ class _Link:
         self.waiting_bytes = 0
         self.more = trio.Event()
         self.scope = trio.CancelScope()
+        self.stream_scope = trio.CancelScope()
+        self.has_lost = False
+
+    def break_off(self) -> None:
+        """Drop what waits and the stream; when it is open again, what was lost is sent again."""
+        self.queue.clear()
+        self.waiting_bytes = 0
+        self.has_lost = True
+        self.stream_scope.cancel()
 
     async def drain(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Send what is queued, for ever; a message leaves the queue once it was sent."""
         while True:
             while self.queue:
-                await send(self.queue[0])
-                self.waiting_bytes -= len(self.queue.popleft())
+                message = self.queue[0]
+                await send(message)
+                if self.queue and self.queue[0] is message:
+                    self.waiting_bytes -= len(self.queue.popleft())
             self.more = trio.Event()
             if not self.queue:
                 await self.more.wait()

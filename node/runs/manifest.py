@@ -73,8 +73,8 @@ def check_run_file(run: RunFile, where: str) -> None:
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """What a run is. `data` is `digits`, or the BLAKE3 hash (hex) of a folder's arrays."""
 
-    model: Annotated[str, msgspec.Meta(max_length=40)]
-    data: Annotated[str, msgspec.Meta(max_length=64)]
+    model: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}\Z")]
+    data: Annotated[str, msgspec.Meta(pattern=r"^(digits|[0-9a-f]{64})\Z")]
     sample_shape: Sizes
     classes: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
     test_samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]

@@ -15,7 +15,7 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from gossip.allreduce import AllReduce, Part
+from gossip.allreduce import AllReduce, Part, Vector
 from node.errors import StageFailed
 from node.runs.requests import GroupPart
 from node.seams import Executor, Stage
@@ -23,10 +23,11 @@ from partition import stage as api
 from partition.codec import Payload
 from partition.plan.plan import Plan
 from partition.steps import replica as core
-from partition.steps.frames import Direction, Frame, make_frame
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, Frame, make_frame
 
 EARLY_PARTS_MAX = 4_096
-"""All-reduce parts of reductions that this replica has not begun: others may be a little ahead."""
+"""All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
+as the largest stage (4 GiB) has."""
 
 Send = Callable[[PeerId, Any], None]
 
@@ -36,7 +37,7 @@ class _Export:
     """Somebody waits for the stage's parameters."""
 
     ready: trio.Event = field(default_factory=trio.Event)
-    data: bytes = b""
+    data: bytes | None = None
 
 
 class ReplicaShell:
@@ -62,7 +63,8 @@ class ReplicaShell:
         self._reduction: AllReduce | None = None
         self._reducing: core.ReduceReady | None = None
         self._parts_sent: list[tuple[PeerId, Part]] = []
-        self._early_parts: list[tuple[PeerId, Part]] = []
+        self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
+        self._is_over = False
         self.dropped = trio.Event()
 
     async def run(self) -> None:
@@ -77,6 +79,11 @@ class ReplicaShell:
         except StageFailed as error:
             self._pass_on(self.core.failed(str(error)))
             self.dropped.set()
+        finally:
+            self._is_over = True
+            for work in self._work:
+                if isinstance(work, _Export):
+                    work.ready.set()
 
     async def aclose(self) -> None:
         """End the stage's process."""
@@ -89,6 +96,8 @@ class ReplicaShell:
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
+            if not self.core.is_group((sender,)):
+                raise RemoteProtocolError("a part from a peer that does not hold this stage")
             self._queue((sender, message))
         else:
             self._pass_on(self.core.receive(now, sender, message))
@@ -101,10 +110,13 @@ class ReplicaShell:
                 self._send(receiver, GroupPart(part))
 
     async def export(self) -> bytes:
-        """The stage's parameters as a safetensors file."""
+        """The stage's parameters as a safetensors file. Raises StageFailed."""
         request = _Export()
-        self._queue(request)
-        await request.ready.wait()
+        if not self._is_over:
+            self._queue(request)
+            await request.ready.wait()
+        if request.data is None:
+            raise StageFailed("the stage has ended")
         return request.data
 
     def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
@@ -141,10 +153,12 @@ class ReplicaShell:
             case core.StepDiscarded():
                 await self._stage.call(api.Discard())
             case _Export():
-                exported = await self._stage.call(api.Export())
-                assert isinstance(exported, api.Exported)
-                work.data = exported.data
-                work.ready.set()
+                try:
+                    exported = await self._stage.call(api.Export())
+                    assert isinstance(exported, api.Exported)
+                    work.data = exported.data
+                finally:
+                    work.ready.set()
 
     async def _forward(self, work: core.ForwardReady) -> None:
         done = await self._stage.call(
@@ -178,6 +192,8 @@ class ReplicaShell:
     ) -> Frame | None:
         if payload is None:
             return None
+        if len(payload.data) > PAYLOAD_BYTES_MAX:
+            raise StageFailed(f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent")
         return make_frame(
             self._signer,
             payload,
@@ -191,42 +207,45 @@ class ReplicaShell:
 
     async def _reduce(self, work: core.ReduceReady) -> None:
         sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._specification.dtype)
-        reduction = AllReduce(self.core.me, work.members, reduction_key(work), sums)
+        reduction, sends = await self._executor.run(
+            lambda: _begin_reduction(self.core.me, work.members, reduction_key(work), sums)
+        )
         self._reduction, self._reducing = reduction, work
         self._parts_sent.clear()
-        self._send_parts(await self._executor.run(reduction.start))
-        early, self._early_parts = self._early_parts, []
+        self._send_parts(sends)
+        early = list(self._early_parts)
+        self._early_parts.clear()
         for sender, part in early:
             await self._part(sender, part)
-        self._finish_reduction()
+        await self._finish_reduction()
 
     async def _part(self, sender: PeerId, part: Part) -> None:
         reduction, reducing = self._reduction, self._reducing
         if reduction is None or reducing is None or part.key != reduction_key(reducing):
             # Ahead of us, or of a reduction that is over; the key tells which once ours begins.
-            self._early_parts = [*self._early_parts[-EARLY_PARTS_MAX:], (sender, part)]
+            self._early_parts.append((sender, part))
             return
         try:
             sends = await self._executor.run(lambda: reduction.receive(sender, part))
         except RemoteProtocolError:
             return  # a part that fits nowhere: the sum goes on without it
         self._send_parts(sends)
-        self._finish_reduction()
+        await self._finish_reduction()
 
     def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
         self._parts_sent += sends
         for peer, part in sends:
             self._send(peer, GroupPart(part))
 
-    def _finish_reduction(self) -> None:
+    async def _finish_reduction(self) -> None:
         reduction, reducing = self._reduction, self._reducing
         if reduction is None or reducing is None or not reduction.done:
             return
         totals = np.frombuffer(self._stage.vector("totals"), dtype=self._specification.dtype)
-        totals[:] = reduction.total
+        digest = await self._executor.run(lambda: _finish(reduction, totals))
         # The machine stays until the next one: a member may still have to hear our parts.
         self._reducing = None
-        self._pass_on(self.core.reduced(reducing, reduction.digest))
+        self._pass_on(self.core.reduced(reducing, digest))
 
     async def _apply(self, work: core.ApplyReady) -> None:
         done = await self._stage.call(api.Apply(work.step, work.samples))
@@ -240,3 +259,15 @@ class ReplicaShell:
 def reduction_key(work: core.ReduceReady) -> bytes:
     """What names one reduction: plan, step and attempt."""
     return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")
+
+
+def _begin_reduction(
+    me: PeerId, members: tuple[PeerId, ...], key: bytes, sums: Vector
+) -> tuple[AllReduce, list[tuple[PeerId, Part]]]:
+    reduction = AllReduce(me, members, key, sums)
+    return reduction, reduction.start()
+
+
+def _finish(reduction: AllReduce, totals: Vector) -> bytes:
+    totals[:] = reduction.total
+    return reduction.digest

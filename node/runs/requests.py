@@ -4,6 +4,7 @@
 flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
 """
 
+from math import isfinite
 from typing import Annotated
 
 import msgspec
@@ -12,7 +13,7 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
-from crypto.identity import PeerId
+from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.allreduce import Part
 from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, StepCommitted
@@ -28,6 +29,9 @@ PIPELINE_BYTES_MAX = 60 * 1024 * 1024
 REASON_LENGTH_MAX = 300
 BLOB_BYTES_MAX = 16 * 1024**3
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
+
+NUMBER_MAX = 2**53
+"""What every reader of our JSON can count exactly."""
 
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
@@ -48,9 +52,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Planner to provider: the plan did not come about; the slot is free."""
+    """Planner to member: the plan did not come about; the slot is free."""
 
     run: Hash
+    plan: Hash
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -66,6 +71,12 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     plan: Hash
 
 
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Trainer to member: the run goes on. Answered by Done, or Declined by one that does not follow the plan."""
+
+    plan: Hash
+
+
 class ExportStage(msgspec.Struct, frozen=True, tag="export"):
     """Trainer to replica: your stage's parameters. Answered by a Blob."""
 
@@ -73,12 +84,15 @@ class ExportStage(msgspec.Struct, frozen=True, tag="export"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Trainer or planner to member: the run is over. Answered by Done once the weights are fetched."""
+    """Trainer or planner to member: the run is over. Answered by Done once the weights are fetched.
+
+    `weights` is their BLAKE3 hash in hex, empty where the run failed.
+    """
 
     plan: Hash
     outcome: Annotated[str, msgspec.Meta(pattern="^(done|failed)$")]
     detail: Reason
-    weights: Annotated[str, msgspec.Meta(max_length=64)]
+    weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
@@ -87,7 +101,7 @@ class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-Request = Submit | LeaseRequest | Release | Start | Begin | ExportStage | End | FetchWeights
+Request = Submit | LeaseRequest | Release | Start | Begin | Renew | ExportStage | End | FetchWeights
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
@@ -136,6 +150,18 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
     plan: Hash
     event: StepCommitted | ReplicaDropped | RunEvaluated
+
+
+def check_notice(notice: Notice) -> None:
+    """Numbers that a screen can show; else RemoteProtocolError. Events are loosely typed: most are our own."""
+    for name in notice.event.__struct_fields__:
+        match getattr(notice.event, name):
+            case float(value) if not isfinite(value):
+                raise RemoteProtocolError(f"a notice whose {name} is not finite")
+            case int(value) if not 0 <= value <= NUMBER_MAX:
+                raise RemoteProtocolError(f"a notice whose {name} is impossible")
+            case bytes(value) if len(value) != PEER_ID_BYTES:
+                raise RemoteProtocolError(f"a notice whose {name} is no peer")
 
 
 class GroupPart(msgspec.Struct, frozen=True, tag="part"):

@@ -93,6 +93,21 @@ def decode_plan(data: bytes) -> Plan:
     return plan
 
 
+def follows(plan: Plan, last: Plan) -> bool:
+    """Whether `plan` may come after `last`: the same run and stages, of nobody but its members."""
+    if (plan.height, plan.parent) != (last.height + 1, plan_hash(last)):
+        return False
+    if (plan.run, plan.requester, plan.microbatches) != (last.run, last.requester, last.microbatches):
+        return False
+    if not {plan.planner, plan.trainer} <= set(last.members) or len(plan.stages) != len(last.stages):
+        return False
+    return all(
+        (new.first_layer, new.last_layer) == (old.first_layer, old.last_layer)
+        and set(new.replicas) <= set(old.replicas)
+        for new, old in zip(plan.stages, last.stages, strict=True)
+    )
+
+
 def planner_of(live: Iterable[PeerId]) -> PeerId:
     """Who plans: the live member with the lowest peer id.
 

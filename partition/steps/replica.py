@@ -17,6 +17,7 @@ Drop that sent it here; it waits until this replica owns its micro-batch.
 Computing is the shell's: it drains `events`, runs them in order on the stage, and reports back.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -187,6 +188,10 @@ class Replica:
             sends += [(peer, message) for message in self._reports.values()]
         return sends
 
+    def is_group(self, peers: Iterable[PeerId]) -> bool:
+        """Whether all of these hold the same stage as this replica."""
+        return set(peers) <= set(self.plan.stages[self.stage].replicas)
+
     # What the shell reports back
 
     def forwarded(
@@ -310,11 +315,13 @@ class Replica:
             return []
         if self._reducing is not None and message.attempt <= self._reducing:
             return self._repeat("reduced")
+        members = tuple(PeerId(row.replica) for row in message.replicas if row.stage == self.stage)
+        if len(set(members)) < len(members) or not self.is_group(members):
+            raise RemoteProtocolError("a commit that names strangers, or a replica twice")
         mine = [row for row in message.replicas if row.stage == self.stage and row.replica == self.me]
         if len(mine) != 1 or set(mine[0].microbatches) != self._counted:
             return self.failed(f"step {self.step}: the commit does not name what this replica has summed")
         self._named = frozenset(row.replica for row in message.replicas)
-        members = tuple(PeerId(row.replica) for row in message.replicas if row.stage == self.stage)
         self._reducing, self._reduced = message.attempt, None
         self.events.append(ReduceReady(self.plan_hash, self.step, message.attempt, members))
         return []

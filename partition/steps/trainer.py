@@ -11,7 +11,6 @@ A drop while counting or committing moves only the dead replica's micro-batches 
 stage, from kept frames; a stage without a replica left ends the run (`failed`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
@@ -425,8 +424,3 @@ def _can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
     if synced.step == step:
         return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
     return synced.step == step - 1 and apply is not None and synced.reduced == apply.attempt
-
-
-def replicas_of(plan: Plan) -> Iterable[PeerId]:
-    """Every replica of every stage, in the plan's order."""
-    return (PeerId(peer) for stage in plan.stages for peer in stage.replicas)

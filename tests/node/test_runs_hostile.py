@@ -1,0 +1,430 @@
+"""What strangers may send to the runs service: it is refused or bounded, and never ends a node.
+
+Two whole nodes on simulated seams: `a` is the honest one, `b` says what no correct peer says. An
+error that came out of `a` would end the simulation, so a scenario that comes to its end shows that `a` lives.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from node.errors import StageFailed, Unreachable
+from node.events import RunAccepted, RunEnded, StepCommitted
+from node.runs import requests as wire
+from node.runs.links import Links
+from node.runs.manifest import Manifest, Run, make_run
+from node.runs.placement import NotPlaced
+from node.runs.replica import ReplicaShell
+from node.runs.runs import RUNS_MAX
+from node.runtime import Node
+from node.state import RUNS_KEPT_MAX, State, apply
+from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
+from partition.steps.messages import StageCommit, StepCommit, Sync
+from partition.steps.replica import Replica
+from tests.stack import Swarm, manifest, simulate, swarm
+
+ALICE, BOB, CAROL = (Identity(bytes([number]) * 32).peer for number in (1, 2, 3))
+
+
+def replace(plan: Plan, **changes: Any) -> Plan:
+    return msgspec.structs.replace(plan, **changes)
+
+
+def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with swarm("ab") as group:
+            await scenario(group, group.nodes["a"], group.nodes["b"])
+
+    simulate(main)
+
+
+def run_of(node: Node, **changes: Any) -> Run:
+    return make_run(node.signer, manifest(**changes))
+
+
+def plan_of(run: Run, holder: PeerId, planner: PeerId) -> Plan:
+    """All of the model on `holder`; the run's requester trains."""
+    stage = StagePlan(0, 14, (holder,), (1,))
+    count = run.manifest.microbatches
+    return Plan(run.id, bytes(HASH_BYTES), 0, planner, run.requester, run.requester, count, (stage,))
+
+
+async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply:
+    return await wire.ask(sender.network, receiver.peer, request, seconds=30)
+
+
+async def assert_refused(sender: Node, receiver: Node, request: wire.Request) -> None:
+    """The request gets no answer, or a no."""
+    try:
+        reply = await ask(sender, receiver, request)
+    except Unreachable:
+        return
+    assert isinstance(reply, wire.Declined), reply
+
+
+async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Reply:
+    return await ask(sender, receiver, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "no-such-model"},
+        {"sample_shape": (3, 65_536, 8)},
+        {"sample_shape": (7,)},
+        {"sample_shape": (1, 1_024, 1_024), "microbatch": 65_536},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_no_model_fits_is_declined_by_planner_and_provider(changes: dict[str, Any]) -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b, **changes)
+        await assert_refused(b, a, wire.Submit(run.fact))
+        data = encode_plan(plan_of(run, a.peer, b.peer))
+        await assert_refused(b, a, wire.LeaseRequest(run.fact, data, 0))
+        await assert_refused(b, a, wire.Start(run.fact, data))
+
+    two_nodes(scenario)
+
+
+def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        for changes in ({"model": "\x1b[2J"}, {"data": "../../etc"}, {"data": ""}):
+            fact = b.signer.sign("run-manifest", encode(manifest(**changes)))
+            await assert_refused(b, a, wire.Submit(fact))
+
+    two_nodes(scenario)
+
+
+def test_a_lease_is_given_only_to_the_planner_of_a_plan_that_fits_the_run_and_the_memory() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        good = plan_of(run, a.peer, b.peer)
+        for bad in (
+            replace(good, planner=CAROL),
+            replace(good, requester=CAROL),
+            replace(good, microbatches=4_096),
+            replace(good, stages=(StagePlan(0, 2**62, (a.peer,), (1,)),)),
+        ):
+            await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(bad), 0))
+        huge = run_of(b, sample_shape=(3, 224, 224), microbatch=128, microbatches=64)
+        reply = await lease(b, a, huge, plan_of(huge, a.peer, b.peer))
+        assert isinstance(reply, wire.Declined)
+        assert "memory" in reply.reason
+        assert isinstance(await lease(b, a, run, good), wire.Leased)
+
+    two_nodes(scenario)
+
+
+def test_only_the_planner_releases_its_lease() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            a, b, c = (group.nodes[name] for name in "abc")
+            run, other = run_of(b), run_of(c)
+            plan = plan_of(run, a.peer, b.peer)
+            assert isinstance(await lease(b, a, run, plan), wire.Leased)
+            await ask(c, a, wire.Release(run.id, plan_hash(plan)))
+            assert await lease(c, a, other, plan_of(other, a.peer, c.peer)) == wire.Declined("busy")
+            await ask(b, a, wire.Release(run.id, plan_hash(plan)))
+            assert isinstance(await lease(c, a, other, plan_of(other, a.peer, c.peer)), wire.Leased)
+
+    simulate(scenario)
+
+
+def test_a_lease_taken_again_lasts_its_own_time_and_no_longer() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        plan = plan_of(run, a.peer, b.peer)
+        await lease(b, a, run, plan)
+        await trio.sleep(100)
+        await ask(b, a, wire.Release(run.id, plan_hash(plan)))
+        assert isinstance(await lease(b, a, run, plan), wire.Leased)
+        await trio.sleep(100)
+        assert not a.runs.has_slot, "the first lease's time is not the second's"
+        await trio.sleep(100)
+        assert a.runs.has_slot
+
+    two_nodes(scenario)
+
+
+def test_a_lease_whose_planner_is_dead_is_free_again() -> None:
+    async def scenario(group: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        await lease(b, a, run, plan_of(run, a.peer, b.peer))
+        group.kill("b")
+        await trio.sleep(30)
+        assert a.runs.has_slot
+
+    two_nodes(scenario)
+
+
+def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        for number in range(RUNS_MAX + 2):
+            run = run_of(b, seed=number)
+            plan = replace(plan_of(run, b.peer, b.peer), trainer=a.peer)
+            await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+        assert a.runs.known() == []
+
+    two_nodes(scenario)
+
+
+def test_a_chain_of_plans_begins_at_its_beginning() -> None:
+    """One at the highest height of all would leave no next one to make when its trainer dies."""
+
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        plan = replace(plan_of(run, a.peer, b.peer), height=2**32 - 1)
+        await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
+        await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+
+    two_nodes(scenario)
+
+
+def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            a, b, c = (group.nodes[name] for name in "abc")
+            run = run_of(b)
+            plan = plan_of(run, a.peer, b.peer)
+            await lease(b, a, run, plan)
+            assert await ask(b, a, wire.Start(run.fact, encode_plan(plan))) == wire.Done()
+            taken = replace(plan, parent=plan_hash(plan), height=1, planner=c.peer, trainer=c.peer)
+            await assert_refused(c, a, wire.Start(run.fact, encode_plan(taken)))
+            cut = (StagePlan(0, 7, (c.peer,), (1,)), StagePlan(7, 14, (a.peer,), (1,)))
+            moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
+            await assert_refused(b, a, wire.Start(run.fact, encode_plan(moved)))
+            for request in (wire.Begin(plan_hash(plan)), wire.ExportStage(plan_hash(plan))):
+                await assert_refused(c, a, request)
+            await assert_refused(c, a, wire.End(plan_hash(plan), "failed", "", ""))
+            assert a.runs.known() == [run.text]
+
+    simulate(scenario)
+
+
+def test_a_run_that_is_over_is_not_begun_again() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        plan = plan_of(run, a.peer, b.peer)
+        await lease(b, a, run, plan)
+        await ask(b, a, wire.Start(run.fact, encode_plan(plan)))
+        assert await ask(b, a, wire.End(plan_hash(plan), "failed", "enough", "")) == wire.Done()
+        await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
+        await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+        assert a.runs.known() == []
+        assert a.runs.has_slot
+
+    two_nodes(scenario)
+
+
+def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
+    """More held-out samples than there are would be an empty tensor, which cannot be sent."""
+
+    async def scenario(group: Swarm, a: Node, b: Node) -> None:
+        with pytest.raises(NotPlaced, match="does not fit"):
+            await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1), a.peer)
+        with pytest.raises(NotPlaced, match="does not fit"):
+            await a.runs.submit(run_of(a, sample_shape=(3, 32, 32), stages=1, replicas=1), b.peer)
+        assert a.runs.known() == b.runs.known() == []
+        assert a.runs.has_slot
+        assert b.runs.has_slot
+        assert isinstance(group.events["a"][-1], RunEnded)
+
+    two_nodes(scenario)
+
+
+def test_a_run_that_was_not_placed_is_forgotten() -> None:
+    async def scenario(group: Swarm, a: Node, b: Node) -> None:
+        with pytest.raises(NotPlaced):
+            await a.runs.submit(run_of(a, stages=9, replicas=9), b.peer)
+        assert a.runs.known() == []
+        group.kill("b")
+        with pytest.raises(Unreachable):
+            await a.runs.submit(run_of(a, seed=1), b.peer)
+        assert a.runs.known() == []
+        ends = [event for event in group.events["a"] if isinstance(event, RunEnded)]
+        assert [event.outcome for event in ends] == ["failed", "failed"]
+
+    two_nodes(scenario)
+
+
+def test_a_stage_released_while_it_opens_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        plan = plan_of(run, a.peer, b.peer)
+        open_stage = a.seams.executor.open_stage
+
+        async def open_slowly(specification: bytes) -> Any:
+            stage = await open_stage(specification)
+            aclose = stage.aclose
+
+            async def close() -> None:
+                closed.append(True)
+                await aclose()
+
+            monkeypatch.setattr(stage, "aclose", close)
+            await trio.sleep(5)
+            return stage
+
+        monkeypatch.setattr(a.seams.executor, "open_stage", open_slowly)
+        await lease(b, a, run, plan)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(assert_refused, b, a, wire.Start(run.fact, encode_plan(plan)))
+            await trio.sleep(1)
+            assert not a.runs.has_slot, "a stage that opens holds the slot"
+            await ask(b, a, wire.Release(run.id, plan_hash(plan)))
+        assert closed == [True]
+        assert a.runs.has_slot
+
+    two_nodes(scenario)
+
+
+def test_a_machine_that_cannot_start_a_process_declines_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        async def fail(_: bytes) -> Any:
+            raise OSError(12, "Cannot allocate memory")
+
+        run = run_of(b)
+        plan = plan_of(run, a.peer, b.peer)
+        await lease(b, a, run, plan)
+        monkeypatch.setattr(a.seams.executor, "open_stage", fail)
+        reply = await ask(b, a, wire.Start(run.fact, encode_plan(plan)))
+        assert isinstance(reply, wire.Declined)
+        assert "Cannot allocate memory" in reply.reason
+        assert a.runs.has_slot
+
+    two_nodes(scenario)
+
+
+@pytest.mark.parametrize("changes", [{"at": float("nan")}, {"loss": float("inf")}, {"step": 2**60}, {"samples": -1}])
+def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
+    fields = {"at": 1.0, "run": "0" * 16, "step": 1, "loss": 1.0, "samples": 1, "seconds": 1.0, "replicas": 1}
+    wire.check_notice(wire.Notice(bytes(32), StepCommitted(**fields)))
+    with pytest.raises(RemoteProtocolError):
+        wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(fields | changes))))
+
+
+def one_stage(*replicas: PeerId) -> Plan:
+    stage = StagePlan(0, 14, replicas, (1,) * len(replicas))
+    return Plan(bytes(32), bytes(32), 0, CAROL, CAROL, CAROL, 4, (stage,))
+
+
+def test_a_commit_that_names_strangers_or_somebody_twice_is_refused() -> None:
+    plan = one_stage(ALICE, BOB)
+    replica = Replica(ALICE, plan)
+    hash_ = plan_hash(plan)
+    replica.receive(0, CAROL, Sync(plan=hash_))
+    replica.events.clear()
+    mine = StageCommit(0, ALICE, ())
+    for others in ((CAROL,), (BOB, BOB), tuple(bytes([number]) * 32 for number in range(200))):
+        rows = (mine, *(StageCommit(0, peer, ()) for peer in others))
+        with pytest.raises(RemoteProtocolError):
+            replica.receive(0, CAROL, StepCommit(plan=hash_, step=0, attempt=0, replicas=rows))
+    assert replica.events == []
+
+
+class BrokenStage:
+    """A stage whose process is gone."""
+
+    async def call(self, request: object) -> object:
+        raise StageFailed(f"no process for a {type(request).__name__}")
+
+    def vector(self, name: str) -> memoryview:
+        raise StageFailed(name)
+
+    async def aclose(self) -> None:
+        return
+
+
+async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_is_broken() -> None:
+    shell = ReplicaShell(_Signer(), one_stage(ALICE), Any, BrokenStage(), Any, lambda *_: None)  # type: ignore[arg-type] # what the shell does not touch
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shell.run)
+        with trio.fail_after(5):
+            for _ in range(2):
+                with pytest.raises(StageFailed):
+                    await shell.export()
+
+
+class _Signer:
+    peer = ALICE
+
+
+class SlowNetwork:
+    """A network whose streams take nothing until `flows` is set; counts how often it was opened."""
+
+    peer = BOB
+
+    def __init__(self) -> None:
+        self.flows = trio.Event()
+        self.sent: list[bytes] = []
+        self.opened = 0
+
+    async def open(self, peer: PeerId, protocol: str) -> "SlowNetwork":
+        del peer, protocol
+        self.opened += 1
+        return self
+
+    async def send(self, message: bytes) -> None:
+        await self.flows.wait()
+        self.sent.append(message)
+
+    async def receive(self) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def aclose(self) -> None:
+        return
+
+
+async def test_a_link_that_overflows_begins_again_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message dropped in silence would be waited for for ever."""
+    monkeypatch.setattr("node.runs.links.QUEUE_BYTES_MAX", 10)
+    network, again, stuck = SlowNetwork(), [], []
+
+    async def deliver(peer: PeerId, data: bytes) -> None:
+        del peer, data
+
+    links = Links(network, "/x/1", deliver=deliver, on_reconnected=again.append, on_stuck=stuck.append)  # type: ignore[arg-type] # as much of a Network as a link needs
+    async with trio.open_nursery() as nursery:
+        await nursery.start(links.run)
+        links.send(ALICE, b"first")
+        await trio.testing.wait_all_tasks_blocked()
+        links.send(ALICE, b"too much")
+        assert stuck == [ALICE]
+        network.flows.set()
+        with trio.fail_after(5):
+            while not again:
+                await trio.sleep(0.01)
+        links.send(ALICE, b"second")
+        await trio.testing.wait_all_tasks_blocked()
+        assert network.sent == [b"second"]
+        nursery.cancel_scope.cancel()
+
+
+def test_runs_that_are_over_do_not_fill_the_state() -> None:
+    state = State()
+    for number in range(RUNS_KEPT_MAX + 10):
+        run = f"{number:016x}"
+        accepted = RunAccepted(at=1.0, run=run, model="m", data="d", steps=1, requester=ALICE)
+        state = apply(apply(state, accepted), RunEnded(at=2.0, run=run, outcome="failed", detail=""))
+    assert len(state.runs) == RUNS_KEPT_MAX
+    assert f"{RUNS_KEPT_MAX + 9:016x}" in state.runs
+
+
+def test_the_manifest_of_these_tests_is_a_good_one() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        assert isinstance(run_of(a).manifest, Manifest)
+        del b
+
+    two_nodes(scenario)
