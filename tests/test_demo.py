@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from node.cli.demo_play import NAMES
-from node.cli.demo_screen import DemoScreen, line_text, loss_text, pace_text
-from node.cli.demo_story import ACCURACY_MIN, Story, Victim, choose_victim
+from node.cli.demo.play import NAMES
+from node.cli.demo.processes import NodeEnded, SwarmProcesses
+from node.cli.demo.screen import DemoScreen, line_text, loss_text, pace_text
+from node.cli.demo.story import ACCURACY_MIN, Story, Victim, choose_victim
+from node.cli.demo.weights_file import check_weights
 from node.cli.main import run
-from node.cli.swarm_processes import NodeEnded, SwarmProcesses
-from node.cli.weights_file import check_weights
 from node.errors import EXIT_FORCED, RunFailed
 from tests.source import ROOT
 
@@ -304,7 +304,7 @@ def test_nodes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
     source = """
 import sys, time
 from pathlib import Path
-from node.cli.swarm_processes import SwarmProcesses
+from node.cli.demo.processes import SwarmProcesses
 swarm = SwarmProcesses(Path(sys.argv[1]), "test", time.sleep)
 swarm.launch(["a", "b"])
 swarm.start("a", None)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli import demo, identity, leave, peers, runs, status, train
+from node.cli import identity, leave, peers, runs, status, train
+from node.cli.demo.command import demo
 from node.cli.place import AsJson, DataDir
 from node.cli.render import show, show_error
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
@@ -21,7 +22,7 @@ PROGRAM = "python -m node"
 _DEBUG = "--debug"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command("demo")(demo.demo)
+app.command("demo")(demo)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)
 app.command("id")(identity.identity)

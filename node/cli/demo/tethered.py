@@ -1,4 +1,4 @@
-"""A node that ends with whoever started it: `python -m node.cli.tethered`, for `node.cli.swarm_processes`.
+"""A node that ends with whoever started it; `node.cli.demo.processes` runs this module.
 
 Not for people. The first line on stdin is a JSON list, the arguments of `python -m node`; until it
 comes, the slow imports are done. When stdin then ends, because the starter has closed it or has died

@@ -1,7 +1,7 @@
 """Several nodes of one swarm as processes of this machine: started, asked, killed, and never left behind.
 
 Each node is a process group of its own, so that Ctrl-C reaches only whoever started them, and that a
-node dies together with its stage. Each holds the other end of a pipe (`node.cli.tethered`), so that it
+node dies together with its stage. Each holds the other end of a pipe (`node.cli.demo.tethered`), so that it
 ends even when the starter is killed. Synchronous, standard library only.
 """
 
@@ -34,7 +34,7 @@ LAST_LINES = 8
 """Of a node's output, shown when it fails."""
 _REAP_SECONDS_MAX = 2.0
 """A killed process is gone at once; only a stuck kernel call takes longer."""
-_SOURCE_ROOT = str(Path(__file__).parents[2])
+_SOURCE_ROOT = str(Path(__file__).parents[3])
 
 Pause = Callable[[float], None]
 """Waits for so many seconds; raises when the person wants no more."""
@@ -75,7 +75,7 @@ class SwarmProcesses:
         for name in names:
             with open(self.log(name), "wb") as log:
                 self._processes[name] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "node.cli.tethered"],
+                    [sys.executable, "-P", "-m", "node.cli.demo.tethered"],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

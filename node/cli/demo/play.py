@@ -1,6 +1,6 @@
 """What a demo does, line by line: starts the nodes, trains, kills one, fetches the result.
 
-Nothing is staged: the nodes are ordinary ones in processes of their own (`node.cli.swarm_processes`),
+Nothing is staged: the nodes are ordinary ones in processes of their own (`node.cli.demo.processes`),
 asked over their control channels as `python -m node train` does. This only starts, watches and kills.
 """
 
@@ -12,12 +12,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from node.cli.client import GoneAway, ask, request
-from node.cli.demo_screen import DemoScreen, loss_text, pace_text
-from node.cli.demo_story import Event, Story, choose_victim
+from node.cli.demo.processes import LOOK_SECONDS, SwarmProcesses
+from node.cli.demo.screen import DemoScreen, loss_text, pace_text
+from node.cli.demo.stopping import StopSign
+from node.cli.demo.story import Event, Story, choose_victim
+from node.cli.demo.weights_file import check_weights
 from node.cli.render import seconds_text
-from node.cli.stopping import StopSign
-from node.cli.swarm_processes import LOOK_SECONDS, SwarmProcesses
-from node.cli.weights_file import check_weights
 from node.errors import PeerloomError, RunFailed
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -1,7 +1,7 @@
 """`python -m node demo`: a swarm on this machine trains a model, loses a replica, and goes on.
 
 The command: what is checked before, what is cleaned up after, and what is written. What happens in
-between is `node.cli.demo_play`. Synchronous; neither trio nor torch is loaded here.
+between is `node.cli.demo.play`. Synchronous; neither trio nor torch is loaded here.
 """
 
 import json
@@ -15,13 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.demo_play import MODEL, RUN_FILE_START, STEPS, Play, run_text
-from node.cli.demo_screen import DemoScreen
-from node.cli.demo_story import Story
+from node.cli.demo.play import MODEL, RUN_FILE_START, STEPS, Play, run_text
+from node.cli.demo.processes import NodeEnded, SwarmProcesses
+from node.cli.demo.screen import DemoScreen
+from node.cli.demo.stopping import Stopped, StopSign
+from node.cli.demo.story import Story
 from node.cli.place import AsJson
 from node.cli.render import seconds_text, show, show_json
-from node.cli.stopping import Stopped, StopSign
-from node.cli.swarm_processes import NodeEnded, SwarmProcesses
 from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.paths import short_path
 
@@ -128,7 +128,7 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
 def _draw(story: Story, path: Path) -> str | None:
     """The picture's path, None where it cannot be drawn here."""
     assert story.victim is not None, "a run that was fetched has lost a replica"
-    from node.cli.loss_picture import draw
+    from node.cli.demo.loss_picture import draw
 
     try:
         draw(
