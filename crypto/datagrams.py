@@ -5,7 +5,7 @@
 
 The swarm tag (of SHA-256 of the name) only sorts; the signature binds the name itself. It is not
 encrypted, and it is the skeleton's: a signature costs 33 + 105 us where a session's MAC costs 1 to 2
-(DESIGN section 4), so sessions as WireGuard's replace it later behind the same two classes.
+so sessions as WireGuard's replace it later behind the same two classes.
 
 Replays: per sender a sliding window as RFC 6479's, 1,024 wide, within one boot; boots may only grow
 (a boot is unix milliseconds at start). Two limits of this, both said openly: a receiver that

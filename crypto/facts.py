@@ -1,4 +1,4 @@
-"""Signed facts: what third parties must be able to check (DESIGN law 8).
+"""Signed facts: what third parties must be able to check (ARCHITECTURE law 8).
 
 A fact is signed by its author over the exact body bytes, with a purpose and the swarm's name in
 front, so that a signature made for one purpose or swarm proves nothing in another. Packets and

@@ -1,6 +1,6 @@
 """The Kademlia core: answers peers, keeps the table, runs lookups, stores and finds records.
 
-A pure state machine with the core shape of DESIGN section 2, after Maymounkov & Mazieres 2002. What
+A pure state machine with the shape of every core, after Maymounkov & Mazieres 2002. What
 differs from the paper stands in the docstrings of `routing` and `lookup`. What it is not: it opens
 no session and knows no sender but by the session beneath; and it promises no consistency between
 publishers, only that of each publisher's records the highest sequence found is returned.

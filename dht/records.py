@@ -28,7 +28,7 @@ BODY_BYTES_MAX = VALUE_BYTES_MAX + 64
 """Key, sequence, expiry and the encoding's own bytes."""
 
 CLOCK_SLACK_SECONDS = 600.0
-"""How far two honest wall clocks may stand apart (DESIGN law 2)."""
+"""How far two honest wall clocks may stand apart (ARCHITECTURE law 2)."""
 
 LIFETIME_SECONDS_MAX = 48 * 3600.0
 """Who still cares for a record publishes it again; what nobody cares for goes."""

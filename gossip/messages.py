@@ -2,7 +2,7 @@
 
 Two layers. A *message* goes from one peer to the next: Ping, Ack, Nack, PingRequest (Das et al. 2002,
 section 3; the Nack is Lifeguard's), Gossip, Compare and Sync. A *fact* travels inside messages
-from peer to peer and is signed by its author (DESIGN law 8): alive and left by the subject,
+from peer to peer and is signed by its author (ARCHITECTURE law 8): alive and left by the subject,
 suspect and dead by the accuser. Nothing here keeps state or decides anything.
 """
 
@@ -24,7 +24,7 @@ FACT_BYTES_MAX = ALIVE_BODY_BYTES_MAX + 110
 FACTS_MAX = 32
 """Facts in a message other than Sync; the smallest takes over 100 bytes, so no honest one holds so many."""
 MEMBERS_MAX = 2_000
-"""No member list is larger: DESIGN section 5 splits a neighbourhood long before this."""
+"""No member list is larger: a neighbourhood is to be split long before this."""
 SYNC_FACTS_MAX = 2 * MEMBERS_MAX
 """An alive fact and a verdict for each member."""
 MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024

@@ -10,7 +10,7 @@ by a higher incarnation; else it is dead to all. Whoever comes as a stranger or 
 asked for its facts.
 
 Not here: who may join (the swarm key and admission are the network's and the run's), and the
-prefix scopes of a public swarm (DESIGN section 5).
+prefix scopes of a public swarm (a later room).
 """
 
 from collections.abc import Sequence

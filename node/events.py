@@ -1,5 +1,5 @@
 """What happens in a node, as frozen events: the only thing screens, `--json`, metrics and the
-simulator's report are made of (DESIGN law 5).
+simulator's report are made of (ARCHITECTURE law 5).
 
 Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
 and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.

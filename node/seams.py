@@ -1,4 +1,4 @@
-"""The six seams to the outside world, and no seventh (DESIGN law 2).
+"""The six seams to the outside world, and no seventh (ARCHITECTURE law 2).
 
 Network, Clock, rng, entropy, Executor, Storage. Everything a node does to the world goes through
 one of these; the simulator swaps them and nothing else. These are the shapes; the real ones stand

@@ -7,7 +7,7 @@ Torch's parameters are views into the arena `parameters`, their `.grad` views in
 grow in place over the micro-batches, and averaging reads and writes without a copy. On a device
 without the host's memory each arena has a twin there, copied where the two must agree.
 
-Determinism (DESIGN section 6): first parameters are drawn from a seed per parameter *name*, and before
+Determinism: first parameters are drawn from a seed per parameter *name*, and before
 every random operator a generator is seeded from run, step, micro-batch and the layer's index in the
 *whole* model. So a replay draws the same mask, and so does any other cut. Random numbers are always
 drawn on the CPU, where torch's generator gives the same ones on every machine.

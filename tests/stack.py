@@ -1,7 +1,7 @@
 """A swarm of whole nodes on simulated seams, training for real: set-up shared by several tests.
 
 Virtual time, real protocol code, real torch arithmetic. `reference` is what every result is held
-against: one process, the same micro-batches, seeds and rules (DESIGN section 6).
+against: one process, the same micro-batches, seeds and rules.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -208,7 +208,7 @@ def reference(run: Run) -> Tensors:
 
 
 def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
-    """DESIGN section 6's metric: float64 every tensor <= 1e-9, float32 the whole vector <= 1e-5."""
+    """The metric: float64 every tensor <= 1e-9, float32 the whole vector <= 1e-5."""
     assert sorted(result) == sorted(expected)
     differences = {name: result[name].astype("f8") - expected[name].astype("f8") for name in expected}
     if dtype == "float64":

@@ -1,4 +1,4 @@
-"""The laws of the house that imports can break (DESIGN section 1), read from the source of every file."""
+"""The laws of the house that imports can break (ARCHITECTURE), read from the source of every file."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""The heap engine and the node's own driver give the same trace for the same cores (DESIGN law 1).
+"""The heap engine and the node's own driver give the same trace for the same cores (ARCHITECTURE law 1).
 
 That is what makes an experiment in `sim.engine` say something about real nodes. The scenario stands
 in `tests/sim/agreement.py`; it is full of simultaneous ticks, without which this would prove nothing.

@@ -1,6 +1,6 @@
 """Exactness: a model trained in stages over many peers equals one process, also with a death in a step.
 
-DESIGN section 7, exact mode. Whole nodes, simulated network and time, real arithmetic.
+ARCHITECTURE, a step. Whole nodes, simulated network and time, real arithmetic.
 """
 
 import pytest

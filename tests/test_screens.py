@@ -1,4 +1,4 @@
-"""Screens as text snapshots: what a person sees, word for word (EXPERIENCE)."""
+"""Screens as text snapshots: what a person sees, word for word."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""The habits of STYLE that a machine can hold, without false alarms; the rest is for the reader's eye."""
+"""The habits of CONTRIBUTING.md that a machine can hold; the rest is for the reader's eye."""
 
 import ast
 import re

@@ -14,6 +14,8 @@ from node.errors import NoNode, PeerloomError
 from node.paths import CONTROL_NAME, short_path
 
 CONNECT_SECONDS_MAX = 5.0
+ANSWER_SECONDS_MAX = 10.0
+"""For commands that only look: a node answers them in milliseconds unless it is stopped."""
 _START = "python -m node, or name its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
@@ -32,13 +34,20 @@ class NodeRefused(PeerloomError):
         self.trace = trace
 
 
-def request(data_dir: Path, command: str, arguments: Mapping[str, object] | None = None) -> Iterator[Reply]:
+def request(
+    data_dir: Path,
+    command: str,
+    arguments: Mapping[str, object] | None = None,
+    *,
+    seconds: float | None = None,
+) -> Iterator[Reply]:
     """Ask the node that holds `data_dir`; yields `{"event": ...}` as they come, lastly `{"result": ...}`.
 
-    Closing the iterator hangs up, which cancels the command in the node.
+    Closing the iterator hangs up, which cancels the command in the node. `seconds` is how long one line
+    may take, None for as long as it likes.
 
     Raises:
-        NoNode: no node holds this data folder.
+        NoNode: no node holds this data folder, or it said nothing for `seconds`.
         GoneAway: it went away in between.
         NodeRefused: the node's own error, with its exit code.
     """
@@ -49,7 +58,7 @@ def request(data_dir: Path, command: str, arguments: Mapping[str, object] | None
     except OSError:
         raise _no_node(data_dir, f"; nothing answers on its port {control['port']}") from None
     with connection:
-        connection.settimeout(None)
+        connection.settimeout(seconds)
         try:
             connection.sendall(line.encode() + b"\n")
             with connection.makefile("rb") as lines:
@@ -58,6 +67,11 @@ def request(data_dir: Path, command: str, arguments: Mapping[str, object] | None
                     yield reply
                     if "result" in reply:
                         return
+        except TimeoutError:
+            raise NoNode(
+                f"the node in {short_path(data_dir)} has not answered for {seconds:g} s",
+                f"is it stopped or very busy? to end it: kill {control['pid']}",
+            ) from None
         except OSError:
             pass  # said below: an end without a result
     raise _gone()
@@ -68,9 +82,11 @@ def ask(
     command: str,
     arguments: Mapping[str, object] | None = None,
     on_event: Callable[[Any], None] | None = None,
+    *,
+    seconds: float | None = ANSWER_SECONDS_MAX,
 ) -> Any:
     """The result of `request`; each event goes to `on_event`. Raises as `request` does."""
-    for reply in request(data_dir, command, arguments):
+    for reply in request(data_dir, command, arguments, seconds=seconds):
         if "result" in reply:
             return reply["result"]
         if on_event is not None:

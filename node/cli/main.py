@@ -1,7 +1,7 @@
 """The command line: parses, dispatches, and turns every error into at most three lines and a code.
 
 Each command has a file of its own, which loads what is heavy only when it runs. typer parses; its
-own complaints are put into our form. Exit codes are those of EXPERIENCE and `node.errors`.
+own complaints are put into our form. Exit codes are those of `node.errors`.
 """
 
 import sys

@@ -51,7 +51,7 @@ def fetch(
 def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
     """Have the node put the weights of `run` into the file `out`; says so on stderr."""
     path = str(Path(out).expanduser().absolute())
-    result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path})
+    result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path}, seconds=None)
     size = f", {bytes_text(result['size_bytes'])}" if "size_bytes" in result else ""
     show([f"weights in {out}{size}"], sys.stderr)
     return {"schema": "peerloom/fetch/1", "run": run, "out": path} | result

@@ -44,7 +44,7 @@ def train(
             show(screen.lines(event), sys.stderr)
 
     try:
-        result: dict[str, Any] = ask(folder, "train", arguments, on_event)
+        result: dict[str, Any] = ask(folder, "train", arguments, on_event, seconds=None)
     except KeyboardInterrupt:
         show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
         raise

@@ -1,6 +1,6 @@
 """The one driver: runs any sans-IO core under trio, on real or simulated seams.
 
-A core has one shape (DESIGN section 2). The driver hands it what arrived, wakes it at its
+A core has one shape (ARCHITECTURE, the tree). The driver hands it what arrived, wakes it at its
 deadline, sends what it returns and publishes what it learnt. `sim.engine` does the same from a
 heap; a test holds that both give the same trace.
 """

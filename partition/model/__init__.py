@@ -1,6 +1,6 @@
 """A model as data: its layers, the shapes between them, and their cost. No torch.
 
-Models known by name are the skeleton's placeholder for captured graphs (DESIGN section 6): the rest of
+Models known by name are the skeleton's placeholder for captured graphs: the rest of
 the package speaks only of layers by index, parameters by name and shapes between, which a captured
 graph will also have.
 """

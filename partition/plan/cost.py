@@ -1,7 +1,7 @@
 """What a stage costs: time, memory and bytes on the wire, in integers.
 
-Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine
-(DESIGN section 6). FLOPs over a measured rate is the skeleton's model of time; a fitted model per
+Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine.
+FLOPs over a measured rate is the skeleton's model of time; a fitted model per
 operator class takes its place behind `stage_nanoseconds`.
 """
 

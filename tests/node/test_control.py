@@ -195,6 +195,15 @@ async def test_a_node_that_goes_away_in_between_is_said(tmp_path: Path) -> None:
                 await in_thread(ask, tmp_path, "dying")
 
 
+async def test_a_node_that_says_nothing_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    async def silent(_: dict[str, Any], emit: Emit) -> object:
+        await trio.sleep_forever()
+
+    async with serving(tmp_path, {"status": silent}):
+        with pytest.raises(NoNode, match="has not answered"):
+            await trio.to_thread.run_sync(lambda: ask(tmp_path, "status", seconds=0.1))
+
+
 @pytest.mark.parametrize(
     "control",
     [None, "", "[]", '{"pid": 1}', '{"pid": "x", "port": 1, "token": ""}'],

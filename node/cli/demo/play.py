@@ -130,7 +130,7 @@ class Play:
         gone = (STARTER, story.victim.name if story.victim is not None else "")
         holder = next(name for name in reversed(NAMES) if name not in gone)
         arguments = {"run": story.plan["run"], "out": str(out.absolute())}
-        ask(self._swarm.nodes[holder].data_dir, "runs.fetch", arguments)
+        ask(self._swarm.nodes[holder].data_dir, "runs.fetch", arguments, seconds=None)
         values = _check(out, story.ended["weights"])
         self._screen.finish(5, accuracy, f"weights fetched from node {holder}: {out}")
         return {
