@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import trio
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node import state as views
 from node import toml
@@ -146,7 +147,10 @@ class Commands:
             replicas=run_file.plan.replicas,
             created_milliseconds=int(self._node.seams.clock.wall() * 1000),
         )
-        return make_run(self._node.signer, manifest)
+        try:
+            return make_run(self._node.signer, manifest)
+        except RemoteProtocolError as error:  # no other node would take it either
+            raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """Weights of a run: from this node's own disk, else from any peer that keeps them."""
@@ -156,12 +160,12 @@ class Commands:
         view = node.state.runs.get(run)
         if view is not None and view.status not in ("done", "failed"):
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
-        data = node.seams.storage.read(weights_name(run))
+        data = await node.seams.executor.run(lambda: node.seams.storage.read(weights_name(run)))
         if data is None:
             holders = await self._holders(run)
             digest = view.weights if view is not None else ""
             try:
-                data = await fetch_weights(node.seams.network, run, holders, digest)
+                data = await fetch_weights(node.seams, run, holders, digest)
             except Unreachable as error:
                 raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
         found = data

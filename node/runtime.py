@@ -220,6 +220,7 @@ class Node:
             provide=self._provide,
             threads=self.capacity.cores,
             device=self.capacity.device,
+            memory_bytes=self.capacity.memory_free_bytes,
         )
 
     async def leave(self) -> None:

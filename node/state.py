@@ -15,6 +15,9 @@ from node import events
 
 JOINS_MAX = 64
 """Join attempts kept: the newest; older ones no longer explain the present."""
+RUNS_KEPT_MAX = 256
+MEMBERS_KEPT_MAX = 2_048
+"""Ended runs and gone members shown beside the present ones: the newest. Strangers make more of both."""
 LOSSES_MAX = 100_000
 """Losses kept per run, so that a long run's curve stays whole within bounded memory."""
 
@@ -185,7 +188,11 @@ def _(event: events.StrangerRefused, state: State) -> State:
 
 
 def _with_member(state: State, member: MemberView) -> State:
-    return replace(state, members=MappingProxyType({**state.members, member.peer: member}))
+    members = {**state.members, member.peer: member}
+    gone = [view for view in members.values() if view.status in ("dead", "left")]
+    if len(members) > MEMBERS_KEPT_MAX and gone:
+        del members[min(gone, key=lambda view: view.since).peer]
+    return replace(state, members=MappingProxyType(members))
 
 
 def _with_status(state: State, peer: PeerId, status: str, at: float, reason: str) -> State:
@@ -196,7 +203,11 @@ def _with_status(state: State, peer: PeerId, status: str, at: float, reason: str
 
 
 def _with_run(state: State, view: RunView) -> State:
-    return replace(state, runs=MappingProxyType({**state.runs, view.run: view}))
+    runs = {**state.runs, view.run: view}
+    over = next((run for run, other in runs.items() if other.status in ("done", "failed")), None)
+    if len(runs) > RUNS_KEPT_MAX and over is not None:
+        del runs[over]
+    return replace(state, runs=MappingProxyType(runs))
 
 
 def rfc3339(at: float) -> str:

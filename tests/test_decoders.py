@@ -42,10 +42,12 @@ def fact(body: bytes) -> Fact:
 
 
 def handshake(data: bytes) -> None:
-    responder = PeerHandshake(
-        initiator=False, identity=IDENTITY, static=bytes(32), ephemeral=bytes(range(32)), swarm="home"
+    # The initiator: any 32 bytes are a good first message, but the second must be authentic.
+    initiator = PeerHandshake(
+        initiator=True, identity=IDENTITY, static=bytes(32), ephemeral=bytes(range(32)), swarm="home"
     )
-    responder.receive(data)
+    initiator.start()
+    initiator.receive(data)
 
 
 def payload(data: bytes) -> None:

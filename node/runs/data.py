@@ -7,6 +7,8 @@ through the epochs. Only numpy is used: importing scikit-learn takes seconds, it
 
 import gzip
 import importlib.metadata
+import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +97,7 @@ def _read_npz(path: Path) -> list[Array]:
             x, y = archive["x"], archive["y"]
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file", "a data folder holds train.npz and test.npz") from None
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path}: want arrays x and y ({error})") from None
     if y.ndim != 1 or len(x) != len(y) or len(y) == 0 or x.ndim < 2:
         raise UsageError(f"{path}: want x (N, ...) and y (N,), got {x.shape} and {y.shape}")

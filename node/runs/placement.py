@@ -6,6 +6,7 @@ PLACEHOLDER for the plan chain: one member, the live one with the lowest id, dec
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import trio
@@ -29,10 +30,13 @@ from node.runs.requests import (
     Request,
     Start,
 )
+from node.seams import Executor
+from partition.codec import ITEM_BYTES
 from partition.model import build
 from partition.plan.cost import LayerCost, Resources
 from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.solver import Infeasible, Split, solve
+from partition.steps.frames import PAYLOAD_BYTES_MAX
 
 LEASE_SECONDS_MAX = 10.0
 START_SECONDS_MAX = 120.0
@@ -40,6 +44,8 @@ START_SECONDS_MAX = 120.0
 REPLANS_MAX = 8
 """Providers that may turn out busy before a placement gives up."""
 RATE_STEP = 1_000_000
+FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
+"""A micro-batch between two stages; zstd may add a little to what it cannot compress."""
 
 Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
 
@@ -59,9 +65,9 @@ class NotPlaced(Exception):
 
 
 def layer_costs(manifest: Manifest) -> list[LayerCost]:
-    """The model's layers as the solver sees them."""
+    """The model's layers as the solver sees them. Raises ValueError where there is no such model."""
     model = build(manifest.model, manifest.sample_shape, manifest.classes)
-    item_bytes = 8 if manifest.dtype == "float64" else 4
+    item_bytes = ITEM_BYTES[manifest.dtype]
     costs = []
     for index, layer in enumerate(model.layers):
         costs.append(
@@ -88,6 +94,12 @@ def make_plan(run: Run, planner: PeerId, offers: Sequence[Offer]) -> Plan:
     # A trainer that computes no stage keeps feeding while stages compute.
     spare = len(others) >= needed and (bool(manifest.stages) or len(others) >= 2)
     chosen = others if spare else providers
+    input_bytes = manifest.microbatch * prod(manifest.sample_shape) * ITEM_BYTES[manifest.dtype]
+    if input_bytes > FRAME_BYTES_MAX:
+        raise NotPlaced(
+            f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most {FRAME_BYTES_MAX / 1e6:.0f} MB "
+            "can be sent; a smaller train.microbatch is needed"
+        )
     try:
         split = solve(
             layer_costs(manifest),
@@ -96,8 +108,9 @@ def make_plan(run: Run, planner: PeerId, offers: Sequence[Offer]) -> Plan:
             replicas=manifest.replicas,
             samples=manifest.microbatch,
             samples_in_flight=manifest.microbatch * manifest.microbatches,
+            frame_bytes_max=FRAME_BYTES_MAX,
         )
-    except Infeasible as error:
+    except (Infeasible, ValueError) as error:
         raise NotPlaced(f"{manifest.model}: {error}") from None
     return Plan(
         run=run.id,
@@ -151,7 +164,7 @@ def plan_without(plan: Plan, planner: PeerId, trainer: PeerId, live: Sequence[Pe
     )
 
 
-async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask) -> Plan:
+async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask, executor: Executor) -> Plan:
     """Plan, lease and start a run; a busy or silent provider is planned around.
 
     Raises:
@@ -161,7 +174,8 @@ async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask) -> 
     reasons: list[str] = []
     for _ in range(REPLANS_MAX):
         try:
-            plan = make_plan(run, signer.peer, left)
+            # Among many peers, an infeasible run takes the solver seconds to find out.
+            plan = await executor.run(partial(make_plan, run, signer.peer, tuple(left)))
         except NotPlaced as error:
             raise NotPlaced("; ".join([str(error), *reasons])) from None
         refused = await _lease_all(run, plan, signer, ask)
@@ -182,8 +196,9 @@ async def _lease_all(run: Run, plan: Plan, signer: Signer, ask: Ask) -> tuple[Pe
     for peer, stage in rows:
         reason = await _lease(peer, LeaseRequest(run.fact, data, stage), run, plan, signer, ask)
         if reason is not None:
-            for holder in taken:
-                await _try(ask, holder, Release(run.id), LEASE_SECONDS_MAX)
+            # The one that gave no answer too: it may have leased, and its answer was lost.
+            for holder in [*taken, peer]:
+                await _try(ask, holder, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
             return peer, reason
         taken.append(peer)
     return None
@@ -212,7 +227,7 @@ async def _start_or_release(run: Run, plan: Plan, ask: Ask) -> None:
         await start_all(run, plan, ask)
     except NotPlaced:
         for peer in plan.members:
-            await _try(ask, peer, Release(run.id), LEASE_SECONDS_MAX)
+            await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
         raise
 
 

@@ -193,7 +193,9 @@ class ReplicaShell:
         if payload is None:
             return None
         if len(payload.data) > PAYLOAD_BYTES_MAX:
-            raise StageFailed(f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent")
+            raise StageFailed(
+                f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent"
+            )
         return make_frame(
             self._signer,
             payload,

@@ -72,7 +72,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Trainer to member: the run goes on. Answered by Done, or Declined by one that does not follow the plan."""
+    """Trainer to member: the run goes on. Answered by Done, or Declined where the plan is not in force."""
 
     plan: Hash
 
@@ -153,7 +153,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
 
 def check_notice(notice: Notice) -> None:
-    """Numbers that a screen can show; else RemoteProtocolError. Events are loosely typed: most are our own."""
+    """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
     for name in notice.event.__struct_fields__:
         match getattr(notice.event, name):
             case float(value) if not isfinite(value):

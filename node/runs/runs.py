@@ -15,23 +15,33 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from node.errors import StageFailed, StreamClosed
+from node.errors import StageFailed, StreamClosed, Unreachable
 from node.events import Event, RunAccepted, RunEnded, RunPlanned, StageLeased
 from node.runs import data as datasets
 from node.runs import requests as wire
+from node.runs.admission import check_plan, make_specification, misfit
 from node.runs.links import Links
 from node.runs.manifest import Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.placement import NotPlaced, Offer, place
-from node.runs.weights import weights_name
+from node.runs.slot import Slot
+from node.runs.weights import FETCH_SECONDS_MAX, weights_name
 from node.seams import Seams, Stream
-from partition.plan.plan import HASH_BYTES, Plan, decode_plan, plan_hash
+from partition.plan.plan import HASH_BYTES, Plan, plan_hash
 from partition.stage import StageSpecification
 from partition.steps.frames import Frame, open_frame
 
 SUBMIT_SECONDS_MAX = 300.0
 RUNS_MAX = 64
-"""Runs remembered that have not ended; a stranger's manifests must not fill the memory."""
+"""Runs that have not ended; a stranger's manifests must not fill the memory."""
+OVER_MAX = 1_024
+"""Runs remembered as ended, so that a late or repeated Start does not begin them again."""
+PLACEMENTS_MAX = 8
+"""Runs that this node places at once; each may wait minutes for silent providers."""
+UPLOADS_MAX = 4
+"""Weights on their way out at once; each lies in memory."""
+REQUEST_SECONDS_MAX = 20.0
+"""From a stream's opening to its request."""
 
 
 class Runs:
@@ -51,6 +61,7 @@ class Runs:
         provide: Callable[[str, str], Awaitable[None]],
         threads: int,
         device: str,
+        memory_bytes: int,
     ) -> None:
         self.seams = seams
         self.signer = signer
@@ -58,13 +69,16 @@ class Runs:
         self.publish = publish
         self.threads = threads
         self.device = device
+        self._memory_bytes = memory_bytes
         self._offers = offers
         self._accepts = accepts
         self._refuse = refuse
         self._provide = provide
         self._runs: dict[bytes, RunMember] = {}
         self._plans: dict[bytes, RunMember] = {}
-        self._leases: dict[bytes, wire.LeaseBody] = {}
+        self._over: dict[bytes, None] = {}
+        self._slot = Slot(seams.clock)
+        self._placements = self._uploads = 0
         self._folders: dict[str, Path] = {}
         self.links = Links(
             seams.network,
@@ -92,8 +106,8 @@ class Runs:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a stage may be placed here: one stage a node, so that measured rates stay true."""
-        return not self._leases and not any(member.hosts for member in self._runs.values())
+        """Whether a stage may be placed here."""
+        return self._slot.is_free and not any(member.hosts for member in self._runs.values())
 
     # The requester's side
 
@@ -111,17 +125,26 @@ class Runs:
 
     async def submit(self, run: Run, planner: PeerId) -> None:
         """Have a run placed. Raises NotPlaced or Unreachable."""
-        self._accept(run)
-        reply = await self.ask(planner, wire.Submit(run.fact), SUBMIT_SECONDS_MAX)
+        member = self._accept(run)
+        try:
+            reply = await self.ask(planner, wire.Submit(run.fact), SUBMIT_SECONDS_MAX)
+        except Unreachable as error:
+            if member.begun:
+                return  # the planner is gone, but not before it had done its part
+            await member.end("failed", f"the planner did not answer: {error.detail}", "")
+            raise
         if isinstance(reply, wire.Declined):
-            self.publish(self._ended(run.id, "failed", reply.reason))
+            await member.end("failed", reply.reason, "")
             raise NotPlaced(reply.reason)
 
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
         """A request to a member, or to this node itself. Raises Unreachable."""
         if peer != self.signer.peer:
             return await wire.ask(self.seams.network, peer, request, seconds=seconds)
-        reply = await self._answer(peer, request)
+        try:
+            reply = await self._answer(peer, request)
+        except RemoteProtocolError as error:  # what others would refuse is no bug of this node
+            raise Unreachable("refused", f"no answer: {error}") from None
         assert not isinstance(reply, bytes), "blobs are fetched, not asked for"
         return reply
 
@@ -133,7 +156,7 @@ class Runs:
 
     def member_lost(self, peer: PeerId) -> None:
         """A member is dead or has left."""
-        self.links.forget(peer)
+        self._slot.release(peer)
         for member in list(self._runs.values()):
             member.member_lost(peer)
 
@@ -175,27 +198,47 @@ class Runs:
 
     async def _serve_request(self, stream: Stream) -> None:
         try:
-            request: wire.Request = decode(
-                await stream.receive(), wire.Request, bytes_max=wire.REQUEST_BYTES_MAX
-            )
-            reply = await self._answer(stream.peer, request)
-            if isinstance(reply, bytes):
-                await wire.send_blob(stream, reply)
+            data = b""
+            with trio.move_on_after(REQUEST_SECONDS_MAX):
+                data = await stream.receive()
+            request: wire.Request = decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX)
+            if isinstance(request, wire.FetchWeights | wire.ExportStage):
+                await self._upload(stream, request)
             else:
+                reply = await self._answer(stream.peer, request)
+                assert not isinstance(reply, bytes), "blobs are uploaded"
                 await stream.send(encode(reply))
         except StreamClosed:
             return
         except RemoteProtocolError as error:
             self._refuse(stream.peer, error)
 
+    async def _upload(self, stream: Stream, request: wire.Request) -> None:
+        """Answer by a blob: a few at once, each in bounded time, for every one lies in memory."""
+        if self._uploads >= UPLOADS_MAX:
+            await stream.send(encode(wire.Declined("busy: too many fetch at once")))
+            return
+        self._uploads += 1
+        try:
+            with trio.move_on_after(FETCH_SECONDS_MAX):
+                reply = await self._answer(stream.peer, request)
+                if isinstance(reply, bytes):
+                    await wire.send_blob(stream, reply)
+                else:
+                    await stream.send(encode(reply))
+        finally:
+            self._uploads -= 1
+
     async def _answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | bytes:
         match request:
             case wire.Submit():
                 return await self._on_submit(peer, request)
             case wire.LeaseRequest():
-                return self._on_lease(request)
+                return self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
+            case wire.Renew():
+                return self._on_renew(peer, request)
             case wire.Start():
                 return await self._on_start(peer, request)
             case wire.Begin():
@@ -205,40 +248,41 @@ class Runs:
             case wire.End():
                 return await self._on_end(peer, request)
             case wire.FetchWeights():
-                return self._on_fetch(request)
+                return await self._on_fetch(request)
 
     async def _on_submit(self, peer: PeerId, request: wire.Submit) -> wire.Reply:
         run = check_run(self.signer, request.manifest)
         if run.requester != peer:
             raise RemoteProtocolError("a run submitted by another than its requester")
+        if self._placements >= PLACEMENTS_MAX or len(self._runs) >= RUNS_MAX:
+            return wire.Declined("busy: too many runs")
+        self._placements += 1
         try:
-            plan = await place(run, self.signer, self._offers(), self.ask)
+            plan = await place(run, self.signer, self._offers(), self.ask, self.seams.executor)
         except NotPlaced as error:
             return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
+        finally:
+            self._placements -= 1
         return wire.Placed(encode(plan))
 
-    def _on_lease(self, request: wire.LeaseRequest) -> wire.Reply:
-        run = check_run(self.signer, request.manifest)
-        plan = decode_plan(request.plan)
-        if plan.run != run.id or plan.stage_of(self.signer.peer) != request.stage:
-            raise RemoteProtocolError("a lease for a plan that does not name this stage or run")
+    def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
+        run, plan = check_plan(self.signer, request.manifest, request.plan, peer)
+        if plan.stage_of(self.signer.peer) != request.stage or plan.height:
+            raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if not self.has_slot:
             return wire.Declined("busy")
-        if (reason := self._accepts(run)) is not None:
-            return wire.Declined(reason)
+        if run.id in self._over:
+            return wire.Declined("the run is over")
+        reason = self._accepts(run) or misfit(run, plan, request.stage, self._memory_bytes)
+        if reason is not None:
+            return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
         body = wire.LeaseBody(run.id, plan_hash(plan), request.stage, int(RunMember.SILENCE_SECONDS_MAX))
-        self._leases[run.id] = body
-        assert self.nursery is not None
-        self.nursery.start_soon(self._expire_lease, run.id)
+        self._slot.promise(body, peer)
         return wire.Leased(self.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 
-    async def _expire_lease(self, run: bytes) -> None:
-        await trio.sleep(RunMember.SILENCE_SECONDS_MAX)
-        self._leases.pop(run, None)
-
     async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
-        self._leases.pop(request.run, None)
-        member = self._runs.get(request.run)
+        self._slot.release(peer, request.plan)
+        member = self._following(request.plan)
         if (
             member is not None
             and member.plan is not None
@@ -249,23 +293,23 @@ class Runs:
         return wire.Done()
 
     async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
-        run = check_run(self.signer, request.manifest)
-        plan = decode_plan(request.plan)
-        if plan.run != run.id or plan.planner != peer or self.signer.peer not in plan.members:
-            raise RemoteProtocolError("a plan that its sender may not start here")
+        run, plan = check_plan(self.signer, request.manifest, request.plan, peer)
+        if run.id in self._over:
+            return wire.Declined("the run is over")
         member = self._runs.get(run.id)
+        stage = plan.stage_of(self.signer.peer)
+        is_new_host = stage is not None and (member is None or not member.hosts)
+        if stage is not None and is_new_host and not self._slot.holds(run.id, plan_hash(plan), stage):
+            return wire.Declined("no lease for this stage")
         if member is None:
-            if len(self._runs) >= RUNS_MAX:
-                return wire.Declined("busy: too many runs")
+            if stage is None and peer != self.signer.peer:
+                return wire.Declined("no part in this run was asked of this node")
             member = self._accept(run)
         if not member.may_follow(plan):
             return wire.Declined("another plan is in force")
-        stage = plan.stage_of(self.signer.peer)
-        lease = self._leases.get(run.id)
-        if stage is not None and not member.hosts:
-            if lease is None or lease.plan != plan_hash(plan) or lease.stage != stage:
-                return wire.Declined("no lease for this stage")
+        if stage is not None and is_new_host:
             self._publish_lease(run, plan, stage)
+        self._plans = {key: other for key, other in self._plans.items() if other is not member}
         self._plans[plan_hash(plan)] = member
         try:
             await member.start(plan)
@@ -273,25 +317,35 @@ class Runs:
             await member.end("failed", str(error), "")
             return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
         finally:
-            self._leases.pop(run.id, None)
+            self._slot.release(peer, plan_hash(plan))
         self.publish(self._planned(run, plan))
         return wire.Done()
 
     async def _on_begin(self, peer: PeerId, request: wire.Begin) -> wire.Reply:
-        member = self._plans.get(request.plan)
+        member = self._following(request.plan)
         if member is None or member.plan is None or member.plan.planner != peer:
             return wire.Declined("no such plan here")
         reason = await member.begin()
         return wire.Done() if reason is None else wire.Declined(reason[: wire.REASON_LENGTH_MAX])
 
     async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | bytes:
-        member = self._plans.get(request.plan)
-        if member is None or member.plan is None or member.plan.trainer != peer or not member.hosts:
-            return wire.Declined("no such stage here")
-        return await member.export()
+        member = self._following(request.plan)
+        if member is None or member.plan is None or member.plan.trainer != peer:
+            return wire.Declined("no such plan here")
+        try:
+            return await member.export()
+        except StageFailed as error:
+            return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
+
+    def _on_renew(self, peer: PeerId, request: wire.Renew) -> wire.Reply:
+        member = self._following(request.plan)
+        if member is None or member.plan is None or member.plan.trainer != peer:
+            return wire.Declined("no such plan here")
+        member.heard()
+        return wire.Done()
 
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
-        member = self._plans.get(request.plan)
+        member = self._following(request.plan)
         if member is None or member.plan is None:
             return wire.Declined("no such plan here")
         if peer not in (member.plan.trainer, member.plan.planner):
@@ -299,11 +353,16 @@ class Runs:
         await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()
 
-    def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | bytes:
-        data = self.seams.storage.read(weights_name(request.run))
+    async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | bytes:
+        data = await self.seams.executor.run(lambda: self.seams.storage.read(weights_name(request.run)))
         return wire.Declined("these weights are not here") if data is None else data
 
     # Bookkeeping
+
+    def _following(self, plan: bytes) -> RunMember | None:
+        """The member of the run in which this plan is in force."""
+        member = self._plans.get(plan)
+        return member if member is not None and member.plan_hash == plan else None
 
     def _accept(self, run: Run) -> RunMember:
         member = self._runs.get(run.id)
@@ -325,7 +384,13 @@ class Runs:
     def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
         """A run is over here: forget its plans, say so."""
         self._runs.pop(member.run.id, None)
+        self._over = dict(list({**self._over, member.run.id: None}.items())[-OVER_MAX:])
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        if member.plan is not None:
+            needed = {peer for other in self._runs.values() if other.plan for peer in other.plan.members}
+            for peer in member.plan.members:
+                if peer not in needed:
+                    self.links.forget(peer)
         self.publish(self._ended(member.run.id, outcome, detail, weights))
         if outcome == "done" and not detail and self.nursery is not None:
             self.nursery.start_soon(self._provide, member.run.text, weights)
@@ -353,19 +418,4 @@ class Runs:
 
     def specification(self, run: Run, plan: Plan, stage: int) -> StageSpecification:
         """What a stage process needs to know."""
-        manifest, row = run.manifest, plan.stages[stage]
-        return StageSpecification(
-            run=run.id,
-            model=manifest.model,
-            sample_shape=manifest.sample_shape,
-            classes=manifest.classes,
-            first_layer=row.first_layer,
-            last_layer=row.last_layer,
-            dtype=manifest.dtype,
-            seed=manifest.seed,
-            optimizer=manifest.optimizer,
-            threads=self.threads,
-            device=self.device,
-            samples_max=manifest.microbatch,
-            codec=manifest.codec,
-        )
+        return make_specification(run, plan, stage, threads=self.threads, device=self.device)

@@ -42,9 +42,9 @@ class Slot:
 
     def release(self, planner: PeerId, plan: bytes | None = None) -> None:
         """Forget what was promised to `planner` (for `plan` only, if given); others' promises stand."""
-        if self._promise is not None and self._promise.planner == planner:
-            if plan in (None, self._promise.body.plan):
-                self._promise = None
+        promise = self._promise
+        if promise is not None and promise.planner == planner and plan in (None, promise.body.plan):
+            self._promise = None
 
     def _live(self) -> _Promise | None:
         until = -inf if self._promise is None else self._promise.until

@@ -19,6 +19,7 @@ from partition.codec import Payload, pack
 from partition.plan.plan import Plan
 from partition.steps import trainer as core
 from partition.steps.frames import Direction, Frame, make_frame
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
 
 Send = Callable[[PeerId, Any], None]
 RunEvent = StepCommitted | ReplicaDropped | RunEvaluated
@@ -98,6 +99,9 @@ class TrainerShell:
         if feed.train and feed.step != self.core.step:
             return  # the step was finished while this waited in the queue
         key = (feed.microbatch, feed.train)
+        if not feed.train:
+            # The core never feeds so far past one it still waits for.
+            self._frames.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
         if key not in self._frames:
             self._frames[key] = await self._executor.run(lambda: self._make_frames(feed))
         inputs, labels = self._frames[key]

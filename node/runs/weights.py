@@ -5,6 +5,7 @@ checks its BLAKE3 hash, so that any of them can hand it over when the others hav
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import safetensors
 import safetensors.numpy
@@ -69,7 +70,7 @@ def _join(run: Run, parts: Sequence[bytes]) -> bytes:
     return safetensors.numpy.save(tensors, metadata=metadata)
 
 
-async def fetch_weights(network: Network, run: str, holders: Sequence[PeerId], digest: str) -> bytes:
+async def fetch_weights(seams: Seams, run: str, holders: Sequence[PeerId], digest: str) -> bytes:
     """The file from the first holder whose bytes have the hash `digest` (hex; empty: not known).
 
     Raises:
@@ -78,11 +79,11 @@ async def fetch_weights(network: Network, run: str, holders: Sequence[PeerId], d
     reasons = []
     for peer in holders:
         try:
-            data = await fetch(network, peer, FetchWeights(run), seconds=FETCH_SECONDS_MAX)
+            data = await fetch(seams.network, peer, FetchWeights(run), seconds=FETCH_SECONDS_MAX)
         except Unreachable as error:
             reasons.append(error.detail)
             continue
-        if digest and blake3(data).hexdigest() != digest:
+        if digest and await seams.executor.run(partial(_hash, data)) != digest:
             reasons.append("the bytes have another hash than the run's result")
             continue
         return data
@@ -90,6 +91,10 @@ async def fetch_weights(network: Network, run: str, holders: Sequence[PeerId], d
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
-    """Store a run's weights; their BLAKE3 hash in hex."""
+    """Store a run's weights; their BLAKE3 hash in hex. Raises OSError where the disk is full."""
     storage.write(weights_name(run), data)
+    return _hash(data)
+
+
+def _hash(data: bytes) -> str:
     return blake3(data).hexdigest()

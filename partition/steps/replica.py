@@ -4,7 +4,7 @@ A step is a set of numbered micro-batches. A replica computes those that reach i
 every frame it sent until the step is applied, and counts a micro-batch once its gradient is in its
 sums. When a peer is dropped, frames whose receiver has changed are sent again from the kept bytes,
 so a dead replica's micro-batches are replayed on its stage alone: the stage before sends the inputs
-again, the stage after sends the gradients again (DESIGN section 7).
+again, the stage after sends the gradients again (ARCHITECTURE, a step).
 
 Messages of one sender come in order, but for those a broken link lost: these come again, after what
 was queued behind them. Messages of two senders come in any order, so a frame may be ahead of the

@@ -1,0 +1,177 @@
+"""A run ends, well or badly, whoever dies or forgets when: it never hangs. Whole nodes in virtual time.
+
+Deaths inside of a step, and that its result stays exact, are in `test_equivalence`.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.events import Event, ReplicaDropped, RunEnded, StepCommitted
+from node.runs import requests as wire
+from node.runs.manifest import Manifest, make_run
+from node.runs.placement import NotPlaced
+from partition.plan.plan import planner_of
+from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, simulate, swarm, train
+
+GIVEN_UP_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same proportions, in less virtual time: every second of it is many probes."""
+    monkeypatch.setattr("node.runs.member.RENEW_SECONDS", 4.0)
+    monkeypatch.setattr("node.runs.member.TRAINER_SILENCE_SECONDS_MAX", 30.0)
+    monkeypatch.setattr("node.runs.member.RunMember.SILENCE_SECONDS_MAX", 48.0)
+
+
+def small(**changes: Any) -> Manifest:
+    """As little arithmetic as a run can have."""
+    least: dict[str, Any] = {"steps": 3, "microbatch": 8, "microbatches": 2, "test_samples": 16}
+    return manifest(**(least | changes))
+
+
+def plan_in(group: Swarm) -> Any:
+    """The plan of the only run there is, as somebody alive sees it."""
+    views = [view for node in group.nodes.values() for view in node.state.runs.values() if view.plan]
+    return views[0].plan
+
+
+async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> None:
+    """As a process that crashed and was started again at once: the same peer, without its memory."""
+    group.kill(name)
+    await nursery.start(_live, group, name, through, 1, STAGE_SECONDS)
+
+
+async def ended(group: Swarm, name: str, run: str = "", seconds: float = GIVEN_UP_SECONDS) -> RunEnded:
+    """How the run ended, as this node says."""
+    with trio.fail_after(seconds):
+        while True:
+            for event in group.events[name]:
+                if isinstance(event, RunEnded) and event.run.startswith(run):
+                    return event
+            await trio.sleep(1)
+
+
+def test_a_replica_that_restarts_too_fast_to_be_missed_is_dropped_and_the_run_goes_on() -> None:
+    dropped: list[PeerId] = []
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 0:
+                    victim = group.name_of(plan_in(group).stages[1][0])
+                    await restart(group, victim, "e" if victim == "a" else "a", nursery)
+                if isinstance(event, ReplicaDropped):
+                    dropped.append(event.peer)
+
+            _, events = await train(group, "e", small(), disturb)
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert len(dropped) == 1
+
+
+def test_a_trainer_that_restarts_too_fast_to_be_missed_is_replaced() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group, trio.open_nursery() as nursery:
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 0:
+                    await restart(group, "c", "a", nursery)
+
+            _, events = await train(group, "c", small(replicas=1), disturb, watcher="a")
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("request_type", [wire.LeaseRequest, wire.Start, wire.Begin])
+def test_a_planner_that_dies_while_it_places_a_run_leaves_nobody_waiting(
+    request_type: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            planner = group.name_of(min(group.nodes[name].peer for name in "abcd"))
+            requester, *others = (name for name in "abcd" if name != planner)
+            node = group.nodes[planner]
+            ask = node.runs.ask
+
+            async def ask_until(peer: PeerId, request: Any, seconds: float) -> Any:
+                if isinstance(request, request_type):
+                    group.kill(planner)
+                return await ask(peer, request, seconds)
+
+            monkeypatch.setattr(node.runs, "ask", ask_until)
+            with suppress(NotPlaced, Unreachable):
+                await train(group, requester, small(stages=1, replicas=1))
+            end = await ended(group, requester)
+            assert end.outcome in ("failed", "done")
+            await trio.sleep(GIVEN_UP_SECONDS)
+            for name in (requester, *others):
+                assert group.nodes[name].runs.known() == []
+                assert group.nodes[name].runs.has_slot
+
+    simulate(scenario)
+
+
+def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> None:
+    async def scenario() -> None:
+        async with swarm("abc", stage_seconds=60.0) as group:
+            node = group.nodes["c"]
+            run = make_run(node.signer, small(steps=1, replicas=1, microbatches=1))
+            await node.runs.submit(run, planner_of(node.membership.live))
+            for name in "abc":
+                end = await ended(group, name, seconds=2_000)
+                assert end.outcome == "done", end.detail
+
+    simulate(scenario)
+
+
+def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_free_in_the_end() -> None:
+    outcomes: list[str] = []
+
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+
+            async def ask_for(requester: str, seed: int) -> None:
+                node = group.nodes[requester]
+                run = make_run(node.signer, small(seed=seed, replicas=1, steps=1))
+                with suppress(NotPlaced):
+                    await node.runs.submit(run, planner_of(node.membership.live))
+                outcomes.append((await ended(group, requester, run.text)).outcome)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask_for, "c", 1)
+                nursery.start_soon(ask_for, "d", 2)
+            await trio.sleep(10)
+            assert [name for name, node in group.nodes.items() if not node.runs.has_slot] == []
+
+    simulate(scenario)
+    assert "done" in outcomes
+
+
+def test_a_node_that_leaves_in_the_middle_of_a_run_goes_and_the_run_goes_on() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 0:
+                    name = group.name_of(plan_in(group).stages[0][0])
+                    await group.nodes[name].leave()
+                    group.kill(name)
+
+            _, events = await train(group, "e", small(), disturb)
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+
+    simulate(scenario)
