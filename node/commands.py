@@ -1,6 +1,7 @@
 """What the node on this machine does for its own client commands, over the control channel."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,10 +90,13 @@ class Commands:
         check_run_file(run_file, name)
         base = Path(str(arguments.get("path", name))).parent
         run = await node.seams.executor.run(lambda: self._make_run(run_file, name, base))
-        with node.watch() as events:
+        node.runs.start_task(self._publish_run, run)
+        if not arguments.get("follow", True):
             await self._submit(run)
-            if not arguments.get("follow", True):
-                return {"run": run.text, "status": "running"}
+            return {"run": run.text, "status": "running"}
+        with node.watch() as events:
+            # Not in this task: a client that hangs up stops watching, never the placing.
+            node.runs.start_task(self._submit_watched, run)
             async for event in events:
                 if getattr(event, "run", None) != run.text:
                     continue
@@ -101,10 +105,17 @@ class Commands:
                     return views.run_document(node.state.runs[run.text])
         raise PeerloomError("the node is stopping")
 
+    async def _publish_run(self, run: Run) -> None:
+        """Put the manifest into the DHT, where it outlives this node's memory of it."""
+        await self._node.discovery.publish(RUN_PURPOSE, run.id, run.fact.body)
+
+    async def _submit_watched(self, run: Run) -> None:
+        with suppress(RunFailed):  # its end is an event, which the watcher sees
+            await self._submit(run)
+
     async def _submit(self, run: Run) -> None:
         node = self._node
         planner = planner_of(node.membership.live)
-        await node.discovery.publish(RUN_PURPOSE, run.id, run.fact.body)
         try:
             await node.runs.submit(run, planner)
         except NotPlaced as error:

@@ -29,7 +29,7 @@ SEEDS_MAX = 256
 LABEL_LENGTH_MAX = 64
 
 Preset = Literal["lan", "wan", "local"]
-AcceptRuns = Literal["swarm", "listed", "never"]
+AcceptRuns = Literal["swarm", "never"]
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ RULES = (
     Rule("memory", ("resources", "memory"), read_memory),
     Rule("cores", ("resources", "cores"), _read_cores),
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
-    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "listed", "never")),
+    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
 )
 _CONFIG_RULE = Rule("config", (), _read_path)
 
@@ -283,6 +283,11 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
         seed for path in values.pop("seed_files", ()) for seed in read_seed_file(path)
     )
     values["join"] = tuple(dict.fromkeys(seeds))
+    if len(values.get("listen", ())) > 1:
+        raise UsageError(
+            f"{len(values['listen'])} listen addresses; a node listens on one",
+            "0.0.0.0 is every IPv4 interface, and --announce says what others are told",
+        )
     if len(values["join"]) > SEEDS_MAX:
         raise UsageError(f"{len(values['join'])} seeds to join; at most {SEEDS_MAX} are tried")
     return _build(values)

@@ -85,6 +85,7 @@ class Node:
         self.config = config
         self.state = views.State()
         self.stopping = trio.Event()
+        self._is_met = trio.Event()
         self._seeds = Join(seeds, config.join.remember)
         self._network = network
         self._clock = clock or RealClock()
@@ -269,6 +270,7 @@ class Node:
     # Between the services
 
     def _met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        self._is_met.set()
         self.discovery.met(peer, addresses)
 
     def _gone(self, peer: PeerId) -> None:
@@ -331,6 +333,7 @@ class Node:
 
     async def _advertise(self) -> None:
         """This node's capacity as a signed record in the DHT, for those outside its membership view."""
+        await self._is_met.wait()  # alone, there is nobody to tell
         metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
         await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
 

@@ -174,7 +174,7 @@ def reference(run: Run) -> Tensors:
     """The same run in one process: one stage, micro-batches in order."""
     wanted = run.manifest
     specification = StageSpecification(
-        run=run.id,
+        run=run.random_key,
         model=wanted.model,
         sample_shape=wanted.sample_shape,
         classes=wanted.classes,

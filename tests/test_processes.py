@@ -1,7 +1,7 @@
 """Exactness with real processes: four nodes of their own, one of them killed with SIGKILL in a step.
 
-The requester and trainer is a node in this process, on the same real seams; so the run's id, which
-seeds dropout, is known to the reference.
+The requester and trainer is a node in this process, on the same real seams; so the run is known
+to the reference.
 """
 
 import os

@@ -42,7 +42,7 @@ def make_specification(run: Run, plan: Plan, stage: int, *, threads: int, device
     """What a stage process needs to know. Raises ValueError where the stage does not fit the model."""
     manifest, row = run.manifest, plan.stages[stage]
     return StageSpecification(
-        run=run.id,
+        run=run.random_key,
         model=manifest.model,
         sample_shape=manifest.sample_shape,
         classes=manifest.classes,

@@ -104,6 +104,12 @@ class Run(msgspec.Struct, frozen=True):
     fact: Fact
 
     @property
+    def random_key(self) -> bytes:
+        """What dropout masks are drawn from: the manifest without the moment it was made, so that the
+        same run asked for twice, by whomever, draws the same ones."""
+        return blake3(encode(msgspec.structs.replace(self.manifest, created_milliseconds=0))).digest()
+
+    @property
     def text(self) -> str:
         """The run's id as screens and files show it: the first 16 hex digits."""
         return run_text(self.id)

@@ -43,7 +43,8 @@ START_SECONDS_MAX = 120.0
 """Opening a stage imports torch, which takes seconds on a cold, busy machine."""
 REPLANS_MAX = 8
 """Providers that may turn out busy before a placement gives up."""
-RATE_STEP = 1_000_000
+RATE_DIGITS = 2
+"""Significant digits of a rate in a plan: measuring noise must not deal equal machines unequal shares."""
 FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
 """A micro-batch between two stages; zstd may add a little to what it cannot compress."""
 
@@ -128,10 +129,15 @@ def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
     stages = []
     for (first, last), group in zip(split.ranges, split.groups, strict=True):
         members = [offers[index] for index in group]
-        # Rates are rounded, so that measuring noise does not deal equal machines unequal shares.
-        rates = tuple(max(1, round(member.flops_per_second / RATE_STEP)) for member in members)
+        rates = tuple(_rounded(member.flops_per_second) for member in members)
         stages.append(StagePlan(first, last, tuple(member.peer for member in members), rates))
     return tuple(stages)
+
+
+def _rounded(rate: float) -> int:
+    """`rate` to RATE_DIGITS significant digits, at least 1."""
+    whole = max(1, int(rate))
+    return max(1, round(whole, RATE_DIGITS - len(str(whole))))
 
 
 def plan_without(plan: Plan, planner: PeerId, trainer: PeerId, live: Sequence[PeerId]) -> Plan:

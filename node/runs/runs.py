@@ -152,6 +152,11 @@ class Runs:
         """Short ids of the runs in memory."""
         return [run_text(run) for run in self._runs]
 
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run `task(*arguments)` beside the service, until it ends or the node does."""
+        assert self.nursery is not None, "Runs.run was not started"
+        self.nursery.start_soon(task, *arguments)
+
     # What membership says
 
     def member_lost(self, peer: PeerId) -> None:

@@ -19,7 +19,10 @@ from node.seams import Clock, Network
 from node.services.driver import Driver
 
 RECORD_SECONDS = 24 * 3_600
-"""How long a record stays valid without being stored again; the core republishes it meanwhile."""
+"""How long a record stays valid; the core stores it again meanwhile, where its holders have gone."""
+RENEW_SECONDS = RECORD_SECONDS / 3
+OWN_RECORDS_MAX = 256
+"""Other nodes hold no more of one publisher either."""
 LOOKUP_SECONDS_MAX = 30.0
 
 
@@ -41,6 +44,7 @@ class Discovery:
         self._core = Kademlia(signer, Settings(), rng, network.addresses)
         self._core.wall_offset = clock.wall() - clock.monotonic()
         self._waiting: dict[int, _Answer] = {}
+        self._own: dict[tuple[str, bytes], bytes] = {}
         self._driver = Driver(
             self._core,
             PROTOCOL,
@@ -51,7 +55,16 @@ class Discovery:
             publish=self._on_event,
             refuse=refuse,
         )
-        self.run = self._driver.run
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Drive until cancelled, signing this node's own records anew before they expire."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._driver.run)
+            task_status.started()
+            while True:
+                await trio.sleep(RENEW_SECONDS)
+                for (purpose, name), value in list(self._own.items()):
+                    await self._store(purpose, name, value)
 
     def join(self, peers: Sequence[PeerId]) -> None:
         """Enter the DHT by these peers."""
@@ -66,7 +79,17 @@ class Discovery:
         self._driver.command(lambda now: self._core.remove(now, peer))
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
-        """Store this node's record under (purpose, name); how many nodes keep it, this one included."""
+        """Store this node's record under (purpose, name); how many nodes keep it, this one included.
+
+        It is kept alive as long as this node runs, the newest OWN_RECORDS_MAX of them.
+        """
+        self._own.pop((purpose, name), None)
+        self._own[purpose, name] = value
+        while len(self._own) > OWN_RECORDS_MAX:
+            del self._own[next(iter(self._own))]
+        return await self._store(purpose, name, value)
+
+    async def _store(self, purpose: str, name: bytes, value: bytes) -> int:
         wall = self._clock.wall()
         fact = sign_record(
             self._signer,
