@@ -1,5 +1,6 @@
 """What the node on this machine does for its own client commands, over the control channel."""
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -173,8 +174,7 @@ class Commands:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
         data = await node.seams.executor.run(lambda: node.seams.storage.read(weights_name(run)))
         if data is None:
-            holders = await self._holders(run)
-            digest = view.weights if view is not None else ""
+            digest, holders = await self._holders(run, view.weights if view is not None else "")
             try:
                 data = await fetch_weights(node.seams, run, holders, digest)
             except Unreachable as error:
@@ -198,7 +198,12 @@ class Commands:
             f"run '{prefix[:40]}' is not known here", "look: python -m node runs, or give the whole id"
         )
 
-    async def _holders(self, run: str) -> list[PeerId]:
+    async def _holders(self, run: str, digest: str) -> tuple[str, list[PeerId]]:
+        """Who says in the DHT to keep the weights with this hash; not known, the hash that most name."""
         node = self._node
         records = await node.discovery.find(WEIGHTS_PURPOSE, bytes.fromhex(run))
-        return [record.publisher for record in records if record.publisher != node.peer]
+        named = Counter(record.value.hex() for record in records)
+        if not digest and named:
+            digest = max(sorted(named), key=lambda value: named[value])
+        holders = [record.publisher for record in records if record.value.hex() == digest]
+        return digest, [peer for peer in holders if peer != node.peer]

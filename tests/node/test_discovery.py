@@ -1,11 +1,16 @@
 """What a node says of itself in the DHT, and what others find there. Whole nodes in virtual time."""
 
+from pathlib import Path
+
 import trio
 
+from node.commands import Commands
+from node.runs.manifest import Run
+from node.runs.weights import WEIGHTS_PURPOSE, weights_name
 from node.runtime import CAPACITY_PURPOSE
 from node.services.discovery import RECORD_SECONDS, RENEW_SECONDS
 from node.services.membership import read_metadata
-from tests.stack import simulate, swarm
+from tests.stack import Swarm, manifest, simulate, swarm, train
 
 
 def test_every_node_finds_every_capacity_in_the_dht_signed_by_its_owner() -> None:
@@ -38,3 +43,28 @@ def test_a_record_is_stored_by_others_and_counts_them() -> None:
 
 def test_records_are_signed_anew_well_before_they_expire() -> None:
     assert RENEW_SECONDS * 2 < RECORD_SECONDS
+
+
+def test_a_node_outside_the_run_fetches_the_weights_that_most_holders_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with swarm("abcdefg") as group:
+            run, _ = await train(group, "f", manifest(steps=1, replicas=1))
+            await trio.sleep(5)
+            outside = next(name for name in "abcdefg" if not keeps(group, name, run))
+            liar = group.nodes[outside]
+            await liar.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run.text), bytes(32))
+            asker = next(name for name in "gfedcba" if name != outside and not keeps(group, name, run))
+            out = tmp_path / "model.safetensors"
+            fetch = Commands(group.nodes[asker]).handlers["runs.fetch"]
+            await fetch({"run": run.text, "out": str(out)}, ignore)
+            assert out.read_bytes() == group.nodes["f"].seams.storage.read(weights_name(run.text))
+
+    simulate(scenario)
+
+
+def keeps(group: Swarm, name: str, run: Run) -> bool:
+    return group.nodes[name].seams.storage.read(weights_name(run.text)) is not None
+
+
+async def ignore(_: object) -> None:
+    """No client watches."""
