@@ -109,13 +109,13 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`0 s`, `1.2 ms`, `3.4 s`, `5 min 10 s`, `2 h 3 min`, `4 days`."""
+    """`0 s`, `1.2 ms`, `3.4 s`, `5 min 10 s`, `2 h 3 min`, `4 days`; whole seconds stay whole."""
     if seconds <= 0:
         return "0 s"
     if seconds < 0.9995:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 59.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds} s" if isinstance(seconds, int) else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

@@ -123,7 +123,7 @@ class EventScreen:
         rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
         line = f"step {step:>5}  loss {event['loss']:.4f}  {rate:.0f} samples/s  replicas {event['replicas']}"
         left = (steps - step) * event["seconds"]
-        return [line + (f"  {seconds_text(left)} left" if left > 0 else "")]
+        return [line + (f"  {seconds_text(max(1, round(left)))} left" if left > 0 else "")]
 
     def _evaluated(self, event: Event) -> list[str]:
         return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]
