@@ -168,10 +168,10 @@ def test_the_screen_of_a_node() -> None:
         20:33:20   e?[2J ...3ANaba joined (found through lab-2)
         22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
         22:11:41   run 01234567 planned: plan fedcba98, height 0, by lab-2
-          stage 0   layers 0-2   lab-1, lab-2
-          stage 1   layer 3   e?[2J
+          stage 1   layers 0-2   lab-1, lab-2
+          stage 2   layer 3   e?[2J
           trainer   lab-1
-        22:11:41   leased to run 01234567: stage 0
+        22:11:41   leased to run 01234567: stage 1
         step     1  loss 2.3000  256 samples/s  replicas 3  1 min 40 s left
         step     2  loss 1.1500  256 samples/s  replicas 3  1 min 39 s left
         step     3  loss 0.7667  256 samples/s  replicas 3  1 min 38 s left
@@ -182,7 +182,7 @@ def test_the_screen_of_a_node() -> None:
         22:12:21   e?[2J is alive after all
         22:12:30   e?[2J suspected by lab-2
         22:12:38   e?[2J lost (no ack)
-        22:12:38   e?[2J lost from stage 1 at step 13; 3 microbatches replayed
+        22:12:38   e?[2J lost from stage 2 at step 13; 3 microbatches replayed
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:19   refused 100 times so far: malformed

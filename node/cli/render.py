@@ -14,6 +14,9 @@ from typing import Any, TextIO
 from node.errors import PeerloomError
 
 _LABEL_WIDTH = 12
+DATA_HASH_LENGTH = 64
+"""Hex digits of a BLAKE3 hash."""
+
 _STYLES = {
     "good": r"\b(ok|alive|running|done|joined)\b",
     "bad": r"\b(error:|dead|lost|failed|refused|timeout|unknown|wrong key)",
@@ -121,6 +124,11 @@ def seconds_text(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def data_text(data: str) -> str:
+    """A data set by name, or the beginning of a folder's hash."""
+    return data if len(data) < DATA_HASH_LENGTH else f"data {data[:8]}"
 
 
 def capacity_text(capacity: Mapping[str, Any]) -> str:

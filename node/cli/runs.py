@@ -9,7 +9,7 @@ import typer
 
 from node.cli.client import ask
 from node.cli.place import AsJson, DataDir, find_data_dir
-from node.cli.render import bytes_text, short_id, show, show_json, table
+from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
 
@@ -69,7 +69,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         run["run"],
         run["model"],
-        run["data"],
+        data_text(run["data"]),
         run["status"] + (f": {run['detail']}" if run["detail"] else ""),
         f"{run['step']} of {run['steps']}",
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
@@ -82,4 +82,4 @@ def run_text(run: Mapping[str, Any]) -> str:
     """A run in one line, for other screens."""
     loss = f"  loss {run['loss']:.4f}" if run["loss"] is not None else ""
     place = f"step {run['step']} of {run['steps']}"
-    return f"{run['run']}  {run['model']} on {run['data']}  {run['status']}  {place}{loss}"
+    return f"{run['run']}  {run['model']} on {data_text(run['data'])}  {run['status']}  {place}{loss}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from node.cli.render import capacity_text, labelled, seconds_text, short_address, short_id
+from node.cli.render import capacity_text, data_text, labelled, seconds_text, short_address, short_id
 from node.paths import default_data_dir, short_path
 
 Event = Mapping[str, Any]
@@ -94,7 +94,7 @@ class EventScreen:
 
     def _accepted(self, event: Event) -> list[str]:
         self._steps[event["run"]] = event["steps"]
-        what = f"{event['model']} on {event['data']}, {event['steps']} steps"
+        what = f"{event['model']} on {data_text(event['data'])}, {event['steps']} steps"
         return [_at(event, f"run {event['run'][:8]} accepted: {what}, from {self._name(event['requester'])}")]
 
     def _planned(self, event: Event) -> list[str]:
@@ -102,17 +102,17 @@ class EventScreen:
         lines = [_at(event, f"run {event['run'][:8]} planned: {plan}")]
         for stage, (layers, replicas) in enumerate(zip(event["layers"], event["stages"], strict=True)):
             names = ", ".join(self._name(peer) for peer in replicas)
-            lines.append(f"  stage {stage}   {_layers(layers)}   {names}")
+            lines.append(f"  stage {stage + 1}   {_layers(layers)}   {names}")
         lines.append(f"  trainer   {self._name(event['trainer'])}")
         return lines
 
     def _leased(self, event: Event) -> list[str]:
-        return [_at(event, f"leased to run {event['run'][:8]}: stage {event['stage']}")]
+        return [_at(event, f"leased to run {event['run'][:8]}: stage {event['stage'] + 1}")]
 
     def _dropped(self, event: Event) -> list[str]:
         count = event["microbatches_replayed"]
         replayed = f"{count} microbatch{'es' if count != 1 else ''} replayed"
-        where = f"stage {event['stage']} at step {event['step'] + 1}"
+        where = f"stage {event['stage'] + 1} at step {event['step'] + 1}"
         return [_at(event, f"{self._name(event['peer'])} lost from {where}; {replayed}")]
 
     def _committed(self, event: Event) -> list[str]:
