@@ -32,6 +32,8 @@ from partition.stage import StageSpecification
 from partition.steps.frames import Frame, open_frame
 
 SUBMIT_SECONDS_MAX = 300.0
+PIPELINE_IDLE_SECONDS_MAX = 120.0
+"""A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
 RUNS_MAX = 64
 """Runs that have not ended; a stranger's manifests must not fill the memory."""
 OVER_MAX = 1_024
@@ -174,9 +176,19 @@ class Runs:
     async def _serve_pipeline(self, stream: Stream) -> None:
         try:
             while True:
-                await self._deliver(stream.peer, await stream.receive())
+                message = None
+                with trio.move_on_after(PIPELINE_IDLE_SECONDS_MAX):
+                    message = await stream.receive()
+                if message is not None:
+                    await self._deliver(stream.peer, message)
+                elif not self._is_partner(stream.peer):
+                    return
         except StreamClosed:
             return
+
+    def _is_partner(self, peer: PeerId) -> bool:
+        """Whether `peer` has a part in a plan that is in force here."""
+        return any(member.plan is not None and peer in member.plan.members for member in self._runs.values())
 
     async def _deliver(self, sender: PeerId, data: bytes) -> None:
         try:

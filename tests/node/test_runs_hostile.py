@@ -15,14 +15,14 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import Identity, PeerId
-from node.errors import StageFailed, Unreachable
+from node.errors import StageFailed, StreamClosed, Unreachable
 from node.events import RunAccepted, RunEnded, StepCommitted
 from node.runs import requests as wire
 from node.runs.links import Links
 from node.runs.manifest import Run, make_run
 from node.runs.placement import NotPlaced
 from node.runs.replica import ReplicaShell
-from node.runs.runs import RUNS_MAX
+from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX, RUNS_MAX
 from node.runtime import Node
 from node.seams import Network
 from node.state import RUNS_KEPT_MAX, State, apply
@@ -439,3 +439,12 @@ def test_runs_that_are_over_do_not_fill_the_state() -> None:
         state = apply(apply(state, accepted), RunEnded(at=2.0, run=run, outcome="failed", detail=""))
     assert len(state.runs) == RUNS_KEPT_MAX
     assert f"{RUNS_KEPT_MAX + 9:016x}" in state.runs
+
+
+def test_a_silent_stream_of_a_stranger_is_closed_in_the_end() -> None:
+    async def scenario(group: Swarm, honest: Node, stranger: Node) -> None:
+        stream = await stranger.network.open(honest.peer, wire.PIPELINE_PROTOCOL)
+        with trio.fail_after(2 * PIPELINE_IDLE_SECONDS_MAX), pytest.raises(StreamClosed):
+            await stream.receive()
+
+    two_nodes(scenario)
