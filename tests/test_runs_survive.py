@@ -11,12 +11,23 @@ import trio
 
 from crypto.identity import PeerId
 from node.errors import Unreachable
-from node.events import Event, ReplicaDropped, RunEnded, StepCommitted
+from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
 from node.runs import requests as wire
 from node.runs.manifest import Manifest, make_run
 from node.runs.placement import NotPlaced
 from partition.plan.plan import planner_of
-from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, simulate, swarm, train
+from tests.stack import (
+    STAGE_SECONDS,
+    Swarm,
+    _live,
+    assert_equal,
+    manifest,
+    reference,
+    simulate,
+    swarm,
+    train,
+    weights,
+)
 
 GIVEN_UP_SECONDS = 60
 
@@ -173,5 +184,30 @@ def test_a_node_that_leaves_in_the_middle_of_a_run_goes_and_the_run_goes_on() ->
             _, events = await train(group, "e", small(), disturb)
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done", events[-1].detail
+
+    simulate(scenario)
+
+
+def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage_has_another() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+            planner = group.name_of(min(group.nodes[name].peer for name in "abcde"))
+            victim = next(name for name in "abcd" if name != planner)
+
+            async def kill_when_leased() -> None:
+                with group.nodes[victim].watch() as events:
+                    async for event in events:
+                        if isinstance(event, StageLeased):
+                            group.kill(victim)
+                            return
+
+            nursery.start_soon(kill_when_leased)
+            run, events = await train(group, "e", small(test_samples=360))
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            plan = next(event for event in reversed(events) if isinstance(event, RunPlanned))
+            assert plan.height == 1
+            assert sorted(len(stage) for stage in plan.stages) == [1, 2]
+            assert_equal(weights(group, "e", run), reference(run), "float64")
 
     simulate(scenario)

@@ -4,7 +4,7 @@ PLACEHOLDER for the plan chain: one member, the live one with the lowest id, dec
 (`partition.plan.plan.planner_of`). Leases are taken in provider-id order, all or none.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -63,6 +63,14 @@ class Offer:
 
 class NotPlaced(Exception):
     """No plan came about, and why, in words for a person."""
+
+
+class NotStarted(NotPlaced):
+    """Some of a plan's replicas, or its trainer, did not start: `peers`."""
+
+    def __init__(self, failures: Mapping[PeerId, str]) -> None:
+        super().__init__("; ".join(f"{short_peer(peer)}: {reason}" for peer, reason in failures.items()))
+        self.peers = tuple(failures)
 
 
 def layer_costs(manifest: Manifest) -> list[LayerCost]:
@@ -186,8 +194,7 @@ async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask, exe
             raise NotPlaced("; ".join([str(error), *reasons])) from None
         refused = await _lease_all(run, plan, signer, ask)
         if refused is None:
-            await _start_or_release(run, plan, ask)
-            return plan
+            return await _start_or_release(run, plan, ask)
         peer, reason = refused
         reasons.append(f"{short_peer(peer)} {reason}")
         left = [offer for offer in left if offer.peer != peer]
@@ -203,8 +210,7 @@ async def _lease_all(run: Run, plan: Plan, signer: Signer, ask: Ask) -> tuple[Pe
         reason = await _lease(peer, LeaseRequest(run.fact, data, stage), run, plan, signer, ask)
         if reason is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
-            for holder in [*taken, peer]:
-                await _try(ask, holder, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
+            await _release(run, plan, [*taken, peer], ask)
             return peer, reason
         taken.append(peer)
     return None
@@ -228,19 +234,35 @@ async def _lease(
     return None
 
 
-async def _start_or_release(run: Run, plan: Plan, ask: Ask) -> None:
-    try:
-        await start_all(run, plan, ask)
-    except NotPlaced:
-        for peer in plan.members:
-            await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
-        raise
+async def _start_or_release(run: Run, plan: Plan, ask: Ask) -> Plan:
+    """Start a plan; where replicas die meanwhile but their stages have others, the plan without them."""
+    live: Sequence[PeerId] = plan.members
+    while True:
+        try:
+            await start_all(run, plan, ask, live)
+            return plan
+        except NotStarted as error:
+            failed = error.peers
+            live = [peer for peer in live if peer not in failed]
+            await _release(run, plan, failed, ask)
+            try:
+                if plan.trainer in failed:
+                    raise
+                plan = plan_without(plan, PeerId(plan.planner), PeerId(plan.trainer), live)
+            except NotPlaced:
+                await _release(run, plan, live, ask)
+                raise error from None
+
+
+async def _release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> None:
+    for peer in peers:
+        await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
 
 
 async def start_all(run: Run, plan: Plan, ask: Ask, only: Sequence[PeerId] | None = None) -> None:
     """Give every member the plan, replicas opening their stages side by side, then let the trainer begin.
 
-    `only` limits it to the members that live. Raises NotPlaced where a replica or the trainer fails.
+    `only` limits it to the members that live. Raises NotStarted where a replica or the trainer fails.
     """
     data = encode_plan(plan)
     failures: dict[PeerId, str] = {}
@@ -261,7 +283,7 @@ async def start_all(run: Run, plan: Plan, ask: Ask, only: Sequence[PeerId] | Non
             return
         essential = [PeerId(plan.trainer)]
         failures[essential[0]] = reply.reason if isinstance(reply, Declined) else "did not begin"
-    raise NotPlaced("; ".join(f"{short_peer(peer)}: {failures[peer]}" for peer in essential))
+    raise NotStarted({peer: failures[peer] for peer in essential})
 
 
 async def _try(ask: Ask, peer: PeerId, request: Request, seconds: float) -> Reply:
