@@ -50,10 +50,11 @@ async def real_swarm(folder: Path) -> AsyncIterator[tuple[Node, dict[PeerId, sub
             with node.watch() as events:
                 join = node.network.addresses[0].short
                 processes += [start_node(folder, name, join) for name in "abcd"]
-                joined = 0
+                joined = set()
                 async for event in events:
-                    joined += isinstance(event, MemberJoined)
-                    if joined == len(processes):
+                    if isinstance(event, MemberJoined):
+                        joined.add(event.peer)
+                    if len(joined) == len(processes):
                         break
             yield node, await trio.to_thread.run_sync(peers_of, folder, processes)
         finally:

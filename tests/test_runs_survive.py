@@ -211,3 +211,25 @@ def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage
             assert_equal(weights(group, "e", run), reference(run), "float64")
 
     simulate(scenario)
+
+
+def test_a_planner_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group, trio.open_nursery() as nursery:
+            run = make_run(group.nodes["c"].signer, small(stages=2, replicas=2))
+            outcome: list[str] = []
+
+            async def submit() -> None:
+                planner = planner_of(group.nodes["c"].membership.live)
+                with suppress(NotPlaced):
+                    await group.nodes["c"].runs.submit(run, planner)
+                    outcome.append("placed")
+
+            # Three are too few for two stages of two replicas; a fourth comes just then.
+            nursery.start_soon(submit)
+            await nursery.start(_live, group, "d", "a", 1, STAGE_SECONDS)
+            assert (await ended(group, "c")).outcome == "done"
+            assert outcome == ["placed"]
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)

@@ -23,7 +23,7 @@ from node.runs.admission import check_plan, make_specification, misfit
 from node.runs.links import Links
 from node.runs.manifest import Run, check_run, run_text
 from node.runs.member import RunMember
-from node.runs.placement import NotPlaced, Offer, place
+from node.runs.placement import NotPlaced, NotStarted, Offer, place
 from node.runs.slot import Slot
 from node.runs.weights import FETCH_SECONDS_MAX, weights_name
 from node.seams import Seams, Stream
@@ -32,6 +32,8 @@ from partition.stage import StageSpecification
 from partition.steps.frames import Frame, open_frame
 
 SUBMIT_SECONDS_MAX = 300.0
+HEARSAY_SECONDS = 1.0
+"""News of a newcomer may reach the planner so much later than the requester: some rounds of gossip."""
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
 RUNS_MAX = 64
@@ -275,12 +277,25 @@ class Runs:
             return wire.Declined("busy: too many runs")
         self._placements += 1
         try:
-            plan = await place(run, self.signer, self._offers(), self.ask, self.seams.executor)
+            return wire.Placed(encode(await self._place(run)))
         except NotPlaced as error:
             return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
         finally:
             self._placements -= 1
-        return wire.Placed(encode(plan))
+
+    async def _place(self, run: Run) -> Plan:
+        """Place a run; again, where this node has just heard of peers that its requester knew already."""
+        while True:
+            offers = self._offers()
+            try:
+                return await place(run, self.signer, offers, self.ask, self.seams.executor)
+            except NotStarted:
+                raise
+            except NotPlaced:
+                await trio.sleep(HEARSAY_SECONDS)
+                known = {offer.peer for offer in offers}
+                if all(offer.peer in known for offer in self._offers()):
+                    raise
 
     def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
         run, plan = check_plan(self.signer, request.manifest, request.plan, peer)
