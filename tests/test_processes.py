@@ -56,7 +56,11 @@ async def real_swarm(folder: Path) -> AsyncIterator[tuple[Node, dict[PeerId, sub
                         joined.add(event.peer)
                     if len(joined) == len(processes):
                         break
-            yield node, await trio.to_thread.run_sync(peers_of, folder, processes)
+            peers = await trio.to_thread.run_sync(peers_of, folder, processes)
+            # The planner is one of them: it plans with those it has heard of.
+            while not await trio.to_thread.run_sync(all_have_met, folder):  # noqa: ASYNC110 - other processes
+                await trio.sleep(0.05)
+            yield node, peers
         finally:
             for process in processes:
                 process.kill()
@@ -74,6 +78,11 @@ def peers_of(folder: Path, processes: list[subprocess.Popen[bytes]]) -> dict[Pee
             raise AssertionError((folder / f"{name}.log").read_text()) from None
         peers[parse_peer(status["peer"])] = process
     return peers
+
+
+def all_have_met(folder: Path) -> bool:
+    """Whether each of the four knows the three others and the requester."""
+    return all(ask(folder / name, "status")["members_alive"] == 4 for name in "abcd")
 
 
 async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(tmp_path: Path) -> None:
