@@ -229,7 +229,7 @@ class Node:
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
-            self._save_remembered()
+            await self._save_remembered()
             await self.membership.leave()
         self._publish(NodeStopped(at=self._clock.wall()))
 
@@ -320,16 +320,17 @@ class Node:
     async def _remember(self) -> None:
         while True:
             await trio.sleep(REMEMBER_SECONDS)
-            self._save_remembered()
+            await self._save_remembered()
 
-    def _save_remembered(self) -> None:
+    async def _save_remembered(self) -> None:
         live = [
             tuple(address.of(member.peer) for address in member.addresses)
             for member in self.membership.members
             if member.live and member.peer != self.peer
         ]
         if live and self._seeds.remember:
-            write_remembered(self.seams.storage, live)
+            # A disk may take its time to make a write durable.
+            await self._executor.run(lambda: write_remembered(self.seams.storage, live))
 
     async def _advertise(self) -> None:
         """This node's capacity as a signed record in the DHT, for those outside its membership view."""
