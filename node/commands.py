@@ -16,16 +16,15 @@ from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import RunEnded
 from node.runs import data as datasets
-from node.runs.manifest import Manifest, Run, RunFile, check_run_file, make_run
+from node.runs.manifest import Run, RunFile, check_run_file, make_run
 from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
+from node.runs.submission import make_manifest, window_of
 from node.runs.weights import WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.services.membership import Membership
-from partition.model import build
 from partition.plan.plan import planner_of
-from partition.stage import OptimizerSettings
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
@@ -89,8 +88,7 @@ class Commands:
         name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
         run_file = toml.parse(text, RunFile, name=name).value
         check_run_file(run_file, name)
-        base = Path(str(arguments.get("path", name))).parent
-        run = await node.seams.executor.run(lambda: self._make_run(run_file, name, base))
+        run = await self._make_run(run_file, arguments, name)
         node.runs.start_task(self._publish_run, run)
         if not arguments.get("follow", True):
             await self._submit(run)
@@ -124,43 +122,24 @@ class Commands:
         except Unreachable as error:
             raise RunFailed(f"the planner of run {run.text[:8]} did not answer: {error.detail}") from None
 
-    def _make_run(self, run_file: RunFile, name: str, base: Path) -> Run:
-        """Reads the data, so call it in a thread. Raises UsageError."""
-        if run_file.data == datasets.DIGITS_NAME:
-            dataset = datasets.load_digits()
-        else:
-            folder = base / Path(run_file.data).expanduser()
-            dataset = datasets.load_folder(folder)
-            self._node.runs.learn_folder(dataset.digest, folder)
-        try:
-            build(run_file.model, dataset.sample_shape, dataset.classes)
-        except ValueError as error:
-            raise UsageError(f"{name}: model: {error}") from None
-        train = run_file.train
-        manifest = Manifest(
-            model=run_file.model,
-            data=dataset.digest,
-            sample_shape=dataset.sample_shape,
-            classes=dataset.classes,
-            test_samples=len(dataset.test_labels),
-            steps=train.steps,
-            microbatch=train.microbatch,
-            microbatches=train.batch // train.microbatch,
-            optimizer=OptimizerSettings(
-                kind=train.optimizer,
-                learning_rate=train.learning_rate,
-                momentum=train.momentum,
-                weight_decay=train.weight_decay,
-            ),
-            seed=train.seed,
-            dtype=train.dtype,
-            codec="zstd" if train.compress else "raw",
-            stages=run_file.plan.stages,
-            replicas=run_file.plan.replicas,
-            created_milliseconds=int(self._node.seams.clock.wall() * 1000),
+    async def _make_run(self, run_file: RunFile, arguments: Mapping[str, Any], name: str) -> Run:
+        """Take what the command captured, and sign a manifest for it. Raises UsageError."""
+        node = self._node
+        if not arguments.get("graph"):
+            raise UsageError(f"{name}: the command sent no captured model; is it of another version?")
+        values = arguments.get("values")
+        graph_hash, graph = await node.runs.models.learn(
+            Path(str(arguments["graph"])), Path(str(values)) if values else None
         )
+        window = window_of(run_file, graph, name)
+        base = Path(str(arguments.get("path", name))).parent
+        dataset = await node.seams.executor.run(lambda: datasets.load(run_file.data, base, window=window))
+        if run_file.data != datasets.DIGITS_NAME:
+            node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, base), window)
+        created = node.seams.clock.wall()
+        manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
         try:
-            return make_run(self._node.signer, manifest)
+            return make_run(node.signer, manifest)
         except RemoteProtocolError as error:  # no other node would take it either
             raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
 

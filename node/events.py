@@ -92,6 +92,7 @@ class RunAccepted(Event, frozen=True, kw_only=True):
     data: str
     steps: int
     requester: PeerId
+    metrics: tuple[str, ...] = ()
 
 
 class RunPlanned(Event, frozen=True, kw_only=True):
@@ -136,12 +137,16 @@ class StepCommitted(Event, frozen=True, kw_only=True):
 
 
 class RunEvaluated(Event, frozen=True, kw_only=True):
-    """Held-out accuracy of the committed parameters."""
+    """The committed parameters on held-out samples: the mean `loss`, and `metrics` summed over them.
+
+    `accuracy` is the share of right answers, where the model counts them.
+    """
 
     run: str
-    accuracy: float
+    accuracy: float | None
     loss: float
     samples: int
+    metrics: tuple[float, ...] = ()
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

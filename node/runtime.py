@@ -37,6 +37,7 @@ from node.events import (
     StrangerRefused,
 )
 from node.executor import RealExecutor
+from node.runs.admission import Machine
 from node.runs.manifest import Run
 from node.runs.placement import Offer
 from node.runs.runs import Runs
@@ -219,9 +220,7 @@ class Node:
             refuse=self._refuse,
             suspect=self.membership.suspect,
             provide=self._provide,
-            threads=self.capacity.cores,
-            device=self.capacity.device,
-            memory_bytes=self.capacity.memory_free_bytes,
+            machine=Machine(self.capacity.cores, self.capacity.device, self.capacity.memory_free_bytes),
         )
 
     async def leave(self) -> None:

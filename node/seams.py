@@ -8,6 +8,7 @@ in `transport`, `storage`, `executor` and `RealClock` here, the simulated ones i
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Protocol, TypeVar
 
@@ -112,11 +113,17 @@ class Executor(Protocol):
 
 
 class Storage(Protocol):
-    """Small named blobs that survive a restart. A write is atomic: old or new, never half."""
+    """Named blobs that survive a restart. A write is atomic: old or new, never half."""
 
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, data: bytes) -> None: ...
     def delete(self, name: str) -> None: ...
+
+    def read_part(self, name: str, offset: int, length: int) -> bytes | None:
+        """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
+
+    def copy_in(self, name: str, path: Path) -> None:
+        """Put a file of this machine, of any size, in place of what was there. Raises OSError."""
 
 
 class RealClock:

@@ -51,6 +51,8 @@ class RunView:
     step: int = 0
     microbatches_replayed: int = 0
     accuracy: float | None = None
+    metrics: tuple[str, ...] = ()
+    evaluated: events.RunEvaluated | None = None
     detail: str = ""
     weights: str = ""
 
@@ -140,7 +142,9 @@ def _(event: events.MemberLeft, state: State) -> State:
 def _(event: events.RunAccepted, state: State) -> State:
     if event.run in state.runs:
         return state
-    view = RunView(event.run, event.model, event.data, event.steps, event.requester, "placing")
+    view = RunView(
+        event.run, event.model, event.data, event.steps, event.requester, "placing", metrics=event.metrics
+    )
     return _with_run(state, view)
 
 
@@ -171,7 +175,9 @@ def _(event: events.StepCommitted, state: State) -> State:
 @_fold.register
 def _(event: events.RunEvaluated, state: State) -> State:
     view = state.runs.get(event.run)
-    return state if view is None else _with_run(state, replace(view, accuracy=event.accuracy))
+    if view is None:
+        return state
+    return _with_run(state, replace(view, accuracy=event.accuracy, evaluated=event))
 
 
 @_fold.register
@@ -286,7 +292,7 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
 
 def run_document(view: RunView) -> dict[str, Any]:
     """One run, with its plan and its loss so far."""
-    plan = view.plan
+    plan, evaluated = view.plan, view.evaluated
     return {
         "run": view.run,
         "model": view.model,
@@ -298,6 +304,13 @@ def run_document(view: RunView) -> dict[str, Any]:
         "steps": view.steps,
         "loss": view.losses[-1] if view.losses else None,
         "accuracy": view.accuracy,
+        "loss_held_out": None if evaluated is None else evaluated.loss,
+        "metrics": {}
+        if evaluated is None
+        else {
+            name: value / max(1, evaluated.samples)
+            for name, value in zip(view.metrics, evaluated.metrics, strict=False)
+        },
         "microbatches_replayed": view.microbatches_replayed,
         "weights": view.weights,
         "plan": None

@@ -1,15 +1,16 @@
 """The Stage API: what a stage is told, what it is asked, and what it answers. Structs only, no torch.
 
-A stage is a half-open range of a model's layers, held by one replica. Its numbers lie in four flat
-arenas that the node and the stage's process share:
+A stage is a `StageGraph`, held by one replica. Its numbers lie in four flat arenas that the node and the
+stage's process share:
 
-    parameters   the trainable values
-    gradients    sums over the micro-batches of one step, not means
+    parameters   values: trainable parameters, batch statistics, then what is frozen
+    gradients    sums over the micro-batches of one step, not means; and the step's share of the statistics
     totals       what the replicas' sums add up to; the node writes them, `Apply` takes them
     moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
 
-The first three have one layout (`parameter_layout`), elements in the order of torch's state dict,
-without gaps; `moments` repeats it. `partition.execute` computes; `node.runs.host` keeps it in a process.
+All have one element type and one layout (`parameter_layout`), without gaps; `gradients` and `totals` end
+before what is frozen, and `moments` repeats them. `partition.execute` computes; `node.runs.host` keeps it in
+a process.
 """
 
 from math import isfinite, prod
@@ -17,16 +18,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from partition.codec import ITEM_BYTES, Codec, Digest, Payload
-from partition.model import Model, Shape, build
+from partition.codec import Codec, Digest, Payload
+from partition.model.graph import FLOATING, ITEM_BYTES, Parameter, StageGraph
+from partition.model.sizes import check_sizes, evaluate, shape_of
 
 ARENAS = ("parameters", "gradients", "totals", "moments")
 """In the order in which their file descriptors are handed to the stage's process."""
 
-VECTOR_BYTES_MAX = 1 << 32
-"""One arena: 4 GiB, a billion float32 parameters in one stage. A node may well refuse far less."""
-SAMPLES_MAX = 65_536
-"""Samples in a micro-batch. A real one has tens."""
+VECTOR_BYTES_MAX = 1 << 34
+"""One arena: 16 GiB, four billion float32 parameters in one stage. A node may well refuse far less."""
 MICROBATCH_BYTES_MAX = 1 << 30
 """What goes into or out of a stage for one micro-batch. A real one has a few MB."""
 THREADS_MAX = 1_024
@@ -34,35 +34,83 @@ IN_FLIGHT_MAX = 64
 """Micro-batches forwarded but not yet backward: a pipeline holds about as many as it has stages."""
 MICROBATCHES_MAX = 1 << 20
 """Micro-batches a stage remembers within one step, to refuse a second one with the same number."""
+SESSIONS_MAX = 64
+"""Sessions with states of their own (KV caches) in one stage."""
+GROUPS_MAX = 16
+METRICS_MAX = 16
 RUN_BYTES_MAX = 64
-MODEL_NAME_MAX = 40
+SESSION_BYTES_MAX = 32
 REASON_LENGTH_MAX = 400
+FENCES_MAX = 16
 _OVERHEAD_BYTES = 1 << 20
-"""On top of tensors: field names, safetensors' header, and what zstd adds to incompressible data."""
+"""On top of tensors and their names: fields of messages, and what zstd adds to incompressible data."""
+_ROW_BYTES = 256
+"""What safetensors' header says of a tensor beside its name: a type, up to eight sides, two offsets."""
 
-_NUMBER_MAX = 2**53
+SAMPLES_MAX = _NUMBER_MAX = 2**53
 """Steps and micro-batches: what every language can count exactly."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
-Side = Annotated[int, msgspec.Meta(ge=1)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
-class OptimizerSettings(msgspec.Struct, frozen=True):
-    """torch.optim's SGD or Adam, with torch's names for the numbers.
+class Schedule(msgspec.Struct, frozen=True, array_like=True):
+    """The learning rate's factor as a function of the committed step, counted from 0.
 
-    `momentum` counts for sgd only, `betas` and `epsilon` for adam only.
+    It rises linearly over `warmup_steps`, then stays (`constant`) or falls to `floor` at `total_steps`
+    (`linear`, or `cosine` as in SGDR).
     """
 
-    kind: Literal["sgd", "adam"] = "sgd"
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Number = 0
+    total_steps: Number = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.floor) and 0 <= self.floor <= 1):
+            raise ValueError("a schedule's floor is between 0 and 1")
+        if self.kind != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError("a schedule that falls has more total_steps than warmup_steps")
+
+
+class GroupSettings(msgspec.Struct, frozen=True, array_like=True):
+    """What differs in one parameter group: a factor on the learning rate, and the weight decay."""
+
+    rate_factor: float = 1.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(isfinite(number) and number >= 0 for number in (self.rate_factor, self.weight_decay)):
+            raise ValueError("a group's numbers are finite and not negative")
+
+
+class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
+    """torch.optim's SGD, Adam or AdamW, with torch's names for the numbers.
+
+    `momentum` counts for sgd only, `betas` and `epsilon` for adam and adamw only. `groups` are indexed by
+    `Parameter.group`; without them every parameter has `weight_decay`. `clip_norm` bounds the norm of the
+    *mean* gradient over all stages, 0 for none.
+    """
+
+    kind: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    groups: Annotated[tuple[GroupSettings, ...], msgspec.Meta(max_length=GROUPS_MAX)] = ()
+    schedule: Schedule = Schedule()
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.learning_rate, self.momentum, *self.betas, self.epsilon, self.weight_decay)
+        numbers = (
+            self.learning_rate,
+            self.momentum,
+            *self.betas,
+            self.epsilon,
+            self.weight_decay,
+            self.clip_norm,
+        )
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise ValueError("an optimizer's numbers are finite and not negative")
         if max(self.momentum, *self.betas) >= 1:
@@ -70,8 +118,8 @@ class OptimizerSettings(msgspec.Struct, frozen=True):
 
     @property
     def moments(self) -> int:
-        """How many vectors of the parameters' size its state takes."""
-        if self.kind == "adam":
+        """How many vectors of the gradients' size its state takes."""
+        if self.kind != "sgd":
             return 2
         return 1 if self.momentum else 0
 
@@ -79,64 +127,50 @@ class OptimizerSettings(msgspec.Struct, frozen=True):
 class StageSpecification(msgspec.Struct, frozen=True):
     """All that makes a stage what it is: two replicas with equal specifications compute the same.
 
-    `first_layer` to `last_layer` is half open. `seed` gives the first parameters, each by its name, and
-    `run` the dropout masks, so neither depends on the cut. `samples_max` bounds a micro-batch. `codec` is
-    what the stage's answers are packed with. `threads` and `device` are the replica's own affair.
+    `seed` gives the first values of parameters that have a recipe, each by its name, and `run` the random
+    operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
+    step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
+    input and computes it again for the backward pass. `memory_bytes_max` and `flops_max` (for one
+    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `codec` is what the
+    stage's answers are packed with. `threads` and `device` are the replica's own affair.
 
     Raises:
-        ValueError: an unknown model, a range that is not in it, a vector or a micro-batch that is too large.
+        ValueError: vectors, a micro-batch or a type that no stage can have.
     """
 
     run: Annotated[bytes, msgspec.Meta(min_length=1, max_length=RUN_BYTES_MAX)]
-    model: Annotated[str, msgspec.Meta(max_length=MODEL_NAME_MAX)]
-    sample_shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=7)]  # the batch makes it eight
-    classes: Annotated[int, msgspec.Meta(ge=1)]
-    first_layer: Annotated[int, msgspec.Meta(ge=0)]
-    last_layer: Annotated[int, msgspec.Meta(ge=1)]
-    dtype: Literal["float32", "float64"] = "float32"
+    graph: StageGraph
+    sizes_max: tuple[int, ...]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, le=MICROBATCHES_MAX)] = 1
     seed: Number = 0
     optimizer: OptimizerSettings = OptimizerSettings()
+    autocast: Literal["off", "bfloat16"] = "off"
+    recompute: bool = False
     threads: Annotated[int, msgspec.Meta(ge=1, le=THREADS_MAX)] = 1
     device: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{1,16}(:[0-9]{1,3})?\Z")] = "cpu"
-    samples_max: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX)] = 1_024
     codec: Codec = "raw"
+    memory_bytes_max: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] = 1 << 40
+    flops_max: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def __post_init__(self) -> None:
-        layers = len(self.built.layers)
-        if not 0 <= self.first_layer < self.last_layer <= layers:
+        check_sizes(self.graph.symbols, self.sizes_max)
+        dtypes = {row.type.dtype for row in self.graph.parameters}
+        if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
             raise ValueError(
-                f"{self.model} has layers 0 to {layers}, not {self.first_layer} to {self.last_layer}"
+                f"a stage's parameters are all float32 or all float64, not {', '.join(sorted(dtypes))}"
             )
         if vector_bytes(self) > VECTOR_BYTES_MAX:
             raise ValueError(f"a stage of {vector_bytes(self)} bytes, at most {VECTOR_BYTES_MAX} allowed")
-        sample_bytes = self.item_bytes * max(prod(self.input_shape), prod(self.output_shape))
-        if self.samples_max * sample_bytes > MICROBATCH_BYTES_MAX:
+        if boundary_bytes(self) > MICROBATCH_BYTES_MAX:
             raise ValueError(
-                f"{self.samples_max} samples of {sample_bytes} bytes exceed {MICROBATCH_BYTES_MAX} bytes"
+                f"a micro-batch of {boundary_bytes(self)} bytes, at most {MICROBATCH_BYTES_MAX} allowed"
             )
 
     @property
-    def built(self) -> Model:
-        """The whole model, as data."""
-        return build(self.model, self.sample_shape, self.classes)
-
-    @property
-    def is_first(self) -> bool:
-        return self.first_layer == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.last_layer == len(self.built.layers)
-
-    @property
-    def input_shape(self) -> Shape:
-        """Of one sample, as the stage takes it."""
-        return self.built.shapes[self.first_layer]
-
-    @property
-    def output_shape(self) -> Shape:
-        """Of one sample, as the stage gives it."""
-        return self.built.shapes[self.last_layer]
+    def dtype(self) -> Literal["float32", "float64"]:
+        """Of the arenas."""
+        rows = self.graph.parameters
+        return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
 
     @property
     def item_bytes(self) -> int:
@@ -144,47 +178,116 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Where one parameter lies in an arena: `offset` and `size` count elements."""
+    """Where one parameter lies in an arena: `offset` and `size` count elements. `row` is the graph's."""
 
-    name: str
-    shape: Shape
+    row: int
+    parameter: Parameter
+    shape: tuple[int, ...]
     offset: int
     size: int
-    fan_in: int
+    is_tied: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.parameter.names[0]
 
 
 def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
-    """The stage's parameters in their order in an arena, without gaps."""
+    """The stage's parameters in their order in an arena, without gaps.
+
+    First what has gradients or statistics and belongs to this stage alone, then what is tied to other stages,
+    then what is frozen: so each all-reduce takes one run of elements.
+    """
+    graph = specification.graph
+    tied = set(graph.tied)
+
+    def order(row: int, parameter: Parameter) -> tuple[int, int]:
+        return (2 if parameter.kind == "frozen" else int(row in tied)), row
+
     slots: list[Slot] = []
     offset = 0
-    for parameter in specification.built.parameters(specification.first_layer, specification.last_layer):
-        slots.append(Slot(parameter.name, parameter.shape, offset, parameter.size, parameter.fan_in))
-        offset += parameter.size
+    for row, parameter in sorted(
+        zip(graph.rows, graph.parameters, strict=True), key=lambda pair: order(*pair)
+    ):
+        shape = shape_of(parameter.type, ())
+        slots.append(Slot(row, parameter, shape, offset, prod(shape), row in tied))
+        offset += prod(shape)
     return tuple(slots)
 
 
 def vector_bytes(specification: StageSpecification) -> int:
-    """Bytes of `parameters`, and of `gradients` and `totals`; 0 for a stage without parameters."""
+    """Bytes of `parameters`; 0 for a stage without any."""
     return sum(slot.size for slot in parameter_layout(specification)) * specification.item_bytes
+
+
+def gradient_bytes(specification: StageSpecification) -> int:
+    """Bytes of `gradients` and of `totals`: of all parameters and statistics that are not frozen."""
+    slots = parameter_layout(specification)
+    return sum(slot.size for slot in slots if slot.parameter.kind != "frozen") * specification.item_bytes
 
 
 def arena_bytes(specification: StageSpecification) -> dict[str, int]:
     """Bytes of every arena, by name, in the order of ARENAS."""
-    vector = vector_bytes(specification)
-    return {name: vector * (specification.optimizer.moments if name == "moments" else 1) for name in ARENAS}
+    gradients = gradient_bytes(specification)
+    return {
+        "parameters": vector_bytes(specification),
+        "gradients": gradients,
+        "totals": gradients,
+        "moments": gradients * specification.optimizer.moments,
+    }
+
+
+def boundary_bytes(specification: StageSpecification) -> int:
+    """The most that goes into or out of the stage for one micro-batch, over its entry points."""
+    graph = specification.graph
+    values = evaluate(graph.expressions, specification.sizes_max)
+    largest = 0
+    for entry in graph.entries:
+        types = dict(entry.types)
+        for ids in ((*entry.inputs, *entry.labels), entry.outputs):
+            kinds = [graph.types[types[number]] for number in ids]
+            largest = max(
+                largest, sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds)
+            )
+    return largest
 
 
 def message_bytes_max(specification: StageSpecification) -> int:
-    """The longest request or answer of a correct stage: the parameters, or one micro-batch both ways."""
-    elements = prod(specification.input_shape) + prod(specification.output_shape)
-    boundary = specification.samples_max * elements * specification.item_bytes
-    labels = specification.samples_max * ITEM_BYTES["int64"]
-    tensors = max(vector_bytes(specification), boundary + labels)
-    return tensors + tensors // 128 + _OVERHEAD_BYTES
+    """The longest request or answer of a correct stage: the parameters, or one micro-batch."""
+    constants = sum(len(constant.data) for constant in specification.graph.constants)
+    # Under autocast a boundary may be half of this, never more.
+    tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))
+    graph = specification.graph
+    names = [row.names[0] for row in graph.parameters]
+    names += [row.names[0] for row in graph.constants if row.names]
+    header = sum(_ROW_BYTES + len(name) for name in names)
+    return tensors + tensors // 128 + header + _OVERHEAD_BYTES
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether values of this type can have gradients."""
+    return dtype in FLOATING
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process is ready, and what its dry run at the largest sizes found, for one micro-batch.
+
+    `flops` forward and backward; `saved_bytes` kept between them; `peak_bytes` at most at once, without the
+    arenas; `seconds` the admission took. `fences` say what the process may do at most and by what means,
+    `unfenced` what this system could not hold it to, and why.
+    """
+
+    flops: Number
+    saved_bytes: Number
+    peak_bytes: Number
+    seconds: float
+    fences: Annotated[tuple[Reason, ...], msgspec.Meta(max_length=FENCES_MAX)] = ()
+    unfenced: Annotated[tuple[Reason, ...], msgspec.Meta(max_length=FENCES_MAX)] = ()
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute one micro-batch. `input` is (samples, *input_shape); `labels` (samples,) int64.
+    """Compute one micro-batch of the entry point `train`: `input` is the stage's inputs in their order.
 
     The last stage needs labels; when `train`, it goes back at once. Any other stage keeps what its
     `Backward` will need. With `train` false nothing is kept and nothing is random.
@@ -198,21 +301,21 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer: `output` from all but the last stage, `gradient` of the input from the last one.
+    """The answer: `output` from all but the last stage, `gradient` of the inputs from the last one.
 
-    `loss` is the cross entropy *summed* over the samples, `correct` how many the logits name rightly;
-    both are 0 except at the last stage.
+    `samples` is the batch, or what the graph counts instead (tokens). `loss` and `metrics` are *sums* over
+    them, in the graph's order; 0 and () except at the last stage.
     """
 
     output: Payload | None
     gradient: Payload | None
     loss: float
     samples: int
-    correct: int
+    metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)] = ()
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The gradient of the loss by what `Forward` gave out, of the same shape."""
+    """The gradients of the loss by the outputs that have one, in their order."""
 
     step: Number
     microbatch: Number
@@ -229,15 +332,31 @@ class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget the micro-batches of this step and zero the gradient sums."""
 
 
+class Norm(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask for the squared norm of `totals` over the parameters this stage speaks for.
+
+    A tied parameter is spoken for by the first stage that holds it, so that the sum over stages is the
+    model's.
+    """
+
+
+class Normed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer: of the sums, not of the mean. Infinite where anything in `totals` is not finite."""
+
+    squared_norm: float
+
+
 class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One optimizer step by `totals` / `samples`; then zero sums and totals, forget the micro-batches.
 
-    `step` is the number of the committed step, counted from 0; Adam's bias correction follows it, so a
-    replica that comes later steps as the others do.
+    `step` is the number of the committed step, counted from 0; schedules and Adam's bias correction follow
+    it, so a replica that comes later steps as the others do. `squared_norm` is that of the totals of *all*
+    stages, needed where the settings clip.
     """
 
     step: Number
     samples: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
+    squared_norm: float | None = None
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -246,12 +365,32 @@ class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
     digest: Digest
 
 
+class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run an entry point without gradients, over the states of a session; an unknown session begins anew."""
+
+    session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
+    entry: Annotated[str, msgspec.Meta(max_length=64)]
+    input: Payload
+
+
+class Ran(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The outputs, in their order."""
+
+    output: Payload
+
+
+class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget a session's states."""
+
+    session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
+
+
 class Export(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask for the stage's parameters."""
 
 
 class Exported(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`data` is a safetensors file of the stage's parameters, named as in torch's state dict."""
+    """`data` is a safetensors file of the stage's parameters and named constants, by state-dict names."""
 
     data: bytes
 
@@ -266,8 +405,12 @@ class Import(msgspec.Struct, frozen=True, tag=True, array_like=True):
     data: bytes
 
 
+class Reload(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The node has written the arena `parameters` itself: take it from there, as `Import` does."""
+
+
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Discard` and `Import`."""
+    """The answer to `Discard`, `EndSession`, `Import` and `Reload`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -276,5 +419,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: Reason
 
 
-Request = Forward | Backward | Discard | Apply | Export | Import
-Reply = Forwarded | BackwardDone | Done | Applied | Exported | Refused
+Request = Forward | Backward | Discard | Norm | Apply | Run | EndSession | Export | Import | Reload
+Reply = Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Done | Exported | Refused

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from pathlib import Path
 
 import trio
 
@@ -269,6 +270,13 @@ class MemoryStorage:
 
     def delete(self, name: str) -> None:
         self._blobs.pop(name, None)
+
+    def read_part(self, name: str, offset: int, length: int) -> bytes | None:
+        blob = self._blobs.get(name)
+        return None if blob is None else blob[offset : offset + length]
+
+    def copy_in(self, name: str, path: Path) -> None:
+        self._blobs[name] = path.read_bytes()
 
 
 def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStorage | None = None) -> Seams:

@@ -7,33 +7,47 @@ against: one process, the same micro-batches, seeds and rules.
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors.numpy
+import torch
 import trio
 import trio.testing
 
 from crypto.identity import Identity, PeerId
 from node import config
 from node.events import Event, RunEnded
-from node.runs.data import Batches, load_digits
+from node.runs.admission import Machine, make_specification
+from node.runs.data import Dataset, load_digits
 from node.runs.manifest import Manifest, Run, make_run
+from node.runs.models import graph_name, values_name
+from node.runs.submission import make_batches
 from node.runs.weights import weights_name
 from node.runtime import Node
 from node.services.capacity import Capacity
 from partition import stage as api
-from partition.codec import pack
+from partition.capture import Captured
+from partition.capture.requested import Precision, capture_built_in
+from partition.capture.weights import write_weights
+from partition.codec import pack, typed
 from partition.execute import StageExecutor
+from partition.model.cut import cut_layers
+from partition.model.graph import Graph, Stored
 from partition.plan.plan import planner_of
-from partition.stage import OptimizerSettings, StageSpecification
+from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
 from sim.network import LinkModel, Links
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
 
+Reply = TypeVar("Reply", bound=api.Reply)
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
+
+torch.set_num_threads(1)  # many small stages in one process: threads would only wait for each other
 
 STAGE_SECONDS = 0.02
 """What one forward or backward pass is modelled to take: long beside a message, short beside a probe."""
@@ -115,26 +129,73 @@ def _computes(request: object) -> bool:
     return isinstance(request, api.Forward | api.Backward)
 
 
-def manifest(*, dtype: str = "float64", **changes: Any) -> Manifest:
+@dataclass(frozen=True)
+class Model:
+    """A captured model, as its requester has it: `values` is the file of its first values, if it has any."""
+
+    graph: Graph
+    data: bytes
+    hash: bytes
+    values: bytes | None = None
+
+    def put(self, node: Node) -> None:
+        """Have this node hold it, as one that was asked by its own command does."""
+        node.seams.storage.write(graph_name(self.hash), self.data)
+        if self.values is not None:
+            node.seams.storage.write(values_name(self.hash), self.values)
+
+
+MODELS: dict[str, Model] = {}
+"""Every model captured so far, by its hash in hex."""
+
+
+def known(captured: Captured) -> Model:
+    """A model that `manifest` may name."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        write_weights(path, captured)
+        stored = path.read_bytes() if captured.stored else None
+    model = Model(captured.graph, captured.data, captured.hash, stored)
+    MODELS[captured.hash.hex()] = model
+    return model
+
+
+@cache
+def simple_cnn(dtype: Precision = "float64") -> Model:
+    """The built-in one, for digits."""
+    return known(capture_built_in("simple-cnn", (1, 8, 8), 10, dtype=dtype))
+
+
+def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **changes: Any) -> Manifest:
     """Five steps of simple-cnn on digits over 2 stages x 2 replicas, without compression."""
+    captured = captured or simple_cnn(dtype)
     fields: dict[str, Any] = {
         "model": "simple-cnn",
+        "graph": captured.hash.hex(),
         "data": "digits",
-        "sample_shape": (1, 8, 8),
-        "classes": 10,
         "test_samples": 360,
         "steps": 5,
         "microbatch": 4,
         "microbatches": 8,
+        "sizes": (),
+        "metrics": tuple(metric.name for metric in captured.graph.entries[0].metrics),
         "optimizer": OptimizerSettings(kind="sgd", learning_rate=0.05, momentum=0.9),
+        "autocast": "off",
+        "recompute": False,
         "seed": 7,
-        "dtype": dtype,
         "codec": "raw",
         "stages": 2,
         "replicas": 2,
         "created_milliseconds": 1,
     }
     return Manifest(**(fields | changes))
+
+
+def prepare(node: Node, wanted: Manifest) -> Run:
+    """Sign a run as this node, which holds its model."""
+    if wanted.graph in MODELS:
+        MODELS[wanted.graph].put(node)
+    return make_run(node.signer, wanted)
 
 
 async def train(
@@ -148,7 +209,7 @@ async def train(
     """Have `requester` submit a run; its events until it ended, as the node called `watcher` (the
     requester by default) sees them. `on_event` may disturb."""
     node = group.nodes[requester]
-    run = make_run(node.signer, wanted)
+    run = prepare(node, wanted)
     seen: list[Event] = []
     with group.nodes[watcher or requester].watch() as events:
         await node.runs.submit(run, planner_of(node.membership.live))
@@ -170,41 +231,54 @@ def weights(group: Swarm, name: str, run: Run) -> Tensors:
     return tensors
 
 
-def reference(run: Run) -> Tensors:
+def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
     """The same run in one process: one stage, micro-batches in order."""
     wanted = run.manifest
-    specification = StageSpecification(
-        run=run.random_key,
-        model=wanted.model,
-        sample_shape=wanted.sample_shape,
-        classes=wanted.classes,
-        first_layer=0,
-        last_layer=1,
-        dtype=wanted.dtype,
-        seed=wanted.seed,
-        optimizer=wanted.optimizer,
-        samples_max=wanted.microbatch,
-    )
-    layers = len(specification.built.layers)
-    specification = StageSpecification(
-        **{name: getattr(specification, name) for name in specification.__struct_fields__}
-        | {"last_layer": layers}
-    )
+    model = MODELS[wanted.graph]
+    graphs = cut_layers(model.graph, model.hash, [(0, len(model.graph.layers))])
+    specification = make_specification(run, graphs, 0, Machine(1, "cpu", 1 << 40))
     arenas = {name: memoryview(bytearray(size)) for name, size in api.arena_bytes(specification).items()}
     executor = StageExecutor(specification, arenas)
-    batches = Batches(load_digits(), microbatch=wanted.microbatch, seed=wanted.seed, dtype=wanted.dtype)
+    _fill(arenas["parameters"], specification, model, executor)
+    batches = make_batches(dataset or load_digits(), wanted, model.graph)
     for step in range(wanted.steps):
+        samples = 0
         for number in range(step * wanted.microbatches, (step + 1) * wanted.microbatches):
-            inputs, labels = batches.train(number)
-            forward = api.Forward(step, number, True, pack(inputs, "raw"), pack(labels, "raw"))
-            assert isinstance(executor.handle(forward), api.Forwarded)
+            inputs, labels = (
+                pack([typed(array)], "raw", (len(array), *wanted.sizes)) for array in batches.train(number)
+            )
+            forwarded = ask(executor, api.Forward(step, number, True, inputs, labels), api.Forwarded)
+            samples += forwarded.samples
         arenas["totals"][:] = arenas["gradients"]
-        applied = executor.handle(api.Apply(step, wanted.microbatch * wanted.microbatches))
-        assert isinstance(applied, api.Applied)
-    exported = executor.handle(api.Export())
-    assert isinstance(exported, api.Exported)
-    tensors: Tensors = safetensors.numpy.load(exported.data)
-    return tensors
+        norm = ask(executor, api.Norm(), api.Normed).squared_norm if wanted.optimizer.clip_norm else None
+        ask(executor, api.Apply(step, samples, norm), api.Applied)
+    tensors = safetensors.numpy.load(ask(executor, api.Export(), api.Exported).data)
+    rows = model.graph.parameters
+    tensors |= {name: tensors[row.names[0]] for row in rows for name in row.names[1:]}
+    counts = {name: np.array(wanted.steps * wanted.microbatches) for name in model.graph.counters}
+    return {**tensors, **counts}
+
+
+def ask(executor: StageExecutor, request: api.Request, kind: type[Reply]) -> Reply:
+    """A stage's answer, which must be of this kind."""
+    reply = executor.handle(request)
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+def _fill(
+    arena: memoryview, specification: api.StageSpecification, model: Model, executor: StageExecutor
+) -> None:
+    """What a replica fetches from the requester."""
+    if model.values is None:
+        return
+    start = 8 + int.from_bytes(model.values[:8], "little")
+    for slot in api.parameter_layout(specification):
+        if isinstance(source := slot.parameter.source, Stored):
+            at = slot.offset * specification.item_bytes
+            begin = start + source.offset
+            arena[at : at + source.length] = model.values[begin : begin + source.length]
+    ask(executor, api.Reload(), api.Done)
 
 
 def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:

@@ -39,17 +39,32 @@ IMPURE = {
 
 # What runs in a process of its own: it may import torch, and is not a core.
 COMPUTING = {
-    "partition/execute.py": "the executor of a stage, in the stage's process",
+    "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
+    "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
     "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
+}
+# Who may import it, in a function, once it runs in such a process.
+COMPUTERS = {
+    "node.runs.host_process": "the stage's process",
+    "node.cli.model": "the command `model`",
+    "node.cli.capturing": "the command `train`, which captures what it is given",
 }
 
 # Law 6. Nobody runs a stranger's code.
 UNPICKLERS = {"cloudpickle", "code", "codeop", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 EVALUATORS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {"torch.load", "torch.export.load", "torch.jit.load"}
+# Whoever can name a file of code can run it.
+IMPORTERS = {"import_module", "exec_module", "load_module", "run_path", "run_module"}
+IMPORTING = {
+    "partition/capture/": "a person's own file, on that person's machine, by their own command",
+    "node/__init__.py": "its own names, when they are first used",
+}
 
 PURE = tuple(
-    source for source in sources("crypto", "dht", "gossip", "partition") if source.place not in COMPUTING
+    source
+    for source in sources("crypto", "dht", "gossip", "partition")
+    if not source.place.startswith(tuple(COMPUTING))
 )
 
 
@@ -186,22 +201,46 @@ def test_torch_is_imported_only_where_computing_has_a_process_of_its_own() -> No
     assert [
         f"{source.place}:{line}"
         for source in sources(*PACKAGES)
-        if source.place not in COMPUTING
+        if not source.place.startswith(tuple(COMPUTING))
         for line, name in imports(source)
-        if name.split(".")[0] in ("torch", "torchvision")
+        if name.split(".")[0] in ("torch", "torchvision", "transformers")
     ] == []
 
 
 def test_the_node_imports_no_computing() -> None:
-    computing = {place.removesuffix(".py").replace("/", ".") for place in COMPUTING}
-    # The stage's process does, in a function, once it runs on its own.
-    allowed = {"node.runs.host_process"}
     assert [
         f"{source.place}:{line} imports {name}"
-        for source in sources("node")
-        if source.module not in allowed
+        for source in sources("node", "sim")
+        if source.module not in COMPUTERS
         for line, name in imports(source)
-        if name in computing
+        if is_computing(name) and (source.package == "node" or name.startswith("partition.capture"))
+    ] == []
+
+
+def is_computing(module: str) -> bool:
+    """Whether a module belongs to the part of `partition` that imports torch."""
+    return f"{module.replace('.', '/')}/".startswith(
+        tuple(place.removesuffix(".py").rstrip("/") + "/" for place in COMPUTING)
+    )
+
+
+def test_the_side_that_runs_strangers_graphs_never_imports_the_side_that_captures() -> None:
+    assert [
+        f"{source.place}:{line} imports {name}"
+        for source in sources("partition")
+        if not source.place.startswith("partition/capture/")
+        for line, name in imports(source)
+        if name.startswith("partition.capture")
+    ] == []
+
+
+def test_code_is_loaded_by_name_only_on_the_side_that_captures() -> None:
+    assert [
+        f"{source.place}:{line} calls {name}"
+        for source in sources(*PACKAGES)
+        if not source.place.startswith(tuple(IMPORTING))
+        for line, name in calls(source)
+        if name.split(".")[-1] in IMPORTERS
     ] == []
 
 

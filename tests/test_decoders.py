@@ -28,6 +28,7 @@ from node.runs.manifest import check_run
 from node.services.membership import read_metadata
 from partition import codec
 from partition import stage as api
+from partition.model.graph import decode_graph
 from partition.plan.plan import decode_plan
 from partition.steps.frames import Frame, open_frame
 from tests.stack import simulate, swarm
@@ -51,7 +52,8 @@ def handshake(data: bytes) -> None:
 
 
 def payload(data: bytes) -> None:
-    packed = codec.Payload((3, 5), "float32", "zstd", blake3(data).digest(), data)
+    header = codec.TensorHeader("float32", (3, 5))
+    packed = codec.Payload((3,), (header,), "zstd", blake3(data).digest(), data)
     codec.unpack(packed, bytes_max=60)
 
 
@@ -70,6 +72,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "plan": decode_plan,
     "frame": lambda data: open_frame(SIGNER, IDENTITY.peer, Frame(fact(data), data)),
     "payload": payload,
+    "graph": decode_graph,
     "stage request": lambda data: decode(data, api.Request, bytes_max=1 << 20),
     "stage specification": lambda data: decode(data, api.StageSpecification, bytes_max=8_192),
 }

@@ -211,7 +211,10 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 
 
 class Program:
-    """A Python program, and all below it: each of its processes is known by a mark in its environment."""
+    """A Python program, and all below it.
+
+    Its processes are known by a mark in their environment; a stage's, which is given none, by where it works.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._mark = f"{MARK}={folder}"
@@ -231,7 +234,8 @@ class Program:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                is_marked = self._mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+                if is_marked or (folder / "cwd").readlink().is_relative_to(self.temporary):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue  # it ended meanwhile, or is somebody else's

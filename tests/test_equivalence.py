@@ -3,15 +3,49 @@
 ARCHITECTURE, a step. Whole nodes, simulated network and time, real arithmetic.
 """
 
-import pytest
-import trio
+from functools import cache
+from pathlib import Path
 
-from node.events import Event, ReplicaDropped, RunEnded, StepCommitted
-from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
+import pytest
+import torch
+import trio
+from torch import nn
+
+from node.events import Event, ReplicaDropped, RunEnded, RunEvaluated, StepCommitted
+from node.runs.data import Dataset, load_text
+from node.runs.manifest import Manifest, Run
+from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
+from partition.capture.requested import Precision, default_dtype
+from partition.capture.skeleton import skeleton
+from partition.capture.task import Task, capture_task, correct, cross_entropy
+from partition.stage import OptimizerSettings, Schedule
+from tests.stack import (
+    Model,
+    Swarm,
+    Tensors,
+    assert_equal,
+    known,
+    manifest,
+    reference,
+    simulate,
+    swarm,
+    train,
+    weights,
+)
+
+WINDOW = 12
+"""Bytes in a sample of text."""
+CLIPPED = OptimizerSettings(
+    kind="adamw",
+    learning_rate=0.01,
+    weight_decay=0.1,
+    schedule=Schedule("cosine", 1, 5),
+    clip_norm=0.05,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_two_stages_of_two_replicas_equal_one_process(dtype: str) -> None:
+def test_two_stages_of_two_replicas_equal_one_process(dtype: Precision) -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group:
             run, events = await train(group, "e", manifest(dtype=dtype))
@@ -80,6 +114,123 @@ def test_a_stage_without_replicas_ends_the_run_and_says_what_was_lost() -> None:
             assert "its parameters are gone" in events[-1].detail
 
     simulate(scenario)
+
+
+class NormalisedCNN(nn.Module):
+    """Batch norm, dropout, and a skip connection over what may be a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, 2, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.3))
+        self.last = nn.Linear(128, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        inner = self.first(images)
+        logits: torch.Tensor = self.last(torch.relu(inner + self.second(inner)).flatten(1))
+        return logits
+
+
+@cache
+def normalised_cnn() -> Model:
+    """With values of its own, which members fetch from the requester."""
+    torch.manual_seed(3)
+    example, labels = torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64)
+    task = Task(
+        NormalisedCNN().double(),
+        (example.double(),),
+        (labels,),
+        cross_entropy,
+        {"correct": correct},
+        name="cnn",
+    )
+    return known(capture_task(task))
+
+
+@cache
+def tied_gpt() -> Model:
+    """The table of tokens is the first stage's and the last one's."""
+    tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
+    with default_dtype("float64"), skeleton():
+        model = GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=8, dropout=0.1))
+    metrics = {"correct": next_token_correct}
+    return known(capture_task(Task(model, (tokens,), (tokens,), next_token_loss, metrics, name="small-gpt")))
+
+
+def text(folder: Path) -> tuple[Path, Dataset]:
+    """Something to learn by heart."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(200)))
+    return path, load_text(path, window=WINDOW)
+
+
+async def train_with_a_death(group: Swarm, wanted: Manifest, stage: int) -> tuple[Run, list[Event]]:
+    """The requester is `g`; a replica of `stage` is killed in the middle of the third step."""
+
+    async def disturb(event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.step == 1:
+            await trio.sleep(0.6 * event.seconds)
+            group.kill(victim_of(group, stage))
+
+    run, events = await train(group, "g", wanted, disturb)
+    assert [event.step for event in events if isinstance(event, StepCommitted)] == [0, 1, 2, 3, 4]
+    assert any(isinstance(event, ReplicaDropped) for event in events)
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].outcome == "done", events[-1].detail
+    return run, events
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int, tmp_path: Path) -> None:
+    model = tied_gpt()
+    path, data = text(tmp_path)
+    assert model.graph.symbols[0].name == "batch"
+    wanted = manifest(
+        model,
+        model="small-gpt",
+        data=data.digest,
+        test_samples=len(data.test_labels),
+        optimizer=CLIPPED,
+        codec="zstd",
+        stages=3,
+    )
+    results: list[Tensors] = []
+
+    async def scenario() -> None:
+        async with swarm("abcdefg") as group:
+            group.nodes["g"].runs.learn_data(data.digest, path, WINDOW)
+            run, events = await train_with_a_death(group, wanted, stage)
+            evaluated = next(event for event in events if isinstance(event, RunEvaluated))
+            assert evaluated.samples == len(data.test_labels) * WINDOW, "a sample is a token here"
+            assert evaluated.accuracy == evaluated.metrics[0] / evaluated.samples
+            results.append(weights(group, "g", run))
+            assert_equal(results[0], reference(run, data), "float64")
+
+    simulate(scenario)
+    (result,) = results
+    assert (result["lm_head.weight"] == result["transformer.wte.weight"]).all()
+    GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=8)).load_state_dict(
+        {name: torch.from_numpy(tensor.copy()) for name, tensor in result.items()}, strict=True
+    )
+
+
+def test_batch_statistics_and_fetched_first_values_survive_a_death() -> None:
+    model = normalised_cnn()
+    assert model.values is not None
+    results: list[Tensors] = []
+
+    async def scenario() -> None:
+        async with swarm("abcdefg") as group:
+            wanted = manifest(model, model="cnn", recompute=True)
+            run, _ = await train_with_a_death(group, wanted, 1)
+            results.append(weights(group, "g", run))
+            assert_equal(results[0], reference(run), "float64")
+
+    simulate(scenario)
+    assert results[0]["first.1.num_batches_tracked"] == 5 * 8
+    NormalisedCNN().double().load_state_dict(
+        {name: torch.from_numpy(tensor.copy()) for name, tensor in results[0].items()}, strict=True
+    )
 
 
 def victim_of(group: Swarm, stage: int) -> str:

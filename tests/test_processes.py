@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import safetensors.numpy
 import trio
 
@@ -20,12 +21,11 @@ from node import config
 from node.cli.client import ask
 from node.errors import NoNode
 from node.events import MemberJoined, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
-from node.runs.manifest import make_run
 from node.runs.weights import weights_name
 from node.runtime import Node
 from node.storage.folder import FolderStorage
 from partition.plan.plan import planner_of
-from tests.stack import assert_equal, manifest, reference
+from tests.stack import Model, assert_equal, manifest, prepare, reference, simple_cnn
 
 ANYWHERE = config.Listen(addresses=(config.read_listen("127.0.0.1:0"),))
 
@@ -34,8 +34,10 @@ def start_node(folder: Path, name: str, join: str) -> subprocess.Popen[bytes]:
     """A node in a process of its own, on loopback only."""
     command = [sys.executable, "-m", "node", "--data-dir", str(folder / name), "--name", name]
     command += ["--listen", "127.0.0.1:0", "--preset", "local", "--cores", "1", "--join", join]
+    # Who is killed leaves a folder of its stage behind.
+    environment = {**os.environ, "TMPDIR": str(folder)}
     with (folder / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 
 @asynccontextmanager
@@ -85,11 +87,17 @@ def all_have_met(folder: Path) -> bool:
     return all(ask(folder / name, "status")["members_alive"] == 4 for name in "abcd")
 
 
-async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(tmp_path: Path) -> None:
+@pytest.fixture
+def captured() -> Model:
+    """Before the test's time begins, for this loads torch."""
+    return simple_cnn()
+
+
+async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(tmp_path: Path, captured: Model) -> None:
     # Many small micro-batches: a step takes long beside the moment in which it is applied.
-    wanted = manifest(microbatches=48, microbatch=2, steps=4, test_samples=60)
+    wanted = manifest(captured, microbatches=48, microbatch=2, steps=4, test_samples=60)
     async with real_swarm(tmp_path) as (node, processes):
-        run = make_run(node.signer, wanted)
+        run = prepare(node, wanted)
         steps: list[int] = []
         replayed = 0
         victim: PeerId | None = None

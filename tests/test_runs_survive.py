@@ -13,7 +13,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
 from node.runs import requests as wire
-from node.runs.manifest import Manifest, make_run
+from node.runs.manifest import Manifest
 from node.runs.placement import NotPlaced
 from partition.plan.plan import planner_of
 from tests.stack import (
@@ -22,6 +22,7 @@ from tests.stack import (
     _live,
     assert_equal,
     manifest,
+    prepare,
     reference,
     simulate,
     swarm,
@@ -139,7 +140,7 @@ def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> N
     async def scenario() -> None:
         async with swarm("abc", stage_seconds=60.0) as group:
             node = group.nodes["c"]
-            run = make_run(node.signer, small(steps=1, replicas=1, microbatches=1))
+            run = prepare(node, small(steps=1, replicas=1, microbatches=1))
             await node.runs.submit(run, planner_of(node.membership.live))
             for name in "abc":
                 end = await ended(group, name, seconds=2_000)
@@ -156,7 +157,7 @@ def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_
 
             async def ask_for(requester: str, seed: int) -> None:
                 node = group.nodes[requester]
-                run = make_run(node.signer, small(seed=seed, replicas=1, steps=1))
+                run = prepare(node, small(seed=seed, replicas=1, steps=1))
                 with suppress(NotPlaced):
                     await node.runs.submit(run, planner_of(node.membership.live))
                 outcomes.append((await ended(group, requester, run.text)).outcome)
@@ -216,7 +217,7 @@ def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage
 def test_a_planner_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
-            run = make_run(group.nodes["c"].signer, small(stages=2, replicas=2))
+            run = prepare(group.nodes["c"], small(stages=2, replicas=2))
             outcome: list[str] = []
 
             async def submit() -> None:

@@ -126,6 +126,8 @@ class EventScreen:
         return [line + (f"  {seconds_text(max(1, round(left)))} left" if left > 0 else "")]
 
     def _evaluated(self, event: Event) -> list[str]:
+        if event["accuracy"] is None:
+            return [f"loss {event['loss']:.4f} on {event['samples']} unseen samples"]
         return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]
 
     def _ended(self, event: Event) -> list[str]:

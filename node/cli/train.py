@@ -1,6 +1,8 @@
-"""`python -m node train RUN.toml`: hand a run to the node on this machine, and watch it."""
+"""`python -m node train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +32,10 @@ def train(
             "--out needs the end of the run, and --detach does not wait for it",
             "leave --detach away, or later: python -m node runs fetch RUN --out FILE",
         )
-    from node.toml import read_text
-
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
-    arguments = {"text": read_text(path), "path": str(path.absolute()), "name": run_file, "follow": follow}
+    text = _read(path)
+    ask(folder, "status")  # capturing takes seconds, and without a node it would be in vain
     screen = EventScreen()
 
     def on_event(event: Any) -> None:
@@ -43,12 +44,39 @@ def train(
         else:
             show(screen.lines(event), sys.stderr)
 
-    try:
-        result: dict[str, Any] = ask(folder, "train", arguments, on_event, seconds=None)
-    except KeyboardInterrupt:
-        show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
-        raise
+    with handed_over(text, path, run_file) as arguments:
+        try:
+            result: dict[str, Any] = ask(
+                folder, "train", arguments | {"follow": follow}, on_event, seconds=None
+            )
+        except KeyboardInterrupt:
+            show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
+            raise
     _finish(folder, result, out, follow=follow, as_json=as_json)
+
+
+def _read(path: Path) -> str:
+    # Late, here and below: the other commands need none of it, and answer at once.
+    from node.toml import read_text
+
+    return read_text(path)
+
+
+@contextmanager
+def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]:
+    """What the node wants to know of the run in the file at `path`, which errors call `name`.
+
+    Raises:
+        UsageError: a text that is no run, or a model that cannot be captured.
+    """
+    from node import toml
+    from node.cli.capturing import captured
+    from node.runs.manifest import RunFile, check_run_file
+
+    run_file = toml.parse(text, RunFile, name=name).value
+    check_run_file(run_file, name)
+    with captured(run_file, path, name) as files:
+        yield {"text": text, "path": str(path.absolute()), "name": name, **files}
 
 
 def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_json: bool) -> None:
@@ -61,7 +89,13 @@ def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_
     if as_json:
         show_json(document)
     elif follow:
-        accuracy = result.get("accuracy")
-        show([f"run {run[:8]} done" + (f", accuracy {accuracy:.3f}" if accuracy is not None else "")])
+        show([f"run {run[:8]} done{_result_text(result)}"])
     else:
         show([f"run {run} handed over; look: python -m node runs"])
+
+
+def _result_text(result: dict[str, Any]) -> str:
+    if result.get("accuracy") is not None:
+        return f", accuracy {result['accuracy']:.3f}"
+    loss = result.get("loss_held_out")
+    return f", loss {loss:.4f} on unseen samples" if loss is not None else ""

@@ -1,16 +1,40 @@
-"""What is let in here: a plan that is of its run, and a stage that fits its model and this machine.
+"""What is let in here: a plan of its run, a model of its manifest, a stage that fits this machine.
 
-The plan may be a stranger's, so the planner's arithmetic is done again before anything is allocated.
+The plan may be a stranger's, so the planner's arithmetic is done again before anything is allocated. What a
+stage really takes, its own process finds out by a dry run before it allocates anything
+(`partition.execute.admit`). Cutting and counting take time, so nothing of this but `check_plan` is for the
+event loop.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from node.runs.manifest import Run, check_run
-from node.runs.placement import layer_costs
+from gossip.allreduce import GROUP_MAX
+from node.runs.manifest import Manifest, Run, check_run
+from node.runs.reduction import Share, shares
+from partition.model.cut import cut_layers
+from partition.model.graph import Entry, Graph, StageGraph
+from partition.model.sizes import check_sizes
 from partition.plan.cost import stage_memory_bytes
+from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import Plan, decode_plan
 from partition.stage import StageSpecification
+
+TRAIN = "train"
+"""The entry point that is trained."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this node gives to a stage: cores, where it computes, and the memory it may take."""
+
+    threads: int
+    device: str
+    memory_bytes: int
 
 
 def check_plan(signer: Signer, manifest: Fact, data: bytes, planner: PeerId) -> tuple[Run, Plan]:
@@ -24,35 +48,94 @@ def check_plan(signer: Signer, manifest: Fact, data: bytes, planner: PeerId) -> 
     return run, plan
 
 
-def misfit(run: Run, plan: Plan, stage: int, memory_bytes: int) -> str | None:
+def train_entry(graph: Graph) -> Entry:
+    """The entry point that is trained. Raises RemoteProtocolError: the graph has none with a loss."""
+    for entry in graph.entries:
+        if entry.name == TRAIN and entry.loss is not None and entry is graph.entries[0]:
+            return entry
+    raise RemoteProtocolError("the model was captured without a loss, so it cannot be trained")
+
+
+def check_model(manifest: Manifest, graph: Graph) -> None:
+    """Whether a graph is what a manifest says beside its hash; else RemoteProtocolError."""
+    entry = train_entry(graph)
+    if len(entry.inputs) != 1 or len(entry.labels) != 1:
+        raise RemoteProtocolError(
+            f"the model takes {len(entry.inputs)} inputs and {len(entry.labels)} labels; data has one of each"
+        )
+    if not graph.symbols:
+        raise RemoteProtocolError("the model was captured for a batch of one size only")
+    check_sizes(graph.symbols, manifest.sizes_max)
+    if tuple(metric.name for metric in entry.metrics) != manifest.metrics:
+        raise RemoteProtocolError("a manifest whose metrics are not the model's")
+
+
+def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
+    """Every stage of a plan; else RemoteProtocolError."""
+    if plan.stages[-1].last_layer != len(graph.layers):
+        raise RemoteProtocolError(f"a plan that does not end with layer {len(graph.layers)} of the model")
+    ranges = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
+    try:
+        return cut_layers(graph, name, ranges)
+    except ValueError as error:
+        raise RemoteProtocolError(f"a plan that does not fit its model: {error}") from None
+
+
+def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> str | None:
     """Why this stage cannot be here, in words for a person; None if it can."""
     row, manifest = plan.stages[stage], run.manifest
     try:
-        make_specification(run, plan, stage, threads=1, device="cpu")
+        check_model(manifest, graph)
+        graphs = cut_plan(graph, manifest.graph_hash, plan)
+        specification = make_specification(run, graphs, stage, machine)
+    except RemoteProtocolError as error:
+        return str(error)
+    for share in shares(specification, graphs):
+        members = sum(len(plan.stages[index].replicas) for index in share.stages)
+        if members > GROUP_MAX:
+            return f"weights tied between {members} replicas, at most {GROUP_MAX} can sum them up"
+    try:
+        layers = layer_costs(graph, manifest.sizes_max)[row.first_layer : row.last_layer]
     except ValueError as error:
         return str(error)
-    layers = layer_costs(manifest)[row.first_layer : row.last_layer]
-    needed = stage_memory_bytes(layers, manifest.microbatch * manifest.microbatches)
-    if needed > memory_bytes:
-        return f"{needed / 1e9:.2f} GB of memory needed, {memory_bytes / 1e9:.2f} GB offered"
+    needed = stage_memory_bytes(layers, manifest.microbatches, recompute=manifest.recompute)
+    if needed > machine.memory_bytes:
+        return f"{needed / 1e9:.2f} GB of memory needed, {machine.memory_bytes / 1e9:.2f} GB offered"
     return None
 
 
-def make_specification(run: Run, plan: Plan, stage: int, *, threads: int, device: str) -> StageSpecification:
-    """What a stage process needs to know. Raises ValueError where the stage does not fit the model."""
-    manifest, row = run.manifest, plan.stages[stage]
-    return StageSpecification(
-        run=run.random_key,
-        model=manifest.model,
-        sample_shape=manifest.sample_shape,
-        classes=manifest.classes,
-        first_layer=row.first_layer,
-        last_layer=row.last_layer,
-        dtype=manifest.dtype,
-        seed=manifest.seed,
-        optimizer=manifest.optimizer,
-        threads=threads,
-        device=device,
-        samples_max=manifest.microbatch,
-        codec=manifest.codec,
-    )
+def specify(
+    run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine
+) -> tuple[StageSpecification, tuple[Share, ...], bytes]:
+    """What a stage process needs to know, what it sums with whom, and the former's bytes.
+
+    Raises:
+        RemoteProtocolError: no such stage can be.
+    """
+    graphs = cut_plan(graph, run.manifest.graph_hash, plan)
+    specification = make_specification(run, graphs, stage, machine)
+    return specification, shares(specification, graphs), encode(specification)
+
+
+def make_specification(
+    run: Run, graphs: Sequence[StageGraph], stage: int, machine: Machine
+) -> StageSpecification:
+    """What a stage process needs to know; else RemoteProtocolError."""
+    manifest = run.manifest
+    try:
+        return StageSpecification(
+            run=run.random_key,
+            graph=graphs[stage],
+            sizes_max=manifest.sizes_max,
+            microbatches=manifest.microbatches,
+            seed=manifest.seed,
+            optimizer=manifest.optimizer,
+            autocast=manifest.autocast,
+            recompute=manifest.recompute,
+            threads=machine.threads,
+            device=machine.device,
+            codec=manifest.codec,
+            memory_bytes_max=max(1, machine.memory_bytes),
+        )
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Training data: scikit-learn's digits, or a folder with `train.npz` and `test.npz`.
+"""Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a file of text.
 
 Samples are dealt by number, so that every micro-batch can be made again by anybody who holds the
 data: epoch e is the permutation that (seed, e) gives, and micro-batch m is the m-th run of samples
@@ -7,6 +7,7 @@ through the epochs. Only numpy is used: importing scikit-learn takes seconds, it
 
 import gzip
 import importlib.metadata
+import mmap
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 DIGITS_NAME = "digits"
 HELD_OUT = 5
 """One digit in five is kept from training."""
+TEXT_HELD_OUT = 10
+"""The last tenth of a text is kept from training."""
+TEXT_VALUES = 256
+"""A text is its bytes, so that any language and any file will do."""
 _SPLIT_SEED = 20
 _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
 _DIGITS_SCALE = 16.0
@@ -31,21 +36,44 @@ _DIGITS_SCALE = 16.0
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs (N, *sample_shape) float, labels (N,) int64, for training and held out."""
+    """Inputs (N, *sample_shape) and labels (N, *label_shape) of whole numbers, for training and held out."""
 
     digest: str
     train_inputs: Array
     train_labels: Array
     test_inputs: Array
     test_labels: Array
+    label_values: int = 0
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         return tuple(self.train_inputs.shape[1:])
 
     @property
+    def label_shape(self) -> tuple[int, ...]:
+        return tuple(self.train_labels.shape[1:])
+
+    @property
     def classes(self) -> int:
-        return int(max(self.train_labels.max(), self.test_labels.max())) + 1
+        """How many different labels a model must tell apart."""
+        return self.label_values or int(max(self.train_labels.max(), self.test_labels.max())) + 1
+
+
+def load(data: str, base: Path, *, window: int) -> Dataset:
+    """What `data` of a RUN.toml in the folder `base` names; `window` is for text. Raises UsageError."""
+    if data == DIGITS_NAME:
+        return load_digits()
+    return load_path(path_of(data, base), window=window)
+
+
+def path_of(data: str, base: Path) -> Path:
+    """Where data that is not built in lies."""
+    return base / Path(data).expanduser()
+
+
+def load_path(path: Path, *, window: int) -> Dataset:
+    """A folder of arrays or a file of text. Raises UsageError."""
+    return load_text(path, window=window) if path.is_file() else load_folder(path)
 
 
 def load_digits() -> Dataset:
@@ -71,7 +99,7 @@ def load_digits() -> Dataset:
 
 
 def load_folder(folder: Path) -> Dataset:
-    """`train.npz` and `test.npz`, each with `x` (N, ...) numbers and `y` (N,) class numbers.
+    """`train.npz` and `test.npz`, each with `x` (N, ...) numbers and `y` (N,) or (N, ...) class numbers.
 
     Raises:
         UsageError: what is missing or does not fit.
@@ -80,10 +108,12 @@ def load_folder(folder: Path) -> Dataset:
     for name in ("train.npz", "test.npz"):
         arrays += _read_npz(folder / name)
     train_x, train_y, test_x, test_y = arrays
-    if train_x.shape[1:] != test_x.shape[1:]:
-        raise UsageError(
-            f"{folder}: train.npz holds samples of {train_x.shape[1:]}, test.npz of {test_x.shape[1:]}"
-        )
+    for name, train, test in (("x", train_x, test_x), ("y", train_y, test_y)):
+        if train.shape[1:] != test.shape[1:]:
+            raise UsageError(
+                f"{folder}: {name} of train.npz holds samples of {train.shape[1:]}, "
+                f"of test.npz {test.shape[1:]}"
+            )
     hasher = blake3()
     for array in arrays:
         hasher.update(repr((array.shape, array.dtype.str)).encode())
@@ -96,24 +126,52 @@ def _read_npz(path: Path) -> list[Array]:
         with np.load(path, allow_pickle=False) as archive:
             x, y = archive["x"], archive["y"]
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file", "a data folder holds train.npz and test.npz") from None
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(
+            f"{path}: no such file", "a data folder holds train.npz and test.npz; a text is one file"
+        ) from None
+    except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path}: want arrays x and y ({error})") from None
-    if y.ndim != 1 or len(x) != len(y) or len(y) == 0 or x.ndim < 2:
-        raise UsageError(f"{path}: want x (N, ...) and y (N,), got {x.shape} and {y.shape}")
-    if y.dtype.kind not in "iu" or y.min() < 0 or x.dtype.kind not in "iuf":
+    if y.ndim < 1 or x.ndim < 2 or len(x) != len(y) or y.size == 0:
+        raise UsageError(f"{path}: want x (N, ...) and y (N,) or (N, ...), got {x.shape} and {y.shape}")
+    if y.dtype.kind not in "iu" or y.min() < 0 or x.dtype.kind not in "biuf":
         raise UsageError(f"{path}: want numbers in x and class numbers from 0 in y")
     return [x, y.astype(np.int64)]
 
 
-class Batches:
-    """Micro-batches of a dataset by number, the same for everyone with the same seed."""
+def load_text(path: Path, *, window: int) -> Dataset:
+    """The bytes of a file in samples of `window`, each with the bytes one further on as its labels.
 
-    def __init__(self, dataset: Dataset, *, microbatch: int, seed: int, dtype: str) -> None:
+    Raises:
+        UsageError: it cannot be read, or is too short for two samples.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            data = np.frombuffer(bytes(text), np.uint8)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not a text that can be read ({error})") from None
+    count = (len(data) - 1) // window
+    if count < 2:
+        raise UsageError(f"{path}: {len(data)} bytes of text are too few for samples of {window}")
+    inputs = data[: count * window].reshape(count, window)
+    labels = data[1 : count * window + 1].reshape(count, window)
+    kept = count - max(1, count // TEXT_HELD_OUT)
+    digest = blake3(data.data, derive_key_context=f"peerloom text in windows of {window}").hexdigest()
+    return Dataset(digest, inputs[:kept], labels[:kept], inputs[kept:], labels[kept:], TEXT_VALUES)
+
+
+class Batches:
+    """Micro-batches of a dataset by number, the same for everyone with the same seed.
+
+    `input_type` and `label_type` are numpy's names of what the model takes.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, microbatch: int, seed: int, input_type: str, label_type: str
+    ) -> None:
         self._dataset = dataset
         self._microbatch = microbatch
         self._seed = seed
-        self._dtype = np.dtype(dtype)
+        self._types = np.dtype(input_type), np.dtype(label_type)
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
 
     def train(self, number: int) -> tuple[Array, Array]:
@@ -121,15 +179,16 @@ class Batches:
         total = len(self._dataset.train_labels)
         positions = range(number * self._microbatch, (number + 1) * self._microbatch)
         rows = [int(self._permutation(p // total)[p % total]) for p in positions]
-        return self._cast(self._dataset.train_inputs[rows]), self._dataset.train_labels[rows]
+        return self._cast(self._dataset.train_inputs[rows], self._dataset.train_labels[rows])
 
     def test(self, number: int) -> tuple[Array, Array]:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
-        return self._cast(self._dataset.test_inputs[part]), self._dataset.test_labels[part]
+        return self._cast(self._dataset.test_inputs[part], self._dataset.test_labels[part])
 
-    def _cast(self, inputs: Array) -> Array:
-        return np.ascontiguousarray(inputs, dtype=self._dtype)
+    def _cast(self, inputs: Array, labels: Array) -> tuple[Array, Array]:
+        input_type, label_type = self._types
+        return np.ascontiguousarray(inputs, input_type), np.ascontiguousarray(labels, label_type)
 
     def _make_permutation(self, epoch: int) -> Array:
         return np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset.train_labels))

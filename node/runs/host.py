@@ -2,14 +2,17 @@
 
 Why a process: torch is slow to import and holds the interpreter while it computes, and a stage that
 breaks must not take the node with it. Requests go over a socket pair, one at a time in the order of
-the calls; the numbers lie in shared memory without a name, so nothing is left behind even when the
-node is killed.
+the calls; the numbers lie in shared memory without a name. The process gets nothing of the node's but these
+and fences itself in (`node.runs.sandbox`); what it cannot do to itself is done here: while it owes an answer
+it is watched, and one that is frozen, too slow or too large is killed. A node that is killed leaves one empty
+folder behind, which the next stage of any node removes.
 
 A stage that fails stays failed: whoever opened it closes it and opens another.
 """
 
 import contextlib
 import fcntl
+import io
 import mmap
 import os
 import signal
@@ -17,86 +20,114 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import trio
 
-from crypto.encoding import decode, encode
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from node.errors import StageFailed
-from node.runs.host_process import HEADER, SPECIFICATION_BYTES_MAX
+from node.runs import sandbox
+from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
+from node.runs.host_process import HEADER, SPECIFICATION_BYTES_MAX, joined, split
+from node.runs.scratch import Scratch, remove_forgotten
 from partition.stage import (
     REASON_LENGTH_MAX,
+    Admitted,
     Refused,
     Reply,
     StageSpecification,
-    arena_bytes,
-    message_bytes_max,
 )
 
-START_SECONDS = 60.0
-"""Until the process is ready. Importing torch alone takes five seconds on a busy machine."""
+EPITAPH_SECONDS = 2.0
+"""How long a process that closed its end may take to end, before it is killed and its status not known."""
 REAP_SECONDS = 5.0
 """How long to wait for a killed process to be gone; only a stuck kernel call takes longer."""
+PART_BYTES = 256 << 10
+"""Read at once: as much as the kernel keeps of a link."""
+YIELD_BYTES = 1 << 20
+"""The loop copies so much in half a millisecond."""
 _REAP_POLL_SECONDS = 0.002
 _STDERR_TAIL_BYTES = 2_000
 _LAST_LINE_MAX = 200
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = ("-P", "-m", "node.runs.host_process")
+"""-P: a file in the current folder must not stand in for one of the stage's modules."""
 
 
 class StageHost:
     """The node's handle on one stage process; implements `node.seams.Stage`.
 
-    Made by `open`. `call` may be used from many tasks; `aclose` must be called in the end.
+    Made by `open`. `call` may be used from many tasks; `aclose` must be called in the end. `admitted` is what
+    the process said when it was ready; its `fences` and `unfenced` say what it is held to.
     """
 
-    def __init__(self, specification: StageSpecification) -> None:
-        self._bytes_max = message_bytes_max(specification)
-        self._sizes = arena_bytes(specification)
+    admitted: Admitted
+
+    def __init__(self, allowance: Allowance, *, stalled_seconds: float = STALLED_SECONDS) -> None:
+        self._allowance = allowance
+        self._stalled_seconds = stalled_seconds
+        self._answer_seconds = 0.0
         self._lock = trio.Lock()  # hands over in the order of asking
         self._failure: str | None = None
+        self._scratch = Scratch()
         self._stderr = _make_shared_file("stderr", 0)
         self._mappings: dict[str, mmap.mmap] = {}
         ours, theirs = socket.socketpair()
         descriptors = []
         with theirs:
             try:
-                for name, size in self._sizes.items():
+                for name, size in allowance.arenas.items():
                     descriptor = _make_shared_file(name, max(1, size))
                     descriptors.append(descriptor)
                     self._mappings[name] = mmap.mmap(descriptor, max(1, size))
-                self._process = _start(theirs.fileno(), descriptors, self._stderr)
+                self._process = _start(
+                    theirs.fileno(), descriptors, self._stderr, self._scratch.path, allowance
+                )
+                self._watch = Watch(self._process.pid, allowance.watched_bytes, stalled_seconds)
             except BaseException:
                 ours.close()
                 os.close(self._stderr)
+                self._scratch.remove()
                 raise
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        ours.setblocking(False)
+        self._link = ours
 
     @classmethod
-    async def open(cls, specification: bytes, *, start_seconds: float = START_SECONDS) -> Self:
+    async def open(
+        cls,
+        specification: bytes,
+        *,
+        start_seconds: float | None = None,
+        stalled_seconds: float = STALLED_SECONDS,
+    ) -> Self:
         """Start a process and wait until it is ready, with its first parameters in the arena.
+
+        `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
+        long the process may do nothing while it owes an answer.
 
         Raises:
             RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
-            StageFailed: the process ended, or was not ready within `start_seconds`.
+            StageFailed: the stage was not admitted, or the process ended, or was not ready in time.
         """
-        decoded: StageSpecification = decode(
-            specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
-        )
-        host = cls(decoded)
+        # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
+        allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
+        await trio.to_thread.run_sync(remove_forgotten)
+        host = cls(allowance, stalled_seconds=stalled_seconds)
         try:
-            with trio.move_on_after(start_seconds) as scope:
-                await host._exchange(specification)
-            if scope.cancelled_caught:
-                raise StageFailed(f"the stage's process was not ready within {start_seconds:g} s")
+            host.admitted = await host._start_up(
+                specification, allowance.start_seconds if start_seconds is None else start_seconds
+            )
         except BaseException:
             await host.aclose()
             raise
+        host._answer_seconds = allowance.answer_seconds(host.admitted)
         return host
 
     @property
@@ -104,8 +135,11 @@ class StageHost:
         """Of the stage's process."""
         return self._process.pid
 
-    async def call(self, request: object) -> Reply:
+    async def call(self, request: object, *, seconds: float | None = None) -> Reply:
         """Hand one request to the stage and wait for its answer; calls are served in order.
+
+        A stage that has not answered after `seconds` (by default far more than its work takes on a slow
+        machine), that stands still, or takes more memory than it may is killed.
 
         Cancelling a call that is being served ends the process: its answer would be taken for the next
         call's. The stage then counts as failed.
@@ -116,10 +150,14 @@ class StageHost:
         async with self._lock:
             if self._failure is not None:
                 raise StageFailed(self._failure)
-            message = encode(request)
-            if len(message) > self._bytes_max:
-                raise StageFailed(f"a request of {len(message)} bytes, at most {self._bytes_max} allowed")
-            return await self._exchange(message)
+            message, data = split(request)
+            length, longest = len(message) + len(data), self._allowance.message_bytes_max
+            if length > longest:
+                raise StageFailed(f"a request of {length} bytes, at most {longest} allowed")
+            reply = await self._exchange(message, data, self._answer_seconds if seconds is None else seconds)
+        if isinstance(reply, Refused):
+            raise StageFailed(reply.reason)
+        return reply
 
     def vector(self, name: str) -> memoryview:
         """The bytes of an arena, the very memory the stage computes in.
@@ -132,13 +170,17 @@ class StageHost:
         """
         if name not in self._mappings:
             raise StageFailed(f"the stage is closed, or has no arena '{name}'")
-        return memoryview(self._mappings[name])[: self._sizes[name]]
+        return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
 
     async def aclose(self) -> None:
-        """End the process and let go of the arenas. May be called again; not to be cancelled, but bounded."""
+        """End the process, let go of the arenas, remove the scratch folder.
+
+        May be called again; not to be cancelled, but bounded.
+        """
         self._fail("the stage has been closed")
         with trio.CancelScope(shield=True):
-            await self._reap()
+            await self._reap(REAP_SECONDS)
+            await trio.to_thread.run_sync(self._scratch.remove)
         while self._mappings:
             _, mapping = self._mappings.popitem()
             # Where somebody still holds a view, the memory goes with the last one.
@@ -148,49 +190,87 @@ class StageHost:
             os.close(self._stderr)
             self._stderr = -1
 
-    async def _exchange(self, message: bytes) -> Reply:
+    async def _start_up(self, specification: bytes, seconds: float) -> Admitted:
+        reply = await self._exchange(specification, b"", seconds, what="was not ready")
+        if isinstance(reply, Refused):
+            raise StageFailed(reply.reason)
+        if not isinstance(reply, Admitted):
+            self._fail("the stage's process answered nonsense: it was not asked anything yet")
+            raise StageFailed(self._failure)
+        return reply
+
+    async def _exchange(
+        self, message: bytes, data: bytes, seconds: float, *, what: str = "has not answered"
+    ) -> Reply:
         """Send one message and wait for the answer; every way out but an answer ends the process."""
+        self._watch.begin(seconds, what)
+        longest = self._allowance.message_bytes_max
         try:
-            await self._stream.send_all(HEADER.pack(len(message)))
-            await self._stream.send_all(message)
-            (length,) = HEADER.unpack(await self._receive_exactly(HEADER.size))
-            if length > self._bytes_max:
-                raise RemoteProtocolError(f"an answer of {length} bytes, at most {self._bytes_max} allowed")
-            answer = await self._receive_exactly(length)
-            reply: Reply = decode(memoryview(answer), Reply, bytes_max=self._bytes_max)
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            for part in (HEADER.pack(len(message), len(data)), message, data):
+                await self._send(part)
+            length, data_length = HEADER.unpack(await self._receive(HEADER.size))
+            if length + data_length > longest:
+                raise RemoteProtocolError(
+                    f"an answer of {length + data_length} bytes, at most {longest} allowed"
+                )
+            answer: Reply = decode(await self._receive(length), Reply, bytes_max=longest)
+            reply = joined(answer, await self._receive(data_length))
+        except (OSError, trio.ClosedResourceError):
             with trio.CancelScope(shield=True):
-                await self._reap()
-            self._fail(f"the stage's process {self._epitaph()}")
-            raise StageFailed(self._failure) from None
+                await self._reap(EPITAPH_SECONDS)
+            raise self._failed(f"the stage's process {self._epitaph()}") from None
         except RemoteProtocolError as error:
-            self._fail(f"the stage's process answered nonsense: {error}")
-            raise StageFailed(self._failure) from None
+            raise self._failed(f"the stage's process answered nonsense: {error}") from None
+        except StageFailed as error:
+            raise self._failed(str(error)) from None
         except BaseException:
             self._fail("a call to the stage was cancelled while it was served")
             raise
-        if isinstance(reply, Refused):
-            raise StageFailed(reply.reason)
         return reply
 
-    async def _receive_exactly(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
+    async def _send(self, message: bytes) -> None:
+        view = memoryview(message)
+        moved = 0
         while view:
-            count = await self._stream.socket.recv_into(view)
-            if count == 0:
-                raise trio.BrokenResourceError
+            try:
+                count = self._link.send(view)
+            except BlockingIOError:
+                await self._watch.wait(trio.lowlevel.wait_writable, self._link)
+                continue
             view = view[count:]
-        return data
+            moved = await _yield_after(moved + count)
+
+    async def _receive(self, length: int) -> bytes:
+        """So many bytes. A gigabyte is never copied in one go: a BytesIO grows and hands over what it has."""
+        received = io.BytesIO()
+        moved = 0
+        while length:
+            try:
+                part = self._link.recv(min(length, PART_BYTES))
+            except BlockingIOError:
+                await self._watch.wait(trio.lowlevel.wait_readable, self._link)
+                continue
+            if not part:
+                raise ConnectionResetError
+            received.write(part)
+            length -= len(part)
+            moved = await _yield_after(moved + len(part))
+        return received.getvalue()
+
+    def _failed(self, reason: str) -> StageFailed:
+        self._fail(reason)
+        return StageFailed(self._failure)
 
     def _fail(self, reason: str) -> None:
         """Kill the process and remember the first reason. Never blocks; `aclose` reaps."""
         self._failure = self._failure or reason[:REASON_LENGTH_MAX]
         self._process.kill()
-        self._stream.socket.close()
+        if self._link.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._link)
+            self._link.close()
 
-    async def _reap(self) -> None:
-        with trio.move_on_after(REAP_SECONDS):
+    async def _reap(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
             while self._process.poll() is None:  # noqa: ASYNC110 - no portable event for a child's end
                 await trio.sleep(_REAP_POLL_SECONDS)
 
@@ -207,19 +287,34 @@ class StageHost:
         return f"{how}: {last[:_LAST_LINE_MAX]}" if last else how
 
 
-def _start(link: int, arenas: list[int], stderr: int) -> "subprocess.Popen[bytes]":
+async def _yield_after(moved: int) -> int:
+    """Let others run once `moved` bytes have gone through without a pause; what counts from now on."""
+    if moved < YIELD_BYTES:
+        return moved
+    await trio.lowlevel.checkpoint()
+    return 0
+
+
+def _decode_allowance(specification: bytes) -> Allowance:
+    decoded: StageSpecification = decode(specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX)
+    return allowance_of(decoded, len(specification))
+
+
+def _start(
+    link: int, arenas: list[int], stderr: int, scratch: str, allowance: Allowance
+) -> "subprocess.Popen[bytes]":
     # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
     # die with its parent as soon as the *thread* that forked it ends.
-    arguments = [str(number) for number in (link, os.getpid(), *arenas)]
+    arguments = [link, os.getpid(), allowance.threads, allowance.device, allowance.own_bytes, *arenas]
     path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(  # noqa: S603 - our own program and arguments
-        # -P: a file in the current folder must not stand in for one of the stage's modules.
-        [sys.executable, "-P", "-m", "node.runs.host_process", *arguments],
+        [sys.executable, *_PROGRAM, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
         pass_fds=(link, *arenas),
-        env={**os.environ, "PYTHONPATH": path},
+        cwd=scratch,
+        env=sandbox.environment(os.environ, scratch=scratch, path=path, threads=allowance.threads),
     )
 
 

@@ -1,7 +1,8 @@
 """A run as it is asked for: the RUN.toml a person writes, and the signed manifest made of it.
 
-The manifest is what all members hold; its hash is the run's id. By-name models and data are the
-skeleton's; a graph hash and data shards by hash take their places in the same struct.
+The manifest is what all members hold; its hash is the run's id. It names the model by the hash of its
+graph, which members fetch from each other (`node.runs.models`); data shards by hash come into the same
+struct.
 """
 
 from typing import Annotated, Literal
@@ -14,26 +15,38 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from node.errors import UsageError
-from partition.stage import IN_FLIGHT_MAX, OptimizerSettings
+from partition.model.graph import SYMBOLS_MAX
+from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings, Schedule
 
 MANIFEST_PURPOSE = "run-manifest"
 MANIFEST_BYTES_MAX = 900
 """So that it fits a DHT record."""
 
-
-Sizes = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=65_536)], ...], msgspec.Meta(max_length=4)]
+Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
+HexHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class TrainTable(msgspec.Struct, frozen=True):
-    """`[train]` of RUN.toml. `batch` and `microbatch` count samples."""
+    """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
+
+    `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
+    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing.
+    """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 200
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
-    optimizer: Literal["sgd", "adam"] = "adam"
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.002
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    clip_norm: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    autocast: Literal["off", "bfloat16"] = "off"
+    recompute: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     dtype: Literal["float32", "float64"] = "float32"
     compress: bool = True
@@ -47,12 +60,31 @@ class PlanTable(msgspec.Struct, frozen=True):
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """RUN.toml: every key has a default but the model. `data` is `digits` or a folder."""
+    """RUN.toml: every key has a default but the model.
 
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
+    of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
+    test.npz, or a file of text.
+    """
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
     data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] = "digits"
+    options: dict[str, bool | int | float | str] = {}
     train: TrainTable = TrainTable()
     plan: PlanTable = PlanTable()
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """As a stage takes it."""
+        train = self.train
+        return OptimizerSettings(
+            kind=train.optimizer,
+            learning_rate=train.learning_rate,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            schedule=Schedule(train.schedule, train.warmup_steps, train.steps),
+            clip_norm=train.clip_norm,
+        )
 
 
 def check_run_file(run: RunFile, where: str) -> None:
@@ -68,26 +100,45 @@ def check_run_file(run: RunFile, where: str) -> None:
             f"{train.microbatch}; at most {IN_FLIGHT_MAX}",
             f"a train.microbatch of at least {-(-train.batch // IN_FLIGHT_MAX)}",
         )
+    if train.schedule != "constant" and train.warmup_steps >= train.steps:
+        raise UsageError(f"{where}: train.warmup_steps {train.warmup_steps} leaves no step to fall over")
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What a run is. `data` is `digits`, or the BLAKE3 hash (hex) of a folder's arrays."""
+    """What a run is. `model` is how a screen calls it, `graph` (BLAKE3, hex) what it is.
 
-    model: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}\Z")]
+    `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds. `sizes` are the graph's
+    symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
+    beside the loss.
+    """
+
+    model: Word
+    graph: HexHash
     data: Annotated[str, msgspec.Meta(pattern=r"^(digits|[0-9a-f]{64})\Z")]
-    sample_shape: Sizes
-    classes: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
     test_samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)]
+    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=SYMBOLS_MAX - 1)]
+    metrics: Annotated[tuple[Word, ...], msgspec.Meta(max_length=METRICS_MAX)]
     optimizer: OptimizerSettings
+    autocast: Literal["off", "bfloat16"]
+    recompute: bool
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    dtype: Literal["float32", "float64"]
     codec: Literal["raw", "zstd"]
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)]
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)]
     created_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+    @property
+    def graph_hash(self) -> bytes:
+        """As requests name it."""
+        return bytes.fromhex(self.graph)
+
+    @property
+    def sizes_max(self) -> tuple[int, ...]:
+        """All symbols, the batch first, for a whole micro-batch."""
+        return (self.microbatch, *self.sizes)
 
     @property
     def evaluations(self) -> int:
@@ -128,7 +179,9 @@ def make_run(signer: Signer, manifest: Manifest) -> Run:
 def check_run(signer: Signer, fact: Fact) -> Run:
     """A manifest whose signature and ranges hold; else RemoteProtocolError."""
     if len(fact.body) > MANIFEST_BYTES_MAX:
-        raise RemoteProtocolError("a manifest that is too long")
+        raise RemoteProtocolError(
+            f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
+        )
     manifest: Manifest = decode(fact.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
     requester = signer.check(MANIFEST_PURPOSE, fact)
     return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)

@@ -7,19 +7,21 @@ new trainer begins from the step that the replicas have reached.
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 import trio
 
-from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.errors import PeerloomError, StageFailed, Unreachable
 from node.events import Event
-from node.runs.data import Batches, Dataset
-from node.runs.manifest import Manifest, Run
+from node.runs.admission import Machine, specify
+from node.runs.data import Dataset
+from node.runs.manifest import Run
+from node.runs.models import Models
 from node.runs.placement import START_SECONDS_MAX, NotPlaced, plan_without, start_all
 from node.runs.replica import ReplicaShell
 from node.runs.requests import (
@@ -32,11 +34,12 @@ from node.runs.requests import (
     Request,
     check_notice,
 )
+from node.runs.submission import fits, make_batches
 from node.runs.trainer import RunEvent, TrainerShell
 from node.runs.weights import collect, fetch_weights, keep
 from node.seams import Seams
+from partition.model.graph import Graph
 from partition.plan.plan import HASH_BYTES, Plan, follows, plan_hash, planner_of
-from partition.stage import StageSpecification
 from partition.steps.messages import ReplicaMessage
 
 END_SECONDS_MAX = 60.0
@@ -54,13 +57,14 @@ class Service(Protocol):
 
     seams: Seams
     signer: Signer
+    models: Models
+    machine: Machine
     live: Callable[[], Sequence[PeerId]]
     publish: Callable[[Event], None]
     nursery: trio.Nursery | None
 
     def send(self, peer: PeerId, message: Any) -> None: ...
     def load_data(self, run: Run) -> Dataset: ...
-    def specification(self, run: Run, plan: Plan, stage: int) -> StageSpecification: ...
     def ended(self, member: "RunMember", outcome: str, detail: str, weights: str) -> None: ...
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
 
@@ -134,20 +138,39 @@ class RunMember:
 
     async def _open_stage(self, plan: Plan, stage: int) -> None:
         service = self._service
-        specification = service.specification(self.run, plan, stage)
+        executor = service.seams.executor
         try:
-            opened = await service.seams.executor.open_stage(encode(specification))
+            graph = await self._graph()
+            wanted = partial(specify, self.run, graph, plan, stage, service.machine)
+            specification, parts, data = await executor.run(wanted)
+            opened = await executor.open_stage(data)
+        except Unreachable as error:
+            raise StageFailed(error.detail) from None
+        except RemoteProtocolError as error:
+            raise StageFailed(f"no stage can be made of this plan: {error}") from None
         except OSError as error:
             raise StageFailed(f"no process can be started: {error}") from None
-        if self._is_ended:
+        try:
+            await service.models.fill(opened, specification, self._holders())
+            if self._is_ended:
+                raise StageFailed("the run ended before its stage was open")
+        except BaseException:
             await opened.aclose()
-            raise StageFailed("the run ended before its stage was open")
-        shell = ReplicaShell(
-            service.signer, plan, specification, opened, service.seams.executor, service.send
-        )
+            raise
+        shell = ReplicaShell(service.signer, plan, specification, parts, opened, executor, service.send)
         self._replica = shell
         self._replica_scope = trio.CancelScope()
         self._start_task(lambda: self._host(shell, self._replica_scope))
+
+    async def _graph(self) -> Graph:
+        """The run's model, from here or from another member. Raises Unreachable."""
+        return await self._service.models.get(self.run.manifest.graph_hash, self._holders())
+
+    def _holders(self) -> list[PeerId]:
+        """Who may hand over what the run is made of: the requester first, then every other member."""
+        members = () if self.plan is None else self.plan.members
+        others = [peer for peer in members if peer not in (self._me, self.run.requester)]
+        return [self.run.requester, *others]
 
     async def _host(self, shell: ReplicaShell, scope: trio.CancelScope) -> None:
         with scope:
@@ -176,16 +199,17 @@ class RunMember:
         self.begun = True  # before anything is awaited: a second Begin must not make a second trainer
         manifest = self.run.manifest
         try:
+            graph = await self._graph()
             dataset = await service.seams.executor.run(lambda: service.load_data(self.run))
-        except (PeerloomError, NotPlaced) as error:
+        except (PeerloomError, NotPlaced, Unreachable) as error:
             self.begun = False
             return str(error)
         if plan != self.plan or self._is_ended:
             return "another plan is in force"
-        if not _fits(dataset, manifest):
+        if not fits(dataset, manifest, graph):
             self.begun = False
             return "the data this node has does not fit the run's manifest; has it changed?"
-        batches = Batches(dataset, microbatch=manifest.microbatch, seed=manifest.seed, dtype=manifest.dtype)
+        batches = make_batches(dataset, manifest, graph)
         shell = TrainerShell(
             service.signer,
             self.run,
@@ -226,7 +250,7 @@ class RunMember:
         if self._replica is not None:
             with suppress(StageFailed):  # another replica of its stage may hand them over
                 own = await self._replica.export()
-        data = await collect(self.run, plan, live, self._me, own, seams)
+        data = await collect(self.run, await self._graph(), plan, live, self._me, own, seams)
         return await seams.executor.run(lambda: keep(seams.storage, self.run.text, data))
 
     async def _renew(self, shell: TrainerShell, plan: Plan) -> None:
@@ -399,11 +423,3 @@ class RunMember:
     def _start_task(self, task: Callable[[], Any]) -> None:
         assert self._service.nursery is not None
         self._service.nursery.start_soon(task)
-
-
-def _fits(dataset: Dataset, manifest: Manifest) -> bool:
-    return (
-        (dataset.digest, dataset.sample_shape) == (manifest.data, manifest.sample_shape)
-        and len(dataset.test_labels) >= manifest.test_samples
-        and dataset.classes <= manifest.classes
-    )

@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
+from node.runs.admission import check_model, train_entry
 from node.runs.manifest import Manifest, Run
 from node.runs.requests import (
     LEASE_PURPOSE,
@@ -31,14 +32,16 @@ from node.runs.requests import (
     Start,
 )
 from node.seams import Executor
-from partition.codec import ITEM_BYTES
-from partition.model import build
-from partition.plan.cost import LayerCost, Resources
+from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.sizes import evaluate, shape_of
+from partition.plan.cost import Resources
+from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.solver import Infeasible, Split, solve
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
-LEASE_SECONDS_MAX = 10.0
+LEASE_SECONDS_MAX = 30.0
+"""A provider fetches and checks the model's graph before it answers."""
 START_SECONDS_MAX = 120.0
 """Opening a stage imports torch, which takes seconds on a cold, busy machine."""
 REPLANS_MAX = 8
@@ -73,24 +76,18 @@ class NotStarted(NotPlaced):
         self.peers = tuple(failures)
 
 
-def layer_costs(manifest: Manifest) -> list[LayerCost]:
-    """The model's layers as the solver sees them. Raises ValueError where there is no such model."""
-    model = build(manifest.model, manifest.sample_shape, manifest.classes)
-    item_bytes = ITEM_BYTES[manifest.dtype]
-    costs = []
-    for index, layer in enumerate(model.layers):
-        costs.append(
-            LayerCost(
-                parameter_bytes=sum(p.size for p in layer.parameters) * item_bytes,
-                forward_flops=model.flops(index),
-                saved_bytes=model.saved_bytes(index, item_bytes),
-                output_bytes=prod(model.shapes[index + 1]) * item_bytes,
-            )
-        )
-    return costs
+def fed_bytes(manifest: Manifest, graph: Graph) -> int:
+    """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
+    entry = train_entry(graph)
+    values = evaluate(graph.expressions, manifest.sizes_max)
+    largest = 0
+    for ports in (entry.inputs, entry.labels):
+        kinds = [graph.types[port.type] for port in ports]
+        largest = max(largest, sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds))
+    return largest
 
 
-def make_plan(run: Run, planner: PeerId, offers: Sequence[Offer]) -> Plan:
+def make_plan(run: Run, graph: Graph, planner: PeerId, offers: Sequence[Offer]) -> Plan:
     """The first plan of a run. The requester trains; it holds a stage only where peers are short.
 
     Raises:
@@ -103,23 +100,24 @@ def make_plan(run: Run, planner: PeerId, offers: Sequence[Offer]) -> Plan:
     # A trainer that computes no stage keeps feeding while stages compute.
     spare = len(others) >= needed and (bool(manifest.stages) or len(others) >= 2)
     chosen = others if spare else providers
-    input_bytes = manifest.microbatch * prod(manifest.sample_shape) * ITEM_BYTES[manifest.dtype]
-    if input_bytes > FRAME_BYTES_MAX:
-        raise NotPlaced(
-            f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most {FRAME_BYTES_MAX / 1e6:.0f} MB "
-            "can be sent; a smaller train.microbatch is needed"
-        )
     try:
+        check_model(manifest, graph)
+        input_bytes = fed_bytes(manifest, graph)
+        if input_bytes > FRAME_BYTES_MAX:
+            raise NotPlaced(
+                f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
+                f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
+            )
         split = solve(
-            layer_costs(manifest),
+            layer_costs(graph, manifest.sizes_max),
             [Resources(int(offer.flops_per_second), offer.memory_bytes) for offer in chosen],
             stages=manifest.stages,
             replicas=manifest.replicas,
-            samples=manifest.microbatch,
-            samples_in_flight=manifest.microbatch * manifest.microbatches,
+            microbatches_in_flight=manifest.microbatches,
+            recompute=manifest.recompute,
             frame_bytes_max=FRAME_BYTES_MAX,
         )
-    except (Infeasible, ValueError) as error:
+    except (Infeasible, RemoteProtocolError, ValueError) as error:
         raise NotPlaced(f"{manifest.model}: {error}") from None
     return Plan(
         run=run.id,
@@ -178,7 +176,9 @@ def plan_without(plan: Plan, planner: PeerId, trainer: PeerId, live: Sequence[Pe
     )
 
 
-async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask, executor: Executor) -> Plan:
+async def place(
+    run: Run, graph: Graph, signer: Signer, offers: Sequence[Offer], ask: Ask, executor: Executor
+) -> Plan:
     """Plan, lease and start a run; a busy or silent provider is planned around.
 
     Raises:
@@ -189,7 +189,7 @@ async def place(run: Run, signer: Signer, offers: Sequence[Offer], ask: Ask, exe
     for _ in range(REPLANS_MAX):
         try:
             # Among many peers, an infeasible run takes the solver seconds to find out.
-            plan = await executor.run(partial(make_plan, run, signer.peer, tuple(left)))
+            plan = await executor.run(partial(make_plan, run, graph, signer.peer, tuple(left)))
         except NotPlaced as error:
             raise NotPlaced("; ".join([str(error), *reasons])) from None
         refused = await _lease_all(run, plan, signer, ask)

@@ -5,7 +5,7 @@ a probe or a Drop never waits for a product of matrices.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from gossip.allreduce import AllReduce, Part, Vector
+from gossip.allreduce import Part
 from node.errors import StageFailed
+from node.runs.admission import TRAIN
+from node.runs.reduction import Reduction, Share
 from node.runs.requests import GroupPart
 from node.seams import Executor, Stage
 from partition import stage as api
@@ -48,19 +50,22 @@ class ReplicaShell:
         signer: Signer,
         plan: Plan,
         specification: api.StageSpecification,
+        parts: Sequence[Share],
         stage: Stage,
         executor: Executor,
         send: Send,
     ) -> None:
-        self.core = core.Replica(signer.peer, plan)
+        entry = specification.graph.entry(TRAIN)
+        self.core = core.Replica(signer.peer, plan, awaits_gradient=bool(entry.backward_outputs))
         self._signer = signer
-        self._specification = specification
+        self._dtype = specification.dtype
+        self._shares = parts
         self._stage = stage
         self._executor = executor
         self._send = send
         self._work: deque[Any] = deque()
         self._more = trio.Event()
-        self._reduction: AllReduce | None = None
+        self._reduction: Reduction | None = None
         self._reducing: core.ReduceReady | None = None
         self._parts_sent: list[tuple[PeerId, Part]] = []
         self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
@@ -96,8 +101,8 @@ class ReplicaShell:
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
-            if not self.core.is_group((sender,)):
-                raise RemoteProtocolError("a part from a peer that does not hold this stage")
+            if not self.core.is_replica(sender):
+                raise RemoteProtocolError("a part from a peer that holds no stage")
             self._queue((sender, message))
         else:
             self._pass_on(self.core.receive(now, sender, message))
@@ -171,7 +176,7 @@ class ReplicaShell:
             gradient=self._frame(work, done.gradient, -1, "gradient", train=True),
             samples=done.samples,
             loss=done.loss,
-            correct=done.correct,
+            metrics=done.metrics,
         )
         self._pass_on(sends)
 
@@ -179,7 +184,7 @@ class ReplicaShell:
         done = await self._stage.call(api.Backward(work.step, work.microbatch, work.gradient))
         assert isinstance(done, api.BackwardDone)
         frame = self._frame(work, done.gradient, -1, "gradient", train=True)
-        self._pass_on(self.core.backwarded(work, gradient=frame, samples=work.gradient.shape[0]))
+        self._pass_on(self.core.backwarded(work, gradient=frame))
 
     def _frame(
         self,
@@ -208,9 +213,9 @@ class ReplicaShell:
         )
 
     async def _reduce(self, work: core.ReduceReady) -> None:
-        sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._specification.dtype)
+        sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._dtype)
         reduction, sends = await self._executor.run(
-            lambda: _begin_reduction(self.core.me, work.members, reduction_key(work), sums)
+            lambda: _begin_reduction(self.core.me, work, self._shares, sums)
         )
         self._reduction, self._reducing = reduction, work
         self._parts_sent.clear()
@@ -223,7 +228,7 @@ class ReplicaShell:
 
     async def _part(self, sender: PeerId, part: Part) -> None:
         reduction, reducing = self._reduction, self._reducing
-        if reduction is None or reducing is None or part.key != reduction_key(reducing):
+        if reduction is None or reducing is None or not reduction.is_of(part):
             # Ahead of us, or of a reduction that is over; the key tells which once ours begins.
             self._early_parts.append((sender, part))
             return
@@ -243,14 +248,17 @@ class ReplicaShell:
         reduction, reducing = self._reduction, self._reducing
         if reduction is None or reducing is None or not reduction.done:
             return
-        totals = np.frombuffer(self._stage.vector("totals"), dtype=self._specification.dtype)
-        digest = await self._executor.run(lambda: _finish(reduction, totals))
+        totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
+        digest = await self._executor.run(lambda: reduction.finish(totals))
         # The machine stays until the next one: a member may still have to hear our parts.
         self._reducing = None
-        self._pass_on(self.core.reduced(reducing, digest))
+        # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
+        normed = await self._stage.call(api.Norm())
+        assert isinstance(normed, api.Normed)
+        self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))
 
     async def _apply(self, work: core.ApplyReady) -> None:
-        done = await self._stage.call(api.Apply(work.step, work.samples))
+        done = await self._stage.call(api.Apply(work.step, work.samples, work.squared_norm))
         assert isinstance(done, api.Applied)
         self._reduction = None
         self._parts_sent.clear()
@@ -258,18 +266,8 @@ class ReplicaShell:
         self._pass_on(self.core.applied(work, done.digest))
 
 
-def reduction_key(work: core.ReduceReady) -> bytes:
-    """What names one reduction: plan, step and attempt."""
-    return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")
-
-
 def _begin_reduction(
-    me: PeerId, members: tuple[PeerId, ...], key: bytes, sums: Vector
-) -> tuple[AllReduce, list[tuple[PeerId, Part]]]:
-    reduction = AllReduce(me, members, key, sums)
+    me: PeerId, work: core.ReduceReady, parts: Sequence[Share], sums: "np.ndarray[Any, np.dtype[Any]]"
+) -> tuple[Reduction, list[tuple[PeerId, Part]]]:
+    reduction = Reduction(me, work, parts, sums)
     return reduction, reduction.start()
-
-
-def _finish(reduction: AllReduce, totals: Vector) -> bytes:
-    totals[:] = reduction.total
-    return reduction.digest

@@ -1,6 +1,6 @@
 """Requests between members of a run, each on a stream of its own: one question, one answer.
 
-`/peerloom/runs/1` carries what must be answered: placing, leasing, starting, ending, weights. What
+`/peerloom/runs/1` carries what must be answered: placing, leasing, starting, ending, models, weights. What
 flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
 """
 
@@ -19,6 +19,7 @@ from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, StepCommitted
 from node.seams import Network, Stream
 from partition.plan.plan import PLAN_BYTES_MAX, Count, Hash
+from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import ReplicaMessage, TrainerMessage
 
@@ -28,6 +29,8 @@ REQUEST_BYTES_MAX = PLAN_BYTES_MAX + 8_192
 PIPELINE_BYTES_MAX = 60 * 1024 * 1024
 REASON_LENGTH_MAX = 300
 BLOB_BYTES_MAX = 16 * 1024**3
+RANGE_BYTES_MAX = 16 * 1024 * 1024
+"""Of first values in one answer: some of them fit the memory of whoever answers many."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
 NUMBER_MAX = 2**53
@@ -101,7 +104,34 @@ class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-Request = Submit | LeaseRequest | Release | Start | Begin | Renew | ExportStage | End | FetchWeights
+class FetchModel(msgspec.Struct, frozen=True, tag="model"):
+    """Anybody to a holder: the graph with this hash. Answered by a Blob or Declined."""
+
+    graph: Hash
+
+
+class FetchRange(msgspec.Struct, frozen=True, tag="range"):
+    """Replica to a holder: a part of the file of first values beside a graph, counted from where its data
+    begins. Answered by a Blob or Declined."""
+
+    graph: Hash
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
+
+
+Request = (
+    Submit
+    | LeaseRequest
+    | Release
+    | Start
+    | Begin
+    | Renew
+    | ExportStage
+    | End
+    | FetchWeights
+    | FetchModel
+    | FetchRange
+)
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
@@ -155,13 +185,21 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 def check_notice(notice: Notice) -> None:
     """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
     for name in notice.event.__struct_fields__:
-        match getattr(notice.event, name):
-            case float(value) if not isfinite(value):
-                raise RemoteProtocolError(f"a notice whose {name} is not finite")
-            case int(value) if not 0 <= value <= NUMBER_MAX:
-                raise RemoteProtocolError(f"a notice whose {name} is impossible")
-            case bytes(value) if len(value) != PEER_ID_BYTES:
-                raise RemoteProtocolError(f"a notice whose {name} is no peer")
+        field = getattr(notice.event, name)
+        if isinstance(field, tuple) and len(field) > METRICS_MAX:
+            raise RemoteProtocolError(f"a notice with {len(field)} {name}")
+        for value in field if isinstance(field, tuple) else (field,):
+            _check_value(name, value)
+
+
+def _check_value(name: str, field: object) -> None:
+    match field:
+        case float(value) if not isfinite(value):
+            raise RemoteProtocolError(f"a notice whose {name} is not finite")
+        case int(value) if not 0 <= value <= NUMBER_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} is impossible")
+        case bytes(value) if len(value) != PEER_ID_BYTES:
+            raise RemoteProtocolError(f"a notice whose {name} is no peer")
 
 
 class GroupPart(msgspec.Struct, frozen=True, tag="part"):
@@ -191,8 +229,10 @@ async def ask(network: Network, peer: PeerId, request: Request, *, seconds: floa
     raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
 
 
-async def fetch(network: Network, peer: PeerId, request: Request, *, seconds: float) -> bytes:
-    """Put a request whose answer is a Blob; the blob's bytes. Raises Unreachable."""
+async def fetch(
+    network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
+) -> bytes:
+    """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
     with trio.move_on_after(seconds):
         stream = await network.open(peer, RUNS_PROTOCOL)
         try:
@@ -201,6 +241,8 @@ async def fetch(network: Network, peer: PeerId, request: Request, *, seconds: fl
             if not isinstance(reply, Blob):
                 reason = reply.reason if isinstance(reply, Declined) else "not what was asked for"
                 raise Unreachable("refused", reason)
+            if reply.size_bytes > bytes_max:
+                raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
             return await _receive_blob(stream, reply.size_bytes)
         except (StreamClosed, RemoteProtocolError) as error:
             raise Unreachable("refused", f"no answer: {error}") from None

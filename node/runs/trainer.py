@@ -12,14 +12,17 @@ import trio
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, StepCommitted
-from node.runs.data import Batches
+from node.runs.data import Array, Batches
 from node.runs.manifest import Run
 from node.seams import Clock, Executor
-from partition.codec import Payload, pack
+from partition.codec import Payload, pack, typed
 from partition.plan.plan import Plan
 from partition.steps import trainer as core
 from partition.steps.frames import Direction, Frame, make_frame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
+
+CORRECT = "correct"
+"""The metric that counts right answers: over the samples it is the accuracy."""
 
 Send = Callable[[PeerId, Any], None]
 RunEvent = StepCommitted | ReplicaDropped | RunEvaluated
@@ -40,7 +43,13 @@ class TrainerShell:
         publish: Callable[[RunEvent], None],
     ) -> None:
         manifest = run.manifest
-        self.core = core.Trainer(signer.peer, plan, steps=manifest.steps, evaluations=manifest.evaluations)
+        self.core = core.Trainer(
+            signer.peer,
+            plan,
+            steps=manifest.steps,
+            evaluations=manifest.evaluations,
+            metrics=len(manifest.metrics),
+        )
         self._signer = signer
         self._run = run
         self._plan = plan
@@ -113,12 +122,15 @@ class TrainerShell:
     def _make_frames(self, feed: core.FeedReady) -> tuple[Frame, Frame]:
         source = self._batches.train if feed.train else self._batches.test
         inputs, labels = source(feed.microbatch)
-        codec = self._run.manifest.codec
         last = len(self._plan.stages) - 1
         return (
-            self._frame(feed, pack(inputs, codec), 0, "input"),
-            self._frame(feed, pack(labels, codec), last, "labels"),
+            self._frame(feed, self._pack(inputs), 0, "input"),
+            self._frame(feed, self._pack(labels), last, "labels"),
         )
+
+    def _pack(self, array: Array) -> Payload:
+        manifest = self._run.manifest
+        return pack([typed(array)], manifest.codec, (len(array), *manifest.sizes))
 
     def _frame(self, feed: core.FeedReady, payload: Payload, stage: int, direction: Direction) -> Frame:
         return make_frame(
@@ -162,12 +174,14 @@ class TrainerShell:
 
     def _evaluated(self, event: core.TrainingEvaluated) -> None:
         samples = max(1, event.samples)
+        named = dict(zip(self._run.manifest.metrics, event.metrics, strict=True))
         self._publish(
             RunEvaluated(
                 at=self._clock.wall(),
                 run=self._run.text,
-                accuracy=event.correct / samples,
+                accuracy=named[CORRECT] / samples if CORRECT in named else None,
                 loss=event.loss / samples,
                 samples=event.samples,
+                metrics=event.metrics,
             )
         )

@@ -4,24 +4,46 @@ The trainer collects each stage's parameters once at the end; each member then f
 checks its BLAKE3 hash, so that any of them can hand it over when the others have gone.
 """
 
-from collections.abc import Sequence
+import json
+import struct
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 
 import safetensors
-import safetensors.numpy
 from blake3 import blake3
 
 from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.runs.manifest import Run
-from node.runs.requests import ExportStage, FetchWeights, fetch
+from node.runs.requests import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch
 from node.seams import Network, Seams, Storage
+from partition.model.graph import ITEM_BYTES, DataType, Graph
+from partition.model.sizes import shape_of
 from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
 """DHT records under (this, short run id): one for each peer that keeps the file; the value is its hash."""
 EXPORT_SECONDS_MAX = 120.0
+EXPORT_OVERHEAD_BYTES = 1 << 16
+EXPORT_ROW_BYTES = 512
+"""A row of the header: name, type, shape and place."""
 FETCH_SECONDS_MAX = 300.0
+DTYPES: dict[DataType, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls them."""
+_ITEM_BYTES = {DTYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
+_ALIGNMENT = 8
 
 
 def weights_name(run: str) -> str:
@@ -30,9 +52,12 @@ def weights_name(run: str) -> str:
 
 
 async def collect(
-    run: Run, plan: Plan, live: Sequence[PeerId], me: PeerId, own: bytes | None, seams: Seams
+    run: Run, graph: Graph, plan: Plan, live: Sequence[PeerId], me: PeerId, own: bytes | None, seams: Seams
 ) -> bytes:
     """One safetensors file from the stages, each from its first live replica that answers.
+
+    It holds all of the model's state dict: parameters and statistics by all their names, constants that have
+    one, and how many micro-batches each batch norm has seen.
 
     `own` is the export of the stage that this node hosts itself, if it does.
 
@@ -40,34 +65,87 @@ async def collect(
         Unreachable: no replica of a stage handed its parameters over.
     """
     parts = []
+    bytes_max = export_bytes_max(graph)
     for number, stage in enumerate(plan.stages):
         if own is not None and me in stage.replicas:
             parts.append(own)
         else:
             replicas = [PeerId(peer) for peer in stage.replicas if peer in live]
-            parts.append(await _collect_stage(number, plan, replicas, seams.network))
-    return await seams.executor.run(lambda: _join(run, parts))
+            parts.append(await _collect_stage(number, plan, replicas, seams.network, bytes_max))
+    return await seams.executor.run(partial(_join, run, graph, parts))
 
 
-async def _collect_stage(number: int, plan: Plan, replicas: Sequence[PeerId], network: Network) -> bytes:
+def export_bytes_max(graph: Graph) -> int:
+    """The longest export of one stage: all that the model has, once."""
+    names = [row.names[0] for row in graph.parameters] + [
+        row.names[0] for row in graph.constants if row.names
+    ]
+    size = sum(prod(shape_of(row.type, ())) * ITEM_BYTES[row.type.dtype] for row in graph.parameters)
+    size += sum(len(constant.data) for constant in graph.constants)
+    return size + EXPORT_ROW_BYTES * len(names) + sum(map(len, names)) + EXPORT_OVERHEAD_BYTES
+
+
+async def _collect_stage(
+    number: int, plan: Plan, replicas: Sequence[PeerId], network: Network, bytes_max: int
+) -> bytes:
     reasons = []
     for peer in replicas:
         try:
-            return await fetch(network, peer, ExportStage(plan_hash(plan)), seconds=EXPORT_SECONDS_MAX)
+            return await fetch(
+                network,
+                peer,
+                ExportStage(plan_hash(plan)),
+                seconds=EXPORT_SECONDS_MAX,
+                bytes_max=min(bytes_max, BLOB_BYTES_MAX),
+            )
         except Unreachable as error:
             reasons.append(error.detail)
     raise Unreachable("refused", f"stage {number + 1} handed over no parameters: {'; '.join(reasons)}")
 
 
-def _join(run: Run, parts: Sequence[bytes]) -> bytes:
-    tensors = {}
+def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
+    found: dict[str, tuple[str, list[int], bytes]] = {}
     for part in parts:
         try:
-            tensors.update(safetensors.numpy.load(part))
+            tensors = safetensors.deserialize(part)  # type: ignore[no-untyped-call]  # the package has no stub
         except (safetensors.SafetensorError, ValueError, TypeError) as error:
             raise Unreachable("refused", f"a stage sent parameters that cannot be read: {error}") from None
+        for name, tensor in tensors:
+            # Of what is tied, the first stage speaks for it.
+            found.setdefault(name, (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"])))
+    wanted: dict[str, tuple[str, list[int], bytes]] = {}
+    for row in graph.parameters:
+        # Stages say it under the first of its names.
+        tensor = found.get(row.names[0])
+        if tensor is None or tensor[:2] != (DTYPES[row.type.dtype], list(shape_of(row.type, ()))):
+            raise Unreachable("refused", f"no stage handed {row.names[0]} over as the model has it")
+        wanted |= dict.fromkeys(row.names, tensor)
+    for constant in graph.constants:
+        kind = constant.type
+        wanted |= dict.fromkeys(constant.names, (DTYPES[kind.dtype], list(shape_of(kind, ())), constant.data))
+    count = run.manifest.steps * run.manifest.microbatches
+    for name in graph.counters:
+        wanted[name] = (DTYPES["int64"], [], count.to_bytes(8, "little"))
     metadata = {"format": "pt", "peerloom.run": run.id.hex(), "peerloom.model": run.manifest.model}
-    return safetensors.numpy.save(tensors, metadata=metadata)
+    return _write(wanted, metadata)
+
+
+def _write(tensors: Mapping[str, tuple[str, list[int], bytes]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file: the length of a JSON header, the header, the data (the format's README).
+
+    By hand, because the package writes from arrays, and numpy has no bfloat16.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    # The widest items first, so that every tensor lies aligned.
+    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name][0]], name))
+    offset = 0
+    for name in order:
+        dtype, shape, data = tensors[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return b"".join([struct.pack("<Q", len(text)), text, *(tensors[name][2] for name in order)])
 
 
 async def fetch_weights(seams: Seams, run: str, holders: Sequence[PeerId], digest: str) -> bytes:

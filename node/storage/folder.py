@@ -2,15 +2,17 @@
 
 A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced:
 after a crash there is the old blob or the new one, never half (the rename of POSIX, rename(2)).
-Not for weights or blobs by hash; it holds keys, contacts and small tables.
+It holds keys, contacts, small tables, the graphs of runs and the weights they began and ended with.
 """
 
 import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from crypto.errors import LocalProtocolError
 from node.errors import UsageError
@@ -19,6 +21,7 @@ from node.paths import short_path
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 NAME_DEPTH_MAX = 8
+COPY_BYTES = 1 << 20
 LOCK_NAME = "node.lock"
 _TEMPORARY_SUFFIX = ".half"
 # No leading dot, so neither `..` nor hidden files; 128 letters leave room for the suffix in any file system.
@@ -45,18 +48,39 @@ class FolderStorage:
         except FileNotFoundError:
             return None
 
+    def read_part(self, name: str, offset: int, length: int) -> bytes | None:
+        """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
+        try:
+            with self.file(name).open("rb") as file:
+                file.seek(offset)
+                return file.read(length)
+        except FileNotFoundError:
+            return None
+
     def write(self, name: str, data: bytes) -> None:
         """Put `data` in place of what was there, durably, readable by this user only."""
+        self._put(name, lambda file: file.write(data))
+
+    def copy_in(self, name: str, path: Path) -> None:
+        """The same with the content of the file at `path`, which need not fit into memory."""
+        with path.open("rb") as source:
+            self._put(name, lambda file: shutil.copyfileobj(source, file, COPY_BYTES))
+
+    def _put(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
         target = self.file(name)
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         half = target.with_name(target.name + _TEMPORARY_SUFFIX)
         # A half file left by a crash may have any mode; a new one surely has ours.
         half.unlink(missing_ok=True)
         descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            half.unlink(missing_ok=True)  # of a full disk it may hold what was left
+            raise
         half.replace(target)
         _sync_folder(target.parent)
 

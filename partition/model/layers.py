@@ -1,155 +1,260 @@
-"""What a layer is, as data: its parameters, shapes and cost. No torch here; `partition.execute` computes.
+"""Chooses the layers of a graph: the boundaries between which a plan may cut, and their names. No torch.
 
-All shapes are of one sample, without the batch dimension. Costs are per sample and forward; a
-backward pass costs about twice the forward one. One multiply-add counts as two FLOPs, as in
-`torch.utils.flop_counter`, and every other output element as one.
+A solver's time grows with the square of the places it may cut at, and nearly all of the hundreds of legal
+positions are worse than one close by. So of the positions between two modules with parameters one remains:
+where the fewest bytes cross, at a border of modules if there is a choice, and rather late. Then those on a
+hill go: clearly fewer bytes cross on both sides, not far away. Of the rest the best are taken, best first,
+as long as they are apart: with at least one part in `layers_max` of the model's cost between them, and so
+about as many layers, none of them negligible. Cost is half time, half parameters, which take memory where
+they take no time.
 
-`saved_bytes` is what autograd keeps of a layer until the backward pass. It is an upper bound: where a
-layer saves its output and the next one its input, the one tensor is counted twice.
+That leaves the beginnings of a transformer's attention and feed-forward blocks, of a residual network's
+blocks, and of a plain network's layers.
 """
 
-from math import prod
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
-Shape = tuple[int, ...]
+from partition.model.crossing import FLOP_COST, TOUCHED_BYTE_COST
+from partition.model.cut import crossing_bytes, follow, legal_positions, reference_sizes
+from partition.model.flow import Flow, flow_of
+from partition.model.graph import LAYERS_MAX, Entry, Graph, Name, Node, ParameterValue, arguments_of
+from partition.model.work import Work
 
-_INDEX_BYTES = 8
-"""Max pooling remembers the place of each maximum as an int64."""
-
-
-class Parameter(msgspec.Struct, frozen=True):
-    """One trainable tensor. `name` is its key in torch's state dict; `fan_in` scales its first values."""
-
-    name: str
-    shape: Shape
-    fan_in: int
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return prod(self.shape)
+LAYERS_WANTED_MAX = 128
+HILL_SHARE = 6
+"""A hill is looked at within one part in so many of the model's cost, to both sides."""
+HILL_PERCENT = 125
+"""It is one if its foot is lower by this: the slow rise towards the middle of a U-Net is none."""
 
 
-class Layer(msgspec.Struct, frozen=True):
-    """One step of a model. `name` is the module's name in torch's state dict.
+def with_layers(
+    graph: Graph,
+    *,
+    split: Sequence[str] = (),
+    together: Sequence[Sequence[str]] = (),
+    layers_max: int = LAYERS_WANTED_MAX,
+) -> Graph:
+    """The graph with its layers, at most `layers_max`; layers it had are forgotten.
 
-    Its answers are only meaningful for an input shape that `output_shape` accepts.
+    With `split`, only the beginnings of the modules named there are boundaries. Between the first and the
+    last node of each group of modules in `together` there is none.
+
+    Raises:
+        ValueError: a module that no node belongs to, or a split where no cut can be, or that `together`
+            forbids.
     """
+    if not 1 <= layers_max <= LAYERS_MAX:
+        raise ValueError(f"a model has 1 to {LAYERS_MAX} layers, not {layers_max}")
+    entry = graph.entries[0]
+    last = _first_labelled(graph, entry)
+    legal = [position for position in legal_positions(graph) if position <= last]
+    spans = [_span(graph, entry, modules) for modules in together]
+    if split:
+        positions = sorted({_beginning(graph, entry, module, legal) for module in split})
+        for position in positions:
+            if any(low < position <= high for low, high in spans):
+                raise ValueError(f"a split at node {position} would divide modules that belong together")
+        if len(positions) >= layers_max:
+            raise ValueError(f"{len(positions)} splits make more than {layers_max} layers")
+    else:
+        free = [position for position in legal if not any(low < position <= high for low, high in spans)]
+        positions = _chosen(graph, entry, free, layers_max)
+    entries = tuple(
+        msgspec.structs.replace(other, boundaries=boundaries)
+        for other, boundaries in zip(graph.entries, follow(graph, positions), strict=True)
+    )
+    return msgspec.structs.replace(graph, layers=_names(graph, entry, positions), entries=entries)
 
-    name: str
+
+def _first_labelled(graph: Graph, entry: Entry) -> int:
+    """The first node that depends on a label: the format has no layer begin after it."""
+    flow = flow_of(graph, entry)
+    for number, (floats, needs_label) in enumerate(zip(flow.floats, flow.needs_label, strict=True)):
+        if floats or needs_label:
+            return number
+    return len(entry.nodes)
+
+
+# What the user says
+
+
+def _is_in(owner: str, module: str) -> bool:
+    return owner == module or owner.startswith(f"{module}.")
+
+
+def _nodes_of(graph: Graph, entry: Entry, module: str) -> list[int]:
+    nodes = [number for number, node in enumerate(entry.nodes) if _is_in(graph.owners[node.owner], module)]
+    if not nodes:
+        known = sorted({graph.owners[node.owner].split(".")[0] for node in entry.nodes} - {""})
+        raise ValueError(f"no module '{module[:60]}' in the model; at the top are {', '.join(known)[:200]}")
+    return nodes
+
+
+def _span(graph: Graph, entry: Entry, modules: Sequence[str]) -> tuple[int, int]:
+    nodes = [number for module in modules for number in _nodes_of(graph, entry, module)]
+    return (min(nodes), max(nodes)) if nodes else (0, 0)
+
+
+def _beginning(graph: Graph, entry: Entry, module: str, legal: Sequence[int]) -> int:
+    """The first legal position at or after the module's first node and not after its last."""
+    nodes = _nodes_of(graph, entry, module)
+    place = bisect_left(legal, nodes[0])
+    if place == len(legal) or legal[place] > nodes[-1]:
+        raise ValueError(f"no cut can be made at the beginning of '{module}'")
+    return legal[place]
+
+
+# What the graph says
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A position; lower `rank` is better."""
+
+    position: int
+    crossing_bytes: int
+    border: int
+    cost: int
+    """Of all nodes before it."""
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of torch's state dict: the weight, then the bias."""
-        return ()
-
-    def output_shape(self, shape: Shape) -> Shape:
-        """The shape that comes out when `shape` goes in. Raises ValueError where it does not fit."""
-        return shape
-
-    def flops(self, shape: Shape) -> int:
-        """Forward floating-point operations per sample."""
-        return prod(self.output_shape(shape))
-
-    def saved_bytes(self, shape: Shape, item_bytes: int) -> int:
-        """Bytes kept per sample for the backward pass, at `item_bytes` per element: the input, for most."""
-        return prod(shape) * item_bytes
+    def rank(self) -> tuple[int, int, int]:
+        return self.crossing_bytes, self.border, -self.position
 
 
-class Conv2d(Layer, frozen=True):
-    """A square convolution with stride 1 and a bias: (channels_in, H, W) to (channels_out, H', W')."""
-
-    channels_in: int
-    channels_out: int
-    kernel: int
-    padding: int
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        fan_in = self.channels_in * self.kernel * self.kernel
-        weight = (self.channels_out, self.channels_in, self.kernel, self.kernel)
-        return (
-            Parameter(f"{self.name}.weight", weight, fan_in),
-            Parameter(f"{self.name}.bias", (self.channels_out,), fan_in),
+def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -> list[int]:
+    """Boundaries where the user said nothing."""
+    sizes = reference_sizes(graph)
+    crossing = crossing_bytes(graph, sizes)
+    flow = flow_of(graph, entry)
+    before = list(accumulate(_costs(graph, flow, sizes), initial=0))
+    best: dict[int, _Candidate] = {}
+    gaps = _gaps(graph, entry, flow.is_live)
+    for position in legal:
+        candidate = _Candidate(
+            position, crossing[position], _border(graph, entry, position), before[position]
         )
-
-    def output_shape(self, shape: Shape) -> Shape:
-        _want_image(self, shape)
-        channels, height, width = shape
-        grow = 2 * self.padding - self.kernel + 1
-        if channels != self.channels_in or height + grow < 1 or width + grow < 1:
-            raise ValueError(f"{self.name} cannot take a sample of shape {shape}")
-        return (self.channels_out, height + grow, width + grow)
-
-    def flops(self, shape: Shape) -> int:
-        return 2 * self.channels_in * self.kernel * self.kernel * prod(self.output_shape(shape))
+        gap = bisect_left(gaps, position)
+        # Before the first parameter and after the last there is nothing to hold.
+        if 0 < gap < len(gaps) and (gap not in best or candidate.rank < best[gap].rank):
+            best[gap] = candidate
+    candidates = _without_hills(list(best.values()), before[-1] // HILL_SHARE)
+    return _apart(candidates, -(-before[-1] // layers_max), layers_max - 1)
 
 
-class MaxPool2d(Layer, frozen=True):
-    """The largest of each `size` x `size` square; a remainder at the edge is dropped, as torch does."""
-
-    size: int
-
-    def output_shape(self, shape: Shape) -> Shape:
-        _want_image(self, shape)
-        channels, height, width = shape
-        if height < self.size or width < self.size:
-            raise ValueError(f"{self.name} cannot halve a sample of shape {shape}")
-        return (channels, height // self.size, width // self.size)
-
-    def flops(self, shape: Shape) -> int:
-        return self.size * self.size * prod(self.output_shape(shape))
-
-    def saved_bytes(self, shape: Shape, item_bytes: int) -> int:
-        return prod(shape) * item_bytes + prod(self.output_shape(shape)) * _INDEX_BYTES
+def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
+    """By node: its share of the time and, where it is the first to use them, of the parameters."""
+    work = Work(graph, flow.entry, sizes)
+    times, parameters = [], []
+    seen: set[int] = set()
+    for node, is_live, keys in zip(flow.entry.nodes, flow.is_live, flow.keys, strict=True):
+        flops = work.flops(node) if is_live else 0
+        times.append(flops * FLOP_COST + work.touched_bytes(node) * TOUCHED_BYTE_COST if flops else 0)
+        rows = {row for table, row in keys if table == "p"} - seen
+        seen |= rows
+        parameters.append(sum(work.type_bytes(graph.parameters[row].type) for row in rows))
+    all_time, all_bytes = max(1, sum(times)), max(1, sum(parameters))
+    # Two shares over a common denominator, so that all numbers stay integers.
+    return [time * all_bytes + size * all_time for time, size in zip(times, parameters, strict=True)]
 
 
-class ReLU(Layer, frozen=True):
-    """max(x, 0)."""
+def _gaps(graph: Graph, entry: Entry, is_live: Sequence[bool]) -> list[int]:
+    """The nodes at which another module begins to use its parameters."""
+    found = []
+    last = -1
+    for number, node in enumerate(entry.nodes):
+        if is_live[number] and any(isinstance(argument, ParameterValue) for argument in arguments_of(node)):
+            if node.owner != last or not graph.owners[node.owner]:
+                found.append(number)
+            last = node.owner
+    return found
 
 
-class Flatten(Layer, frozen=True):
-    """Any shape to one dimension; a view, so it costs nothing."""
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return (prod(shape),)
-
-    def flops(self, shape: Shape) -> int:  # noqa: ARG002 - free for any shape
-        return 0
-
-    def saved_bytes(self, shape: Shape, item_bytes: int) -> int:  # noqa: ARG002 - free for any shape
-        return 0
+def _border(graph: Graph, entry: Entry, position: int) -> int:
+    """How deep within modules a position is: what the nodes before and after it have in common."""
+    before = _path(graph, entry.nodes[position - 1])
+    after = _path(graph, entry.nodes[position])
+    if before == after:
+        return 1 << 20
+    return _common(before, after)
 
 
-class Linear(Layer, frozen=True):
-    """A fully connected layer with a bias: (features_in,) to (features_out,)."""
-
-    features_in: int
-    features_out: int
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return (
-            Parameter(f"{self.name}.weight", (self.features_out, self.features_in), self.features_in),
-            Parameter(f"{self.name}.bias", (self.features_out,), self.features_in),
-        )
-
-    def output_shape(self, shape: Shape) -> Shape:
-        if shape != (self.features_in,):
-            raise ValueError(f"{self.name} cannot take a sample of shape {shape}")
-        return (self.features_out,)
-
-    def flops(self, shape: Shape) -> int:  # noqa: ARG002 - it takes only one shape
-        return 2 * self.features_in * self.features_out
+def _path(graph: Graph, node: Node) -> list[str]:
+    owner = graph.owners[node.owner]
+    return owner.split(".") if owner else []
 
 
-class Dropout(Layer, frozen=True):
-    """While training, zeroes each element with `probability` and scales the rest by 1/(1 - probability)."""
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
 
-    probability: float
+
+def _without_hills(candidates: Sequence[_Candidate], reach: int) -> list[_Candidate]:
+    kept = []
+    costs = [candidate.cost for candidate in candidates]
+    for place, candidate in enumerate(candidates):
+        left = candidates[bisect_left(costs, candidate.cost - reach) : place]
+        right = candidates[place + 1 : bisect_right(costs, candidate.cost + reach)]
+        foot = 100 * candidate.crossing_bytes // HILL_PERCENT
+        if not all(any(other.crossing_bytes <= foot for other in side) for side in (left, right)):
+            kept.append(candidate)
+    return kept
 
 
-def _want_image(layer: Layer, shape: Shape) -> None:
-    if len(shape) != 3:
-        raise ValueError(f"{layer.name} wants (channels, height, width), not a sample of shape {shape}")
+def _apart(candidates: Sequence[_Candidate], distance: int, count_max: int) -> list[int]:
+    """The positions of the best candidates between any two of which there is a cost of `distance`."""
+    taken: list[tuple[int, int]] = []
+    for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
+        place = bisect_left(taken, (candidate.cost, candidate.position))
+        beside = taken[max(0, place - 1) : place + 1]
+        is_apart = all(abs(candidate.cost - cost) >= distance for cost, _ in beside)
+        if is_apart and len(taken) < count_max:
+            taken.insert(place, (candidate.cost, candidate.position))
+    return sorted(position for _, position in taken)
+
+
+# Names
+
+
+def _names(graph: Graph, entry: Entry, positions: Sequence[int]) -> tuple[Name, ...]:
+    names: list[str] = []
+    used: set[str] = set()
+    for first in (0, *positions):
+        wanted = _name(graph, entry, first) or "model"
+        name, count = wanted, 1
+        while name in used:
+            count += 1
+            name = f"{wanted}:{count}"
+        used.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _name(graph: Graph, entry: Entry, first: int) -> str:
+    """The outermost module of the first parameter behind the boundary that the last one before is not in."""
+    path = _parameter_path(graph, entry.nodes[first:])
+    if not first:
+        return ".".join(path)
+    length = _common(_parameter_path(graph, entry.nodes[first - 1 :: -1]), path) + 1
+    # Of a list of modules it is an element that begins, not the list.
+    while length < len(path) and path[length].isdigit():
+        length += 1
+    return ".".join(path[:length])
+
+
+def _parameter_path(graph: Graph, nodes: Sequence[Node]) -> list[str]:
+    """The module of the first parameter in these nodes; without an owner, what its name says."""
+    for node in nodes:
+        for argument in arguments_of(node):
+            if isinstance(argument, ParameterValue):
+                return _path(graph, node) or graph.parameters[argument.row].names[0].split(".")[:-1]
+    return []

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 NANOSECONDS = 1_000_000_000
 BACKWARD_FLOPS_RATIO = 2
-"""Backward costs about twice forward: one product for the input's gradient, one for the weights'."""
+"""Backward costs about twice forward: one product for the input's gradient, one for the weights'. A stage
+that recomputes runs forward once more."""
 ARENAS = 5
 """Arenas as large as the parameters: parameters, gradient sums, totals and two moments (Adam)."""
 STAGE_BASELINE_BYTES = 400 * 1024 * 1024
@@ -19,7 +20,7 @@ STAGE_BASELINE_BYTES = 400 * 1024 * 1024
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: parameter bytes, and per sample: forward FLOPs, bytes kept for backward, output bytes."""
+    """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes."""
 
     parameter_bytes: int
     forward_flops: int
@@ -35,19 +36,35 @@ class Resources:
     memory_bytes: int
 
 
-def stage_memory_bytes(layers: Sequence[LayerCost], samples_in_flight: int) -> int:
-    """Peak memory of a stage that trains `layers` with this many samples between forward and backward."""
+def stage_memory_bytes(
+    layers: Sequence[LayerCost], microbatches_in_flight: int, *, recompute: bool = False
+) -> int:
+    """Peak memory of a stage that trains `layers` with so many micro-batches between forward and backward.
+
+    One that recomputes keeps no more of each than what crosses a boundary, and all of one.
+    """
     parameters = sum(layer.parameter_bytes for layer in layers)
     saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
-    return STAGE_BASELINE_BYTES + ARENAS * parameters + saved * samples_in_flight
+    if recompute:
+        saved += max((layer.output_bytes for layer in layers), default=0) * microbatches_in_flight
+    else:
+        saved *= microbatches_in_flight
+    return STAGE_BASELINE_BYTES + ARENAS * parameters + saved
 
 
-def stage_nanoseconds(layers: Sequence[LayerCost], samples: int, flops_per_second: int) -> int:
+def stage_nanoseconds(layers: Sequence[LayerCost], flops_per_second: int, *, recompute: bool = False) -> int:
     """Forward and backward of one micro-batch on a group that computes at `flops_per_second` together."""
-    flops = samples * (1 + BACKWARD_FLOPS_RATIO) * sum(layer.forward_flops for layer in layers)
-    return flops * NANOSECONDS // max(1, flops_per_second)
+    return compute_nanoseconds(
+        sum(layer.forward_flops for layer in layers), flops_per_second, recompute=recompute
+    )
 
 
-def transfer_nanoseconds(layer: LayerCost, samples: int, bytes_per_second: int) -> int:
+def compute_nanoseconds(forward_flops: int, flops_per_second: int, *, recompute: bool = False) -> int:
+    """The same for layers of so many forward FLOPs together."""
+    passes = 1 + BACKWARD_FLOPS_RATIO + recompute
+    return passes * forward_flops * NANOSECONDS // max(1, flops_per_second)
+
+
+def transfer_nanoseconds(layer: LayerCost, bytes_per_second: int) -> int:
     """Sending one micro-batch's output of `layer` over a link."""
-    return samples * layer.output_bytes * NANOSECONDS // max(1, bytes_per_second)
+    return layer.output_bytes * NANOSECONDS // max(1, bytes_per_second)

@@ -10,19 +10,22 @@ of peers comes with the real planner.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from functools import cached_property
+from itertools import accumulate, permutations
 
 from partition.plan.cost import (
     STAGE_BASELINE_BYTES,
     LayerCost,
     Resources,
+    compute_nanoseconds,
     stage_memory_bytes,
-    stage_nanoseconds,
     transfer_nanoseconds,
 )
 
 ORDERS_EXACT_MAX = 5
 """120 orders at most are tried; beyond that only fastest first."""
+TRIES = (2, 16)
+"""Bottlenecks, as multiples of what no split can beat, below which one is looked for before any will do."""
 LINK_BYTES_PER_SECOND = 12_500_000
 """Assumed where no link was measured: 100 Mbit/s, a home uplink at its best."""
 FRAME_BYTES_MAX = 2**63 - 1
@@ -48,22 +51,22 @@ def solve(
     *,
     stages: int,
     replicas: int,
-    samples: int,
-    samples_in_flight: int,
+    microbatches_in_flight: int,
+    recompute: bool = False,
     bytes_per_second: int = LINK_BYTES_PER_SECOND,
     frame_bytes_max: int = FRAME_BYTES_MAX,
 ) -> Split:
     """The best split into `stages` of `replicas` peers each; 0 lets the solver choose.
 
-    `samples` is a micro-batch, `samples_in_flight` how many one replica may hold between forward
-    and backward, `frame_bytes_max` what one micro-batch may be between two stages.
+    `microbatches_in_flight` is how many one replica may hold between forward and backward, which it does
+    again in part where it is to `recompute`; `frame_bytes_max` what one may be between two stages.
 
     Raises:
         Infeasible: too few peers or layers, or no split fits into memory.
     """
     best: Split | None = None
     problem = _Problem(
-        tuple(layers), tuple(peers), samples, samples_in_flight, bytes_per_second, frame_bytes_max
+        tuple(layers), tuple(peers), microbatches_in_flight, recompute, bytes_per_second, frame_bytes_max
     )
     for count, most in _shapes(len(peers), len(layers), stages, replicas):
         # More replicas are faster, but each holds the whole stage: fewer only where more do not fit.
@@ -73,13 +76,13 @@ def solve(
         if split is not None and (best is None or split.bottleneck_nanoseconds < best.bottleneck_nanoseconds):
             best = split
     if best is None:
-        cuts = sum(samples * layer.output_bytes <= frame_bytes_max for layer in layers[:-1])
+        cuts = sum(layer.output_bytes <= frame_bytes_max for layer in layers[:-1])
         if cuts + 1 < min(stages, len(layers)):
             raise Infeasible(
-                f"a micro-batch of {samples} samples is too large to be sent between {stages} stages; "
+                f"a micro-batch is too large to be sent between {stages} stages; "
                 "a smaller train.microbatch is needed"
             )
-        raise Infeasible(_missing(layers, peers, stages, replicas, samples_in_flight))
+        raise Infeasible(_missing(problem, stages, replicas))
     return best
 
 
@@ -90,9 +93,8 @@ def _shapes(peers: int, layers: int, stages: int, replicas: int) -> Iterator[tup
             yield count, copies
 
 
-def _missing(
-    layers: Sequence[LayerCost], peers: Sequence[Resources], stages: int, replicas: int, in_flight: int
-) -> str:
+def _missing(problem: "_Problem", stages: int, replicas: int) -> str:
+    layers, peers = problem.layers, problem.peers
     if not layers:
         return "the model has no layers"
     if stages > len(layers):
@@ -101,7 +103,7 @@ def _missing(
     if wanted > len(peers):
         shape = f"{max(1, stages)} stages x {max(1, replicas)}"
         return f"{wanted} peers are needed ({shape}), {len(peers)} offer a slot"
-    largest_layer = max(stage_memory_bytes([layer], in_flight) for layer in layers)
+    largest_layer = max(problem.memory_bytes([layer]) for layer in layers)
     largest_peer = max(peer.memory_bytes for peer in peers)
     if largest_layer > largest_peer:
         return (
@@ -110,7 +112,7 @@ def _missing(
         )
     copies = max(1, replicas)
     baselines = (max(1, stages) - 1) * STAGE_BASELINE_BYTES
-    need = copies * (stage_memory_bytes(layers, in_flight) + baselines)
+    need = copies * (problem.memory_bytes(layers) + baselines)
     offer = sum(peer.memory_bytes for peer in peers)
     if need > offer:
         return f"the model needs {need / 1e9:.2f} GB to train, {len(peers)} peers offer {offer / 1e9:.2f} GB"
@@ -125,10 +127,14 @@ def _missing(
 class _Problem:
     layers: tuple[LayerCost, ...]
     peers: tuple[Resources, ...]
-    samples: int
-    samples_in_flight: int
+    microbatches_in_flight: int
+    recompute: bool
     bytes_per_second: int
     frame_bytes_max: int
+
+    def memory_bytes(self, layers: Sequence[LayerCost]) -> int:
+        """Of one replica that holds `layers`."""
+        return stage_memory_bytes(layers, self.microbatches_in_flight, recompute=self.recompute)
 
     def best(self, stages: int, replicas: int) -> Split | None:
         """The best split over the fastest peers, or over the largest where these hold too little."""
@@ -142,13 +148,13 @@ class _Problem:
 
     def _best_of(self, groups: list[tuple[int, ...]]) -> Split | None:
         orders = permutations(groups) if len(groups) <= ORDERS_EXACT_MAX else iter([tuple(groups)])
+        rate = sum(self.peers[index].flops_per_second for group in groups for index in group)
+        ideal = 1 + compute_nanoseconds(self._flops[-1], rate, recompute=self.recompute)
         best: Split | None = None
         for order in orders:
-            split = self._cut(order)
-            if split is not None and (
-                best is None or split.bottleneck_nanoseconds < best.bottleneck_nanoseconds
-            ):
-                best = split
+            # Below a near bound few cuts need a look; without one every pair of layers does.
+            bounds = [best.bottleneck_nanoseconds] if best else [*(ideal * times for times in TRIES), None]
+            best = next((split for bound in bounds if (split := self._cut(order, bound))), best)
         return best
 
     def _groups(self, ranked: list[int], stages: int, replicas: int) -> list[tuple[int, ...]]:
@@ -159,36 +165,83 @@ class _Problem:
         )
         return [tuple(sorted(chosen[i * replicas : (i + 1) * replicas])) for i in range(stages)]
 
-    def _cut(self, order: tuple[tuple[int, ...], ...]) -> Split | None:
-        """Dynamic programme: a row holds the least bottleneck of the stages so far, by layers covered."""
+    def _cut(self, order: tuple[tuple[int, ...], ...], below: int | None) -> Split | None:
+        """Dynamic programme: a row holds the least bottleneck of the stages so far, by layers covered.
+
+        With `below` only a split whose bottleneck is less is looked for.
+        """
         total = len(self.layers)
-        best: list[dict[int, tuple[int, tuple[tuple[int, int], ...]]]] = [{0: (0, ())}]
+        best: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = {0: (0, ())}
         for number, group in enumerate(order):
             row: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = {}
             left = len(order) - number - 1
-            for start, (bottleneck, ranges) in best[-1].items():
-                for end in range(start + 1, total - left + 1) if left else [total]:
-                    cost = self._stage_cost(group, start, end)
-                    if cost is None:
-                        continue
+            earliest = self._earliest(order[number + 1 :], below) if left else total
+            for start, (bottleneck, ranges) in best.items():
+                for end, cost in self._costs(group, start, max(start + 1, earliest), total - left, below):
                     candidate = (max(bottleneck, cost), (*ranges, (start, end)))
                     if end not in row or candidate < row[end]:
                         row[end] = candidate
-            best.append(row)
-        if total not in best[-1]:
+            best = row
+        if total not in best:
             return None
-        bottleneck, ranges = best[-1][total]
+        bottleneck, ranges = best[total]
         return Split(ranges, order, bottleneck)
 
-    def _stage_cost(self, group: tuple[int, ...], start: int, end: int) -> int | None:
-        layers = self.layers[start:end]
+    def _earliest(self, later: tuple[tuple[int, ...], ...], below: int | None) -> int:
+        """The first layer from which the later groups, all together, compute the rest in time."""
+        if below is None:
+            return 0
+        rate = sum(max(1, self.peers[index].flops_per_second) for group in later for index in group)
+        flops = self._flops
+        return next(
+            end
+            for end in range(len(flops))
+            if compute_nanoseconds(flops[-1] - flops[end], rate, recompute=self.recompute) < max(1, below)
+        )
+
+    def _costs(
+        self, group: tuple[int, ...], start: int, first: int, last: int, below: int | None
+    ) -> Iterator[tuple[int, int]]:
+        """(end, nanoseconds) of the stages of `group` from layer `start` to before `first`, ..., `last`."""
         memory = min(self.peers[index].memory_bytes for index in group)
-        if stage_memory_bytes(layers, self.samples_in_flight) > memory:
-            return None
         rate = sum(self.peers[index].flops_per_second for index in group)
-        compute = stage_nanoseconds(layers, self.samples, rate)
-        if end == len(self.layers) or not layers:
-            return compute
-        if self.samples * layers[-1].output_bytes > self.frame_bytes_max:
-            return None
-        return max(compute, transfer_nanoseconds(layers[-1], self.samples, self.bytes_per_second))
+        for end in range(first, last + 1):
+            flops = self._flops[end] - self._flops[start]
+            cost = compute_nanoseconds(flops, rate, recompute=self.recompute)
+            # Neither gets better with more layers.
+            if self._needed[start][end - start - 1] > memory or (below is not None and cost >= below):
+                return
+            if end < len(self.layers):
+                if self.layers[end - 1].output_bytes > self.frame_bytes_max:
+                    continue
+                cost = max(cost, transfer_nanoseconds(self.layers[end - 1], self.bytes_per_second))
+            if below is None or cost < below:
+                yield end, cost
+
+    @cached_property
+    def _flops(self) -> list[int]:
+        """Of the layers before each."""
+        return list(accumulate((layer.forward_flops for layer in self.layers), initial=0))
+
+    @cached_property
+    def _needed(self) -> list[list[int]]:
+        """Memory of the stages that begin with each layer, by how many more they hold."""
+        return [
+            [self.memory_bytes([both]) for both in accumulate(self.layers[start:], _together)]
+            for start in range(len(self.layers))
+        ]
+
+
+def _together(first: LayerCost, second: LayerCost) -> LayerCost:
+    """One layer that costs a stage what both do; its output is the larger one, the rest of them is kept."""
+    output = max(first.output_bytes, second.output_bytes)
+    return LayerCost(
+        parameter_bytes=first.parameter_bytes + second.parameter_bytes,
+        forward_flops=first.forward_flops + second.forward_flops,
+        saved_bytes=first.saved_bytes
+        + second.saved_bytes
+        + first.output_bytes
+        + second.output_bytes
+        - output,
+        output_bytes=output,
+    )

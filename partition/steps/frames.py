@@ -13,11 +13,12 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from partition.codec import Payload
+from partition.codec import SIZES_MAX, TENSORS_MAX, Codec, Digest, Payload, Side, TensorHeader
 from partition.plan.plan import Count, Hash
 
 FRAME_PURPOSE = "frame"
-HEADER_BYTES_MAX = 1_024
+HEADER_BYTES_MAX = 8_192
+"""Its tensors are most of it: 64 of eight dimensions are some 3 kB."""
 PAYLOAD_BYTES_MAX = 48 * 1024 * 1024
 """Below the 64 MiB of one stream message."""
 
@@ -26,7 +27,7 @@ Direction = Literal["input", "labels", "gradient"]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a frame is: its place in the run, and the shape, dtype, codec and digest of its payload.
+    """What a frame is: its place in the run, and all of its payload but the data.
 
     `stage` is the stage it is for; `step` the committed steps before it, which is also the version
     of the parameters that made it. `train` is False for evaluation, which leaves no trace.
@@ -38,10 +39,10 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
     direction: Direction
     train: bool
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
-    dtype: Annotated[str, msgspec.Meta(max_length=16)]
-    codec: Annotated[str, msgspec.Meta(max_length=16)]
-    digest: Hash
+    sizes: Annotated[tuple[Side, ...], msgspec.Meta(max_length=SIZES_MAX)]
+    tensors: Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    codec: Codec
+    digest: Digest
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
@@ -78,8 +79,8 @@ def make_frame(
         stage,
         direction,
         train,
-        payload.shape,
-        payload.dtype,
+        payload.sizes,
+        payload.tensors,
         payload.codec,
         payload.digest,
     )
@@ -93,10 +94,5 @@ def open_frame(signer: Signer, sender: PeerId, frame: Frame) -> OpenedFrame:
     header: FrameHeader = decode(frame.header.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
     if signer.check(FRAME_PURPOSE, frame.header) != sender:
         raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
-    try:
-        payload = msgspec.convert(
-            (header.shape, header.dtype, header.codec, header.digest, frame.data), Payload
-        )
-    except msgspec.ValidationError as error:
-        raise RemoteProtocolError(f"a frame with an impossible payload: {error}") from None
+    payload = Payload(header.sizes, header.tensors, header.codec, header.digest, frame.data)
     return OpenedFrame(sender, header, payload)

@@ -4,12 +4,14 @@ Every message names the plan by hash; a receiver drops what belongs to another p
 idempotent: a repeat changes nothing, so after a broken stream everything unanswered is sent again.
 """
 
+from math import isfinite
 from typing import Annotated
 
 import msgspec
 
 from crypto.identity import PeerId
 from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer
+from partition.stage import METRICS_MAX
 
 REASON_LENGTH_MAX = 300
 DROPPED_MAX = STAGES_MAX * REPLICAS_MAX
@@ -18,6 +20,10 @@ EVALUATIONS_IN_FLIGHT_MAX = 32
 
 The trainer feeds no number this far past one it still waits for, so a replica forgets older ones.
 """
+
+
+SAMPLES_MAX = 2**31
+"""What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +42,15 @@ class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
 
 
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
-    """Trainer to replica: all have reduced; divide the totals by `samples` and step the optimizer."""
+    """Trainer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
+
+    `squared_norm` is that of all stages' totals.
+    """
 
     step: Count
     attempt: Count
-    samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    samples: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX * MICROBATCHES_MAX)]
+    squared_norm: float | None = None
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
@@ -52,7 +62,10 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
 
 
 class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
-    """Replica to trainer: this micro-batch's gradient is in my sums. The last stage adds the loss sum."""
+    """Replica to trainer: this micro-batch's gradient is in my sums.
+
+    The last stage says the loss summed over `samples`; both are 0 from the others.
+    """
 
     step: Count
     microbatch: Count
@@ -62,12 +75,17 @@ class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
 
 
 class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
-    """Last stage to trainer: one held-out micro-batch; `loss` is a sum over its samples."""
+    """Last stage to trainer: one held-out micro-batch; `loss` and `metrics` are sums over its samples."""
 
     microbatch: Count
     samples: Count
-    correct: Count
     loss: float
+    metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all its numbers are."""
+        return isfinite(self.loss) and all(isfinite(value) for value in self.metrics)
 
 
 class StageCommit(msgspec.Struct, frozen=True, array_like=True):
@@ -87,11 +105,16 @@ class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
 
 
 class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
-    """Replica to trainer: I hold the total of my stage; `digest` is BLAKE3 of its bytes."""
+    """Replica to trainer: I hold the total of my stage; `digest` is BLAKE3 of its bytes.
+
+    `squared_norm` is that of the total, over the parameters the stage speaks for; infinite where it cannot be
+    applied.
+    """
 
     step: Count
     attempt: Count
     digest: Hash
+    squared_norm: float | None = None
 
 
 class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):

@@ -17,7 +17,6 @@ Drop that sent it here; it waits until this replica owns its micro-batch.
 Computing is the shell's: it drains `events`, runs them in order on the stage, and reports back.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -70,17 +69,20 @@ class BackwardReady:
 
 @dataclass(frozen=True)
 class ReduceReady:
-    """Sum the stage's gradients over `members`. The shell answers with `reduced`."""
+    """Sum the stage's gradients over the replicas that hold them. The shell answers with `reduced`.
+
+    `members` are those of every stage, each in the plan's order: what is tied is summed over stages too.
+    """
 
     plan: bytes
     step: int
     attempt: int
-    members: tuple[PeerId, ...]
+    members: tuple[tuple[PeerId, ...], ...]
 
 
 @dataclass(frozen=True)
 class ReduceVoided:
-    """A member died: the reduction under way is to be forgotten."""
+    """A member of this stage or of another died: the reduction under way is to be forgotten."""
 
     plan: bytes
     step: int
@@ -93,6 +95,7 @@ class ApplyReady:
     plan: bytes
     step: int
     samples: int
+    squared_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,11 @@ class Replica:
 
     deadline = inf
 
-    def __init__(self, me: PeerId, plan: Plan) -> None:
+    def __init__(self, me: PeerId, plan: Plan, *, awaits_gradient: bool = True) -> None:
+        """`awaits_gradient`: whether the stage after this one sends gradients; it has none to send where
+        nothing before it is trained."""
         self.me = me
+        self._awaits_gradient = awaits_gradient
         self.step = 0
         self.events: list[Any] = []
         self.dropped: tuple[PeerId, ...] = ()
@@ -188,9 +194,9 @@ class Replica:
             sends += [(peer, message) for message in self._reports.values()]
         return sends
 
-    def is_group(self, peers: Iterable[PeerId]) -> bool:
-        """Whether all of these hold the same stage as this replica."""
-        return set(peers) <= set(self.plan.stages[self.stage].replicas)
+    def is_replica(self, peer: PeerId) -> bool:
+        """Whether `peer` holds a stage of the plan: this replica's own, or one that may share weights."""
+        return self.plan.stage_of(peer) is not None
 
     # What the shell reports back
 
@@ -202,44 +208,58 @@ class Replica:
         gradient: Frame | None,
         samples: int,
         loss: float,
-        correct: int,
+        metrics: tuple[float, ...],
     ) -> Sends:
         """A forward pass ended. The last stage has run backward too and hands the `gradient` frame."""
         if done.plan != self.plan_hash or done.step != self.step or self._applying:
             return []
         if not done.train:
-            return self._evaluated(done, output, samples, loss, correct)
+            return self._evaluated(done, output, samples, loss, metrics)
         state = self._microbatches[done.microbatch]
         state.forward = "done"
         if output is not None:
             sends = self._keep(self.stage + 1, done.microbatch, "input", output, train=True)
-            return sends + self._start_backward(done.microbatch)
+            if self._awaits_gradient:
+                return sends + self._start_backward(done.microbatch)
+            state.backward = "done"
+            return sends + self._report_counted(done.microbatch, 0, 0.0)
         state.backward = "done"
         sends = self._keep_gradient(done.microbatch, gradient)
         return sends + self._report_counted(done.microbatch, samples, loss)
 
-    def backwarded(self, done: BackwardReady, *, gradient: Frame | None, samples: int) -> Sends:
+    def backwarded(self, done: BackwardReady, *, gradient: Frame | None) -> Sends:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
         if done.plan != self.plan_hash or done.step != self.step or self._applying:
             return []
         self._microbatches[done.microbatch].backward = "done"
         sends = self._keep_gradient(done.microbatch, gradient)
-        return sends + self._report_counted(done.microbatch, samples, 0.0)
+        return sends + self._report_counted(done.microbatch, 0, 0.0)
 
-    def reduced(self, done: ReduceReady, digest: bytes) -> Sends:
-        """The stage's total is ready."""
+    def reduced(self, done: ReduceReady, digest: bytes, squared_norm: float | None = None) -> Sends:
+        """The stage's total is ready; its squared norm too."""
         if (done.plan, done.step, done.attempt) != (self.plan_hash, self.step, self._reducing):
             return []
         self._reduced = done.attempt
-        return self._report(
-            "reduced", Reduced(plan=self.plan_hash, step=self.step, attempt=done.attempt, digest=digest)
+        message = Reduced(
+            plan=self.plan_hash,
+            step=self.step,
+            attempt=done.attempt,
+            digest=digest,
+            squared_norm=squared_norm,
         )
+        return self._report("reduced", message)
 
     def applied(self, done: ApplyReady, digest: bytes) -> Sends:
         """The optimizer has stepped: the step is final here."""
         if done.step != self.step or not self._applying or self._reduced is None:
             return []
-        self._applied = Apply(plan=done.plan, step=done.step, attempt=self._reduced, samples=done.samples)
+        self._applied = Apply(
+            plan=done.plan,
+            step=done.step,
+            attempt=self._reduced,
+            samples=done.samples,
+            squared_norm=done.squared_norm,
+        )
         self.step += 1
         self._applying, self._reduced = False, None
         self._clear()
@@ -315,9 +335,7 @@ class Replica:
             return []
         if self._reducing is not None and message.attempt <= self._reducing:
             return self._repeat("reduced")
-        members = tuple(PeerId(row.replica) for row in message.replicas if row.stage == self.stage)
-        if len(set(members)) < len(members) or not self.is_group(members):
-            raise RemoteProtocolError("a commit that names strangers, or a replica twice")
+        members = self._members(message)
         mine = [row for row in message.replicas if row.stage == self.stage and row.replica == self.me]
         if len(mine) != 1 or set(mine[0].microbatches) != self._counted:
             return self.failed(f"step {self.step}: the commit does not name what this replica has summed")
@@ -325,6 +343,17 @@ class Replica:
         self._reducing, self._reduced = message.attempt, None
         self.events.append(ReduceReady(self.plan_hash, self.step, message.attempt, members))
         return []
+
+    def _members(self, message: StepCommit) -> tuple[tuple[PeerId, ...], ...]:
+        """Who takes part, by stage, each in the plan's order: sums are added up in it."""
+        named = {(row.stage, row.replica) for row in message.replicas}
+        members = tuple(
+            tuple(PeerId(peer) for peer in stage.replicas if (number, peer) in named)
+            for number, stage in enumerate(self.plan.stages)
+        )
+        if sum(len(row) for row in members) != len(message.replicas) or not all(members):
+            raise RemoteProtocolError("a commit that names strangers, a replica twice, or none of a stage")
+        return members
 
     def _apply(self, message: Apply) -> Sends:
         if message.step != self.step:
@@ -334,7 +363,7 @@ class Replica:
         if self._reduced is None or message.attempt != self._reduced:
             raise RemoteProtocolError("an Apply before the totals were reduced")
         self._applying = True
-        self.events.append(ApplyReady(self.plan_hash, self.step, message.samples))
+        self.events.append(ApplyReady(self.plan_hash, self.step, message.samples, message.squared_norm))
         return []
 
     # Frames
@@ -416,14 +445,14 @@ class Replica:
         return []
 
     def _evaluated(
-        self, done: ForwardReady, output: Frame | None, samples: int, loss: float, correct: int
+        self, done: ForwardReady, output: Frame | None, samples: int, loss: float, metrics: tuple[float, ...]
     ) -> Sends:
         if done.microbatch not in self._evaluations:
             return []  # the trainer is far past it, so it has the result from elsewhere
         if output is not None:
             return self._keep(self.stage + 1, done.microbatch, "input", output, train=False)
         message = Evaluated(
-            plan=self.plan_hash, microbatch=done.microbatch, samples=samples, correct=correct, loss=loss
+            plan=self.plan_hash, microbatch=done.microbatch, samples=samples, loss=loss, metrics=metrics
         )
         return self._report(f"evaluated {done.microbatch}", message)
 

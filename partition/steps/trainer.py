@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
 
+import msgspec
+
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan.plan import Plan, plan_hash
 from partition.plan.schedule import Routes
-from partition.stage import SAMPLES_MAX
 from partition.steps.messages import (
     EVALUATIONS_IN_FLIGHT_MAX,
+    SAMPLES_MAX,
     Applied,
     Apply,
     Counted,
@@ -76,11 +78,11 @@ class ReplicaLost:
 
 @dataclass(frozen=True)
 class TrainingEvaluated:
-    """The held-out samples have all been through."""
+    """The held-out samples have all been through: sums over them."""
 
     samples: int
-    correct: int
     loss: float
+    metrics: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ class Trainer:
 
     deadline = inf
 
-    def __init__(self, me: PeerId, plan: Plan, *, steps: int, evaluations: int) -> None:
+    def __init__(self, me: PeerId, plan: Plan, *, steps: int, evaluations: int, metrics: int = 0) -> None:
+        """`metrics` is how many numbers beside the loss the model has."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.steps = steps
         self.evaluations = evaluations
+        self.metrics = metrics
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
         self.step = 0
@@ -111,11 +115,12 @@ class Trainer:
         self._synced: dict[PeerId, Synced] = {}
         self._counted: dict[tuple[int, int], PeerId] = {}
         self._losses: dict[int, Counted] = {}
-        self._reduced: dict[PeerId, bytes] = {}
+        self._reduced: dict[PeerId, Reduced] = {}
         self._applied: dict[PeerId, bytes] = {}
         self._evaluated: dict[int, Evaluated] = {}
         self._evaluations_fed = 0
         self._evaluations_awaited = 0
+        self._failures: dict[PeerId, str] = {}
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
 
@@ -149,6 +154,7 @@ class Trainer:
             case Evaluated():
                 return self._on_evaluated(sender, stage, message)
             case Failed():
+                self._failures[sender] = message.reason
                 return self.drop(now, sender)
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a trainer")
 
@@ -168,6 +174,7 @@ class Trainer:
             return self._fail(
                 f"stage {stage + 1} of {self._last + 1} lost its last replica {short_peer(peer)} "
                 f"after {self.step} committed steps; its parameters are gone"
+                + (f" ({self._failures[peer]})" if peer in self._failures else "")
             )
         self.events.append(ReplicaLost(self.step, stage, peer, len(orphans)))
         message = self._drop_message()
@@ -219,7 +226,7 @@ class Trainer:
         # Finish the step that the trainer before left half applied, then go on.
         self.step, self.phase = self.step - 1, "applying"
         self._applied = {peer: b"" for peer in self.live if peer not in behind}
-        self._apply = Apply(plan=self.plan_hash, step=self.step, attempt=apply.attempt, samples=apply.samples)
+        self._apply = msgspec.structs.replace(apply, plan=self.plan_hash, step=self.step)
         return [(peer, self._apply) for peer in behind]
 
     def _resume_point(self) -> tuple[int, Apply | None]:
@@ -255,10 +262,12 @@ class Trainer:
             return []
         if message.microbatch not in self._step_ids():
             raise RemoteProtocolError("a micro-batch was counted that is not in the step")
-        if stage == self._last and not (isfinite(message.loss) and 0 < message.samples <= SAMPLES_MAX):
-            raise RemoteProtocolError("a loss that is not finite, or of an impossible number of samples")
+        if message.samples > SAMPLES_MAX:
+            raise RemoteProtocolError("a loss of an impossible number of samples")
         if self._routes.owner(stage, message.microbatch) != sender:
             return []
+        if not isfinite(message.loss):
+            return self._fail(_diverged(f"step {self.step}: the loss"))
         self._counted[stage, message.microbatch] = sender
         if stage == self._last:
             self._losses[message.microbatch] = message
@@ -278,18 +287,40 @@ class Trainer:
     def _on_reduced(self, sender: PeerId, message: Reduced) -> Sends:
         if (self.phase, message.step, message.attempt) != ("committing", self.step, self.attempt):
             return []
-        self._reduced[sender] = message.digest
+        self._reduced[sender] = message
         if any(peer not in self._reduced for peer in self.live):
             return []
-        if (liar := self._disagreement(self._reduced)) is not None:
+        digests = {peer: row.digest for peer, row in self._reduced.items()}
+        if (liar := self._disagreement(digests)) is not None:
             return self._fail(f"step {self.step}: the replicas of stage {liar + 1} hold different totals")
+        squared_norm = self._squared_norm()
+        if squared_norm is not None and not isfinite(squared_norm):
+            return self._fail(_diverged(f"step {self.step}: the gradient's norm"))
         self.phase = "applying"
         self._applied.clear()
         samples = sum(row.samples for row in self._losses.values())
         self._apply = Apply(
-            plan=self.plan_hash, step=self.step, attempt=self.attempt, samples=max(1, samples)
+            plan=self.plan_hash,
+            step=self.step,
+            attempt=self.attempt,
+            samples=max(1, samples),
+            squared_norm=squared_norm,
         )
         return self._to_all(self._apply)
+
+    def _squared_norm(self) -> float | None:
+        """Of all stages' totals, by the first replica of each; None where nobody says one.
+
+        Equal totals may have norms that differ in the last bit from machine to machine; by taking one for
+        all, all scale by the same number.
+        """
+        norms: list[float] = []
+        for index in range(len(self.plan.stages)):
+            first = next(peer for stage, peer in self._live_rows() if stage == index)
+            norm = self._reduced[first].squared_norm
+            if norm is not None:
+                norms.append(norm)
+        return sum(norms) if norms else None
 
     def _on_applied(self, sender: PeerId, message: Applied) -> Sends:
         if self.phase != "applying" or message.step != self.step:
@@ -302,8 +333,8 @@ class Trainer:
             return []
         if (liar := self._disagreement(self._applied)) is not None:
             return self._fail(f"step {self.step}: the replicas of stage {liar + 1} hold different parameters")
-        samples = sum(row.samples for row in self._losses.values())
-        if samples:
+        if self._losses:
+            samples = max(1, sum(row.samples for row in self._losses.values()))
             loss = sum(self._losses[number].loss for number in sorted(self._losses)) / samples
             self.events.append(StepApplied(self.step, loss, samples, len(self.live)))
         self.step += 1
@@ -314,9 +345,11 @@ class Trainer:
             return []
         if message.microbatch >= self._evaluations_fed:
             raise RemoteProtocolError("an evaluation that was not asked for")
-        if not isfinite(message.loss) or not message.correct <= message.samples <= SAMPLES_MAX:
+        if len(message.metrics) != self.metrics or message.samples > SAMPLES_MAX:
             raise RemoteProtocolError("an evaluation with impossible numbers")
         if self._routes.owner(stage, message.microbatch) == sender:
+            if not message.is_finite:
+                return self._fail(_diverged("held out: the loss or a metric"))
             self._evaluated.setdefault(message.microbatch, message)
         return self._when_evaluated()
 
@@ -327,8 +360,8 @@ class Trainer:
             self.events.append(
                 TrainingEvaluated(
                     sum(row.samples for row in rows),
-                    sum(row.correct for row in rows),
                     sum(row.loss for row in rows),
+                    tuple(sum(row.metrics[place] for row in rows) for place in range(self.metrics)),
                 )
             )
             return []
@@ -417,6 +450,10 @@ class Trainer:
 
     def _to_all(self, message: StepMessage) -> Sends:
         return [(peer, message) for peer in self.live]
+
+
+def _diverged(what: str) -> str:
+    return f"{what} is no finite number any more; a lower train.learning_rate, or train.clip_norm, may help"
 
 
 def _can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:

@@ -73,8 +73,12 @@ async def _peers(_: dict[str, Any], emit: Emit) -> object:
     return peers_document(STATE, 1_700_000_060.0)
 
 
+CAPTURED = "model = 'digits.peerloom'\n"
+
+
 async def _train(arguments: dict[str, Any], emit: Emit) -> object:
-    assert arguments["text"] == "model = 'simple-cnn'\n"
+    assert arguments["text"] == CAPTURED
+    assert arguments["graph"].endswith("/digits.peerloom")
     await emit({"kind": "RunEvaluated", "accuracy": 0.975, "samples": 360})
     return {"run": "ab" * 8, "status": "failed" if "fail" in arguments["path"] else "done", "accuracy": 0.975}
 
@@ -262,8 +266,9 @@ async def test_the_data_folder_is_found_through_environment_and_config_file(
 async def test_train_follows_and_fetches_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "RUN.toml").write_text("model = 'simple-cnn'\n")
-    (tmp_path / "fail.toml").write_text("model = 'simple-cnn'\n")
+    (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
+    (tmp_path / "RUN.toml").write_text(CAPTURED)
+    (tmp_path / "fail.toml").write_text(CAPTURED)
     async with serving(tmp_path / "data"):
         here = ("--data-dir", "data")
         assert await run_in_thread("train", "RUN.toml", "--out", "w.safetensors", *here) == 0

@@ -1,10 +1,16 @@
 """A stage in its process answers as it would in this one, and its death is only an answer."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,12 +21,19 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from node.errors import StageFailed
 from node.executor import RealExecutor
+from node.runs import allowance as allowance_module
+from node.runs import host as host_module
+from node.runs.allowance import ANSWER_SECONDS, allowance_of
 from node.runs.host import StageHost
+from node.runs.host_process import HEADER
+from node.runs.scratch import Scratch, remove_forgotten
 from node.seams import Executor
-from partition.codec import pack
+from partition.codec import pack, typed
 from partition.execute import StageExecutor
+from partition.model.graph import StageGraph
 from partition.stage import (
     ARENAS,
+    Admitted,
     Applied,
     Apply,
     Discard,
@@ -29,26 +42,47 @@ from partition.stage import (
     Exported,
     Forward,
     Forwarded,
+    Import,
     OptimizerSettings,
+    Ran,
     StageSpecification,
     arena_bytes,
 )
+from tests.partition.graphs import GraphBuilder, whole
+
+SAMPLES, WIDTH, CLASSES = 4, 8, 3
+LARGE_BYTES = 64 << 20
+LINUX = sys.platform == "linux"
+
+
+def classifier() -> StageGraph:
+    build = GraphBuilder()
+    batch = build.symbol("batch")
+    build.begin("train")
+    x = build.input("x", "float32", batch, WIDTH)
+    y = build.label("y", "int64", batch)
+    weight, bias = build.parameter("fc.weight", CLASSES, WIDTH), build.parameter("fc.bias", CLASSES)
+    logits = build.node("linear", x, weight, bias)
+    loss = build.node("cross_entropy_loss", logits, y, None, 2)
+    build.end(outputs=[logits], loss=loss)
+    return whole(build.finish())
+
 
 SPECIFICATION = StageSpecification(
     run=b"a run",
-    model="simple-cnn",
-    sample_shape=(1, 8, 8),
-    classes=10,
-    first_layer=6,
-    last_layer=14,
+    graph=classifier(),
+    sizes_max=(SAMPLES,),
     optimizer=OptimizerSettings("adam", learning_rate=1e-3),
 )
+ALLOWANCE = allowance_of(SPECIFICATION, len(encode(SPECIFICATION)))
 FORWARD = Forward(
     0,
     0,
     True,
-    pack(np.random.default_rng(0).random((4, 64, 2, 2)).astype("float32"), "raw"),
-    pack(np.arange(4), "raw"),
+    pack(
+        [typed(np.random.default_rng(0).random((SAMPLES, WIDTH)).astype("float32"))], "raw", sizes=(SAMPLES,)
+    ),
+    pack([typed(np.arange(SAMPLES) % CLASSES)], "raw", sizes=(SAMPLES,)),
 )
 
 
@@ -59,6 +93,17 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[StageHost]:
+    """A stage that is closed in the end, and gone."""
+    host = await StageHost.open(encode(SPECIFICATION))
+    try:
+        yield host
+    finally:
+        await host.aclose()
+        assert gone(host.pid)
 
 
 async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
@@ -74,8 +119,8 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
             vector("totals")[:] = vector("gradients")
         assert bytes(host.vector("totals")) == arenas["totals"]
         assert any(host.vector("totals"))
-        assert isinstance(await host.call(Apply(0, 4)), Applied)
-        local.handle(Apply(0, 4))
+        assert isinstance(await host.call(Apply(0, SAMPLES)), Applied)
+        local.handle(Apply(0, SAMPLES))
         assert {name: bytes(host.vector(name)) for name in ARENAS} == arenas
 
         # A refusal is an answer; so are bytes that are no request at all, and a request that is too long.
@@ -86,6 +131,11 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
             await host.call({"type": "Format"})
         with pytest.raises(StageFailed, match="at most"):
             await host.call(bytes(1 << 26))
+
+        exported = await host.call(Export())
+        assert exported == local.handle(Export())
+        assert isinstance(exported, Exported)
+        assert isinstance(await host.call(Import(exported.data)), Done)
 
         # Calls of several tasks are served in the order they were made.
         answers: list[object] = []
@@ -107,33 +157,163 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         host.vector("parameters")
 
 
-async def test_killing_the_process_fails_the_call_and_nothing_else() -> None:
-    host = await StageHost.open(encode(SPECIFICATION))
-    parameters = host.vector("parameters")
-    before = bytes(parameters)
-    os.kill(host.pid, signal.SIGSTOP)  # so that the call is waiting when the process dies
+async def test_a_stage_that_is_not_admitted_fails_to_open_with_the_reason() -> None:
+    operators = ("aten.from_file.default", *SPECIFICATION.graph.operators[1:])
+    graph = msgspec.structs.replace(SPECIFICATION.graph, operators=operators)
+    with pytest.raises(StageFailed, match="from_file"):
+        await StageHost.open(encode(msgspec.structs.replace(SPECIFICATION, graph=graph)))
 
-    async def kill() -> None:
-        await trio.testing.wait_all_tasks_blocked()
-        os.kill(host.pid, signal.SIGKILL)
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(kill)
-        with pytest.raises(StageFailed, match="ended by SIGKILL"):
-            await host.call(FORWARD)
-    with pytest.raises(StageFailed, match="ended by SIGKILL"):
-        await host.call(Export())
+async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERLOOM_SECRET", "hush")
+    async with opened() as other:
+        async with opened() as host:
+            assert host.admitted.flops > 0
+            said = " ".join(host.admitted.fences + host.admitted.unfenced)
+            assert all(word in said for word in ("limits", "network", "programs", "files", "memory"))
+            if LINUX:
+                holds_nothing_of_the_nodes(host.pid)
+                scratch = Path(os.readlink(f"/proc/{host.pid}/cwd"))
+                assert os.listdir(scratch) == []
+            parameters = host.vector("parameters")
+            before = bytes(parameters)
+            os.kill(host.pid, signal.SIGSTOP)  # so that the call is waiting when the process dies
+
+            async def kill() -> None:
+                await trio.testing.wait_all_tasks_blocked()
+                os.kill(host.pid, signal.SIGKILL)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(kill)
+                with pytest.raises(StageFailed, match="ended by SIGKILL"):
+                    await host.call(FORWARD)
+            with pytest.raises(StageFailed, match="ended by SIGKILL"):
+                await host.call(Export())
+        assert bytes(parameters) == before  # what was averaged can still be read
+        assert not LINUX or not scratch.exists()  # noqa: ASYNC240 - it only looks
+
+        # One that answers no more costs its own time, and the other stage is served meanwhile.
+        frozen = StageHost(ALLOWANCE, stalled_seconds=0.3)
+        os.kill(frozen.pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+
+            async def notice() -> None:
+                with pytest.raises(StageFailed, match=r"has done nothing for 0\.3 s"):
+                    await frozen.call(FORWARD, seconds=60.0)
+
+            nursery.start_soon(notice)
+            assert isinstance(await other.call(FORWARD), Forwarded)
+        await frozen.aclose()
+        assert isinstance(await other.call(Discard()), Done)
+
+
+def holds_nothing_of_the_nodes(pid: int) -> None:
+    """No secret in its environment, and no descriptor but the link, /dev/null, arenas and stderr."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        assert b"hush" not in file.read()
+    held = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    assert [path for path in held if not path.startswith(("socket:", "/dev/null", "/memfd:peerloom-"))] == []
+    assert sum(path.startswith("socket:") for path in held) == 1
+
+
+def test_a_folder_that_a_killed_node_left_is_removed_and_one_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, signal; from node.runs.scratch import Scratch\n"
+        "open(Scratch().path + '/left', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    mine = Scratch()
+    assert len(os.listdir(tmp_path)) == 2
+    remove_forgotten()
+    assert os.listdir(tmp_path) == [Path(mine.path).name]
+    mine.remove()
+    mine.remove()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_an_answer_that_does_not_come_in_time_costs_the_stage() -> None:
+    work = Admitted(flops=10**9, saved_bytes=0, peak_bytes=0, seconds=0.0)
+    assert ALLOWANCE.answer_seconds(work) > ANSWER_SECONDS + 10
+    host = StageHost(ALLOWANCE)
+    os.kill(host.pid, signal.SIGSTOP)
+    with pytest.raises(StageFailed, match=r"has not answered within 0\.05 s"):
+        await host.call(FORWARD, seconds=0.05)
     await host.aclose()
     assert gone(host.pid)
-    assert bytes(parameters) == before  # what was averaged can still be read
+
+
+async def test_a_stage_that_takes_too_much_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch alone takes more than a MiB; the specification it waits for never comes.
+    monkeypatch.setattr(allowance_module, "LIBRARIES_BYTES", {"cpu": 0})
+    host = StageHost(dataclasses.replace(ALLOWANCE, own_bytes=1 << 20))
+    with pytest.raises(StageFailed, match=r"took \d+ MiB, at most 1 allowed"):
+        await host._start_up(encode(SPECIFICATION), 30.0)
+    await host.aclose()
+    assert gone(host.pid)
+
+
+DONE = encode(Done())
+GARBAGE = {
+    "no message": HEADER.pack(9, 0) + b"\xc1 garbage",
+    "a message without an end": HEADER.pack(2**62, 0),
+    "half a message": HEADER.pack(100, 0) + bytes(50),
+    "an answer to nothing": HEADER.pack(len(DONE), 0) + DONE,
+    "an answer with something behind it": HEADER.pack(len(DONE), 3) + DONE + b"abc",
+    "a header cut short": b"abc",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_a_process_that_answers_garbage_has_failed(
+    monkeypatch: pytest.MonkeyPatch, garbage: str
+) -> None:
+    program = (
+        "import socket, sys\n"
+        "link = socket.socket(fileno=int(sys.argv[1]))\n"
+        "link.recv(8, socket.MSG_PEEK)\n"
+        f"link.sendall({GARBAGE[garbage]!r})\n"
+        "link.shutdown(socket.SHUT_WR)\n"
+        "while link.recv(65536): pass\n"
+    )
+    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    with pytest.raises(StageFailed, match=r"answered nonsense|has closed its end|ended"):
+        await StageHost.open(encode(SPECIFICATION))
+
+
+async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    activation = pack([typed(np.zeros((4, 256, 768), dtype="float32"))], "raw", sizes=(4,))
+    program = (
+        "import socket, sys\n"
+        "from node.runs.host_process import _receive, _send\n"
+        "from crypto.encoding import decode\n"
+        "from partition.stage import Exported, Ran, Request\n"
+        "link = socket.socket(fileno=int(sys.argv[1]))\n"
+        "message, _ = _receive(link, 1 << 23)\n"
+        "_send(link, Ran(decode(message, Request, bytes_max=1 << 23).input))\n"
+        "_receive(link, 1 << 23)\n"
+        f"_send(link, Exported(bytes({LARGE_BYTES})))\n"
+        "link.recv(1)\n"
+    )
+    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    host = StageHost(dataclasses.replace(ALLOWANCE, message_bytes_max=2 * LARGE_BYTES))
+    try:
+        ran = await host.call(Forward(0, 0, True, activation), seconds=60.0)
+        exported = await host.call(Export(), seconds=60.0)
+    finally:
+        await host.aclose()
+    assert ran == Ran(activation)
+    assert exported == Exported(bytes(LARGE_BYTES))
 
 
 async def test_a_cancelled_call_ends_the_process_rather_than_shifting_the_answers() -> None:
-    before = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
-    host = StageHost(SPECIFICATION)  # it waits for its specification, which is enough to be cancelled
+    before = os.listdir("/proc/self/fd") if LINUX else []
+    host = StageHost(ALLOWANCE)  # it waits for its specification, which is enough to be cancelled
     os.kill(host.pid, signal.SIGSTOP)
     with trio.move_on_after(0.05) as scope:
-        await host.call(Export())
+        await host.call(Export(), seconds=60.0)
     assert scope.cancelled_caught
     with pytest.raises(StageFailed, match="cancelled"):
         await host.call(Export())
@@ -142,8 +322,22 @@ async def test_a_cancelled_call_ends_the_process_rather_than_shifting_the_answer
     assert not before or os.listdir("/proc/self/fd") == before
 
 
+async def test_closing_a_stage_ends_a_call_that_waits_for_it() -> None:
+    host = StageHost(ALLOWANCE)
+    os.kill(host.pid, signal.SIGSTOP)
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(StageFailed, match="closed"):
+                await host.call(Export(), seconds=60.0)
+
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        await host.aclose()
+
+
 async def test_a_process_that_is_not_ready_in_time_is_ended() -> None:
-    with pytest.raises(StageFailed, match=r"not ready within 0\.01 s"):
+    with pytest.raises(StageFailed, match=r"was not ready within 0\.01 s"):
         await StageHost.open(encode(SPECIFICATION), start_seconds=0.01)
 
 
@@ -153,9 +347,9 @@ async def test_a_specification_of_garbage_starts_no_process() -> None:
 
 
 async def test_a_process_that_breaks_says_its_last_line() -> None:
-    host = StageHost(SPECIFICATION)
+    host = StageHost(ALLOWANCE)
     with pytest.raises(StageFailed, match=r"ended with status 1: .*RemoteProtocolError: not a valid message"):
-        await host.call("no specification")
+        await host.call("no specification", seconds=60.0)
     await host.aclose()
     assert gone(host.pid)
 

@@ -5,6 +5,7 @@ error that came out of `a` would end the simulation, so a scenario that comes to
 """
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -22,15 +23,18 @@ from node.runs.links import Links
 from node.runs.manifest import Run, make_run
 from node.runs.placement import NotPlaced
 from node.runs.replica import ReplicaShell
-from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX, RUNS_MAX
+from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
+from node.runs.serving import RUNS_MAX
 from node.runtime import Node
 from node.seams import Network
 from node.state import RUNS_KEPT_MAX, State, apply
 from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
+from partition.stage import OptimizerSettings
 from partition.steps.messages import StageCommit, StepCommit, Sync
 from partition.steps.replica import Replica
-from tests.stack import Swarm, manifest, simulate, swarm
+from tests.stack import Swarm, manifest, prepare, simple_cnn, simulate, swarm
 
+LAYERS = len(simple_cnn().graph.layers)
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32).peer for number in (1, 2, 3))
 
 
@@ -47,12 +51,12 @@ def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]]) -> None:
 
 
 def run_of(node: Node, **changes: Any) -> Run:
-    return make_run(node.signer, manifest(**changes))
+    return prepare(node, manifest(**changes))
 
 
 def plan_of(run: Run, holder: PeerId, planner: PeerId) -> Plan:
     """All of the model on `holder`; the run's requester trains."""
-    stage = StagePlan(0, 14, (holder,), (1,))
+    stage = StagePlan(0, LAYERS, (holder,), (1,))
     count = run.manifest.microbatches
     return Plan(run.id, bytes(HASH_BYTES), 0, planner, run.requester, run.requester, count, (stage,))
 
@@ -77,14 +81,16 @@ async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Repl
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": "no-such-model"},
-        {"sample_shape": (3, 65_536, 8)},
-        {"sample_shape": (7,)},
-        {"sample_shape": (1, 1_024, 1_024), "microbatch": 65_536},
+        {"graph": "0" * 64},
+        {"sizes": (3,)},
+        {"metrics": ("right",)},
+        {"microbatch": 65_536},
     ],
     ids=str,
 )
-def test_a_manifest_that_no_model_fits_is_declined_by_planner_and_provider(changes: dict[str, Any]) -> None:
+def test_a_manifest_that_its_model_does_not_fit_is_declined_by_planner_and_provider(
+    changes: dict[str, Any],
+) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b, **changes)
         await assert_refused(b, a, wire.Submit(run.fact))
@@ -97,7 +103,8 @@ def test_a_manifest_that_no_model_fits_is_declined_by_planner_and_provider(chang
 
 def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
-        for changes in ({"model": "\x1b[2J"}, {"data": "../../etc"}, {"data": ""}):
+        wrong: list[dict[str, Any]] = [{"model": "\x1b[2J"}, {"data": "../../etc"}, {"graph": "../x"}]
+        for changes in wrong:
             fact = b.signer.sign("run-manifest", encode(manifest(**changes)))
             await assert_refused(b, a, wire.Submit(fact))
 
@@ -115,11 +122,39 @@ def test_a_lease_is_given_only_to_the_planner_of_a_plan_that_fits_the_run_and_th
             replace(good, stages=(StagePlan(0, 2**62, (a.peer,), (1,)),)),
         ):
             await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(bad), 0))
-        huge = run_of(b, sample_shape=(3, 224, 224), microbatch=128, microbatches=64)
+        huge = run_of(b, microbatch=4_096, microbatches=64)
         reply = await lease(b, a, huge, plan_of(huge, a.peer, b.peer))
         assert isinstance(reply, wire.Declined)
         assert "memory" in reply.reason
         assert isinstance(await lease(b, a, run, good), wire.Leased)
+
+    two_nodes(scenario)
+
+
+def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        run = run_of(b)
+        plan = plan_of(run, a.peer, b.peer)
+        get = a.runs.models.get
+
+        async def get_slowly(name: bytes, holders: Any) -> Any:
+            await trio.sleep(5)
+            return await get(name, holders)
+
+        monkeypatch.setattr(a.runs.models, "get", get_slowly)
+        replies: list[wire.Reply] = []
+
+        async def want() -> None:
+            replies.append(await lease(b, a, run, plan))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(want)
+            await trio.sleep(1)
+            await ask(b, a, wire.Release(run.id, plan_hash(plan)))
+        assert replies == [wire.Declined("busy")]
+        assert a.runs.has_slot
 
     two_nodes(scenario)
 
@@ -169,7 +204,7 @@ def test_a_lease_whose_planner_is_dead_is_free_again() -> None:
 def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         for number in range(RUNS_MAX + 2):
-            run = run_of(b, seed=number)
+            run = make_run(b.signer, manifest(seed=number))
             plan = replace(plan_of(run, b.peer, b.peer), trainer=a.peer)
             await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
         assert a.runs.known() == []
@@ -199,7 +234,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
             assert await ask(b, a, wire.Start(run.fact, encode_plan(plan))) == wire.Done()
             taken = replace(plan, parent=plan_hash(plan), height=1, planner=c.peer, trainer=c.peer)
             await assert_refused(c, a, wire.Start(run.fact, encode_plan(taken)))
-            cut = (StagePlan(0, 7, (c.peer,), (1,)), StagePlan(7, 14, (a.peer,), (1,)))
+            cut = (StagePlan(0, 2, (c.peer,), (1,)), StagePlan(2, LAYERS, (a.peer,), (1,)))
             moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
             await assert_refused(b, a, wire.Start(run.fact, encode_plan(moved)))
             for request in (wire.Begin(plan_hash(plan)), wire.ExportStage(plan_hash(plan))):
@@ -231,8 +266,8 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(NotPlaced, match="does not fit"):
             await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1), a.peer)
-        with pytest.raises(NotPlaced, match="does not fit"):
-            await a.runs.submit(run_of(a, sample_shape=(3, 32, 32), stages=1, replicas=1), b.peer)
+        with pytest.raises(NotPlaced, match="does not have the run's data"):
+            await a.runs.submit(run_of(a, data="0" * 64, stages=1, replicas=1), b.peer)
         assert a.runs.known() == b.runs.known() == []
         assert a.runs.has_slot
         assert b.runs.has_slot
@@ -325,7 +360,7 @@ def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) ->
 
 
 def one_stage(*replicas: PeerId) -> Plan:
-    stage = StagePlan(0, 14, replicas, (1,) * len(replicas))
+    stage = StagePlan(0, LAYERS, replicas, (1,) * len(replicas))
     return Plan(bytes(32), bytes(32), 0, CAROL, CAROL, CAROL, 4, (stage,))
 
 
@@ -358,13 +393,21 @@ class BrokenStage:
 
 async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_is_broken() -> None:
     signer, unused = cast("Signer", _Signer()), cast("Any", None)
-    shell = ReplicaShell(signer, one_stage(ALICE), unused, BrokenStage(), unused, lambda *_: None)
+    specification = cast(
+        "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
+    )
+    shell = ReplicaShell(signer, one_stage(ALICE), specification, (), BrokenStage(), unused, lambda *_: None)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(shell.run)
         with trio.fail_after(5):
             for _ in range(2):
                 with pytest.raises(StageFailed):
                     await shell.export()
+
+
+class _StageGraph:
+    def entry(self, name: str) -> Any:
+        return SimpleNamespace(name=name, backward_outputs=())
 
 
 class _Signer:

@@ -48,6 +48,7 @@ def test_a_write_that_dies_half_way_leaves_the_old_blob(
         with pytest.raises(OSError, match="no space"):
             storage.write("a", b"new")
     assert storage.read("a") == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"], "a full disk is not left fuller"
     storage.write("a", b"newer")
     assert storage.read("a") == b"newer"
 

@@ -1,14 +1,17 @@
 """A stage that sums integers instead of gradients, for exact comparison; and the undisturbed run.
 
-It refuses whatever the real one (`partition.execute.StageExecutor`) refuses, by raising `Broken`.
+It refuses whatever the real one (`partition.execute.StageExecutor`) refuses, by raising `Broken`. All stages
+share one tied weight, so each has a second sum, which a step adds up over the replicas of every stage.
 """
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from crypto.identity import PeerId
-from partition.codec import Payload
+from partition.codec import Payload, TensorHeader
 from partition.plan.plan import HASH_BYTES
+
+METRICS = 2
 
 
 class Broken(AssertionError):
@@ -24,7 +27,7 @@ def number(*parts: object) -> int:
 
 
 def payload(data: bytes) -> Payload:
-    return Payload((len(data),), "int64", "raw", bytes(HASH_BYTES), data)
+    return Payload((1,), (TensorHeader("uint8", (len(data),)),), "raw", bytes(HASH_BYTES), data)
 
 
 def peer(name: str) -> PeerId:
@@ -35,8 +38,8 @@ def samples_of(microbatch: int) -> int:
     return 2 + microbatch % 3
 
 
-def correct_of(output: bytes, microbatch: int) -> int:
-    return output[0] % (samples_of(microbatch) + 1)
+def metrics_of(output: bytes, microbatch: int) -> tuple[float, ...]:
+    return (float(output[0] % (samples_of(microbatch) + 1)), output[2] / 16)
 
 
 def loss_of(output: bytes) -> float:
@@ -55,6 +58,21 @@ class FakeStage:
     in_flight: dict[int, bytes] = field(default_factory=dict)
     sums_step: int | None = None
     total: dict[int, int] | None = None
+    tied_total: dict[int, int] | None = None
+
+    @property
+    def tied_sums(self) -> dict[int, int]:
+        """The share of the tied weight: every micro-batch once in every stage."""
+        count = self.stages
+        return {name * count + self.index: number("tied", value) for name, value in self.sums.items()}
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the total; the first stage speaks for the tied weight. Powers of two add up exactly."""
+        assert self.total is not None
+        assert self.tied_total is not None
+        mine = sum(self.total.values()) % 1024 / 16
+        return mine + (0.0 if self.index else sum(self.tied_total.values()) % 1024 / 16)
 
     @property
     def is_last(self) -> bool:
@@ -93,11 +111,14 @@ class FakeStage:
         self.in_flight.clear()
         self.sums_step = None
 
-    def apply(self, step: int, samples: int) -> bytes:
-        if step != self.step or self.total is None:
+    def apply(self, step: int, samples: int, squared_norm: float | None) -> bytes:
+        if step != self.step or self.total is None or self.tied_total is None:
             raise Broken(f"step {step} applied after {self.step} steps with total {self.total}")
-        self.parameters = digest("parameters", self.parameters, sum(self.total.values()), samples)
-        self.total = None
+        tied = sum(self.tied_total.values())
+        self.parameters = digest(
+            "parameters", self.parameters, sum(self.total.values()), tied, samples, squared_norm
+        )
+        self.total = self.tied_total = None
         self.step += 1
         self.discard()
         return self.parameters
@@ -109,6 +130,8 @@ class Truth:
     def __init__(self, stages: int, microbatches: int, steps: int, evaluations: int) -> None:
         chain = [FakeStage(index, stages) for index in range(stages)]
         self.totals: list[list[dict[int, int]]] = []
+        self.tied_totals: list[dict[int, int]] = []
+        self.squared_norms: list[float] = []
         self.losses: list[float] = []
         for step in range(steps):
             losses, samples = 0.0, 0
@@ -125,18 +148,23 @@ class Truth:
                 samples += samples_of(microbatch)
             self.totals.append([dict(stage.sums) for stage in chain])
             self.losses.append(losses / samples)
+            tied = {name: value for stage in chain for name, value in stage.tied_sums.items()}
+            self.tied_totals.append(tied)
             for stage in chain:
-                stage.total = dict(stage.sums)
-                stage.apply(step, samples)
+                stage.total, stage.tied_total = dict(stage.sums), tied
+            self.squared_norms.append(sum(stage.squared_norm for stage in chain))
+            for stage in chain:
+                stage.apply(step, samples, self.squared_norms[-1])
         self.parameters = [stage.parameters for stage in chain]
-        self.correct = 0
+        rows = []
         for microbatch in range(evaluations):
             data = input_of(steps, microbatch, False)
             for stage in chain:
                 labels = label_of(steps, microbatch, False) if stage.is_last else None
                 data_out, _, output = stage.forward(steps, microbatch, False, data, labels)
                 data = data_out or b""
-            self.correct += correct_of(output, microbatch)
+            rows.append(metrics_of(output, microbatch))
+        self.metrics = tuple(sum(row[place] for row in rows) for place in range(METRICS))
         self.evaluated = sum(samples_of(microbatch) for microbatch in range(evaluations))
 
 

@@ -36,14 +36,15 @@ from partition.steps.trainer import (
     TrainingFailed,
 )
 from tests.partition.fake_stage import (
+    METRICS,
     Broken,
     FakeStage,
     Truth,
-    correct_of,
     digest,
     input_of,
     label_of,
     loss_of,
+    metrics_of,
     payload,
     peer,
     samples_of,
@@ -51,6 +52,8 @@ from tests.partition.fake_stage import (
 
 ACTIONS_MAX = 50_000
 """A walk has a few hundred; more means that messages go round in circles."""
+ALL_STAGES = -1
+"""In the place of a stage's number: the reduction of what is tied between all of them."""
 SLOW = 0.1
 """The share of links that are 20 times slower, so that what others say overtakes them."""
 
@@ -79,6 +82,7 @@ class Node:
         self.signer = HashSigner(me)
         self.stage = FakeStage(replica.stage, stages)
         self.work: deque[Any] = deque()
+        self.reducing: ReduceReady | None = None
         self.ended = False  # it heard that it is out
 
 
@@ -93,7 +97,7 @@ class Link:
 
 @dataclass
 class _Reduction:
-    """One all-reduce: what each member brought, and who has taken the total."""
+    """One all-reduce, of a stage or of what is tied: what each member brought, and who took the total."""
 
     members: tuple[PeerId, ...]
     brought: dict[PeerId, dict[int, int]] = field(default_factory=dict)
@@ -154,7 +158,11 @@ class World:
 
     def _begin(self) -> None:
         self.trainer = self.trainer_class(
-            PeerId(self.plan.trainer), self.plan, steps=self.steps, evaluations=self.evaluations
+            PeerId(self.plan.trainer),
+            self.plan,
+            steps=self.steps,
+            evaluations=self.evaluations,
+            metrics=METRICS,
         )
         self.signer = HashSigner(self.trainer.me)
         self._from_trainer(self.trainer.start(0.0))
@@ -236,8 +244,8 @@ class World:
                     raise Broken(f"step {event.step} has loss {event.loss}, not {self.truth.losses}")
             case TrainingEvaluated():
                 self.outcome = "done"
-                if (event.samples, event.correct) != (self.truth.evaluated, self.truth.correct):
-                    raise Broken(f"evaluated {event}, not {self.truth.evaluated}, {self.truth.correct}")
+                if (event.samples, event.metrics) != (self.truth.evaluated, self.truth.metrics):
+                    raise Broken(f"evaluated {event}, not {self.truth.evaluated}, {self.truth.metrics}")
             case TrainingFailed():
                 self.outcome, self.reason = "failed", event.reason
             case ReplicaLost():
@@ -377,20 +385,28 @@ class World:
             case BackwardReady():
                 back = node.stage.backward(work.step, work.microbatch, work.gradient.data)
                 frame = None if back is None else self._frame(node, work, back, -1, "gradient", True)
-                samples = samples_of(work.microbatch)
-                self._from_node(node, node.replica.backwarded(work, gradient=frame, samples=samples))
+                self._from_node(node, node.replica.backwarded(work, gradient=frame))
             case ReduceReady():
-                key = (work.plan, work.step, work.attempt, node.stage.index)
-                reduction = self.reductions.setdefault(key, _Reduction(work.members))
-                if reduction.members != work.members:
-                    raise Broken("two views of who takes part in a reduction")
-                if me in reduction.brought or me in reduction.taken:
-                    raise Broken("a member takes part twice in one reduction")
-                reduction.brought[me] = dict(node.stage.sums)
+                node.stage.total = node.stage.tied_total = None
+                everybody = tuple(peer for row in work.members for peer in row)
+                self._bring(node, work, node.stage.index, work.members[node.stage.index], node.stage.sums)
+                self._bring(node, work, ALL_STAGES, everybody, node.stage.tied_sums)
             case ApplyReady():
                 self._apply(node, work)
             case StepDiscarded():
                 node.stage.discard()
+
+    def _bring(
+        self, node: Node, work: ReduceReady, stage: int, members: tuple[PeerId, ...], sums: dict[int, int]
+    ) -> None:
+        key = (work.plan, work.step, work.attempt, stage)
+        reduction = self.reductions.setdefault(key, _Reduction(members))
+        if reduction.members != members:
+            raise Broken("two views of who takes part in a reduction")
+        if node.me in reduction.brought or node.me in reduction.taken:
+            raise Broken("a member takes part twice in one reduction")
+        reduction.brought[node.me] = dict(sums)
+        node.reducing = work
 
     def _forward(self, node: Node, work: ForwardReady) -> list[tuple[PeerId, object]]:
         labels = None if work.labels is None else work.labels.data
@@ -404,7 +420,7 @@ class World:
             gradient=None if gradient is None else self._frame(node, work, gradient, -1, "gradient", True),
             samples=samples_of(work.microbatch),
             loss=loss_of(numbers) if last else 0.0,
-            correct=correct_of(numbers, work.microbatch) if last else 0,
+            metrics=metrics_of(numbers, work.microbatch) if last else (),
         )
 
     def _frame(
@@ -437,16 +453,27 @@ class World:
                 if microbatch in total:
                     raise Broken(f"micro-batch {microbatch} is in two sums")
                 total[microbatch] = value
-        plan, step, attempt, _ = key
-        node.stage.total = total
-        work = ReduceReady(plan, step, attempt, reduction.members)
-        self._from_node(node, node.replica.reduced(work, digest(sorted(total.items()))))
+        work = node.reducing
+        if work is None or key[:3] != (work.plan, work.step, work.attempt):
+            return  # one that was void before this member had begun it
+        if key[3] == ALL_STAGES:
+            node.stage.tied_total = total
+        else:
+            node.stage.total = total
+        if node.stage.total is None or node.stage.tied_total is None:
+            return
+        name = digest(sorted(node.stage.total.items()), sorted(node.stage.tied_total.items()))
+        self._from_node(node, node.replica.reduced(work, name, node.stage.squared_norm))
 
     def _apply(self, node: Node, work: ApplyReady) -> None:
         expected = self.truth.totals[work.step][node.stage.index]
         if node.stage.total != expected:
             raise Broken(f"{node.me!r} applies {node.stage.total} in step {work.step}, not {expected}")
-        parameters = node.stage.apply(work.step, work.samples)
+        if node.stage.tied_total != self.truth.tied_totals[work.step]:
+            raise Broken(f"{node.me!r} applies another total of what is tied in step {work.step}")
+        if work.squared_norm != self.truth.squared_norms[work.step]:
+            raise Broken(f"{node.me!r} clips by {work.squared_norm} in step {work.step}")
+        parameters = node.stage.apply(work.step, work.samples, work.squared_norm)
         self._from_node(node, node.replica.applied(work, parameters))
         if node.replica._kept or node.replica._microbatches:
             raise Broken("frames are kept after their step was applied")

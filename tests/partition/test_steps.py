@@ -1,19 +1,15 @@
-"""The step machines under every disturbance the world knows, and under hostile messages."""
+"""The step machines under every disturbance the world knows; hostile messages are in `test_steps_hostile`."""
 
-from collections.abc import Iterator
-from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import Plan, StagePlan, plan_hash
-from partition.steps.frames import FrameHeader, OpenedFrame
+from partition.plan.plan import Plan
+from partition.steps.frames import OpenedFrame
 from partition.steps.messages import (
     EVALUATIONS_IN_FLIGHT_MAX,
     Applied,
@@ -26,14 +22,21 @@ from partition.steps.messages import (
     Sends,
     StageCommit,
     StepCommit,
-    StepMessage,
     Sync,
     Synced,
 )
 from partition.steps.replica import ApplyReady, ForwardReady, ReduceReady, ReduceVoided, Replica, _Microbatch
-from partition.steps.trainer import FeedReady, ReplicaLost, StepApplied, Trainer, TrainingFailed
-from tests.partition.fake_stage import Broken, digest, payload, peer
-from tests.partition.steps_world import World, opened
+from partition.steps.trainer import (
+    FeedReady,
+    ReplicaLost,
+    StepApplied,
+    Trainer,
+    TrainingEvaluated,
+    TrainingFailed,
+)
+from tests.partition.fake_stage import METRICS, Broken, digest, peer
+from tests.partition.small_plan import FIRST, LAST, MIDDLES, PLAN, PLAN_HASH, SENT, TRAINER, frame, synced
+from tests.partition.steps_world import World
 
 WALKS = 1_000
 
@@ -90,7 +93,7 @@ def test_who_died_before_the_trainer_began_is_dropped_before_the_start() -> None
     world = World(Random(4), [2, 2], microbatches=3, steps=2, evaluations=2)
     world.links.clear()
     world.kill(peer("s1r0"))
-    world.trainer = Trainer(world.trainer.me, world.plan, steps=2, evaluations=2)
+    world.trainer = Trainer(world.trainer.me, world.plan, steps=2, evaluations=2, metrics=METRICS)
     world._notice(peer("s1r0"))
     world._from_trainer(world.trainer.start(0.0))
     world.run(0)
@@ -184,6 +187,14 @@ class CommitsUnderTheSameAttempt(Trainer):
         return super()._when_counted()
 
 
+class ForgetsTheNormOfAHalfAppliedStep(Trainer):
+    def _when_synced(self) -> Sends:
+        return [
+            (who, replace(message, squared_norm=None) if isinstance(message, Apply) else message)
+            for who, message in super()._when_synced()
+        ]
+
+
 class LeavesAStepHalfApplied(Trainer):
     def _when_synced(self) -> Sends:
         if any(name not in self._synced for name in self.live):
@@ -203,6 +214,7 @@ PLANTED: list[dict[str, Any]] = [
     {"replica_class": AnswersSyncWhileApplying},
     {"trainer_class": ForgetsWhatADeathOrphaned},
     {"trainer_class": CommitsUnderTheSameAttempt},
+    {"trainer_class": ForgetsTheNormOfAHalfAppliedStep},
     {"trainer_class": LeavesAStepHalfApplied},
 ]
 
@@ -219,38 +231,12 @@ def test_the_walk_finds_a_planted_bug(planted: dict[str, Any]) -> None:
 
 # One replica, one message at a time
 
-TRAINER, FIRST, LAST = peer("t"), peer("first"), peer("last")
-MIDDLES = (peer("middle0"), peer("middle1"))
-PLAN = Plan(
-    run=bytes(32),
-    parent=bytes(32),
-    height=2,
-    planner=TRAINER,
-    trainer=TRAINER,
-    requester=TRAINER,
-    microbatches=2,
-    stages=(
-        StagePlan(0, 1, (FIRST,), (1,)),
-        StagePlan(1, 2, MIDDLES, (1, 1)),
-        StagePlan(2, 3, (LAST,), (1,)),
-    ),
-)
-PLAN_HASH = plan_hash(PLAN)
-SENT: Any = object()  # frames are opaque to the core
-
 
 def replica_of_the_middle(index: int = 0) -> Replica:
     replica = Replica(MIDDLES[index], PLAN)
     replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
     replica.events.clear()
     return replica
-
-
-def frame(
-    sender: PeerId, microbatch: int, direction: Any = "input", *, step: int = 0, train: bool = True
-) -> OpenedFrame:
-    header = FrameHeader(PLAN_HASH, step, microbatch, 1, direction, train, (1,), "int64", "raw", bytes(32))
-    return opened(sender, header)
 
 
 def count_all(replica: Replica, microbatches: tuple[int, ...]) -> None:
@@ -260,10 +246,10 @@ def count_all(replica: Replica, microbatches: tuple[int, ...]) -> None:
         replica.receive(0.0, LAST, frame(LAST, number, "gradient"))
         (ready,) = replica.events
         replica.events.clear()
-        replica.forwarded(ready, output=SENT, gradient=None, samples=1, loss=0.0, correct=0)
+        replica.forwarded(ready, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
         (back,) = replica.events
         replica.events.clear()
-        replica.backwarded(back, gradient=SENT, samples=1)
+        replica.backwarded(back, gradient=SENT)
 
 
 def commit(*rows: tuple[int, PeerId, tuple[int, ...]], attempt: int = 0) -> StepCommit:
@@ -281,7 +267,7 @@ def reduced_replica() -> Replica:
     replica.receive(0.0, TRAINER, WHOLE)
     (ready,) = replica.events
     replica.events.clear()
-    assert ready == ReduceReady(PLAN_HASH, 0, 0, MIDDLES)
+    assert ready == ReduceReady(PLAN_HASH, 0, 0, ((FIRST,), MIDDLES, (LAST,)))
     (sent,) = replica.reduced(ready, digest("total"))
     assert sent == (TRAINER, Reduced(plan=PLAN_HASH, step=0, attempt=0, digest=digest("total")))
     return replica
@@ -295,6 +281,19 @@ def test_a_frame_ahead_of_the_drop_that_sent_it_here_waits_for_it() -> None:
     (ready,) = replica.events
     assert isinstance(ready, ForwardReady)
     assert ready.microbatch == 1
+
+
+def test_a_stage_to_which_no_gradient_comes_back_counts_what_it_has_sent_on() -> None:
+    replica = Replica(MIDDLES[0], PLAN, awaits_gradient=False)
+    replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
+    replica.receive(0.0, FIRST, frame(FIRST, 0))
+    ready = replica.events[-1]
+    (sent, (_, counted)) = replica.forwarded(
+        ready, output=SENT, gradient=None, samples=1, loss=0.0, metrics=()
+    )
+    assert sent == (LAST, SENT)
+    assert isinstance(counted, Counted)
+    assert (counted.microbatch, counted.stage) == (0, 1)
 
 
 def test_a_repeated_commit_is_answered_with_the_same_report() -> None:
@@ -313,7 +312,7 @@ def test_a_drop_voids_a_total_that_counts_the_dropped_and_a_repeat_voids_nothing
     count_all(replica, (1,))
     alone = commit((0, FIRST, (0, 1)), (1, MIDDLES[0], (0, 1)), (2, LAST, (0, 1)), attempt=1)
     replica.receive(0.0, TRAINER, alone)
-    assert replica.events == [ReduceReady(PLAN_HASH, 0, 1, (MIDDLES[0],))]
+    assert replica.events == [ReduceReady(PLAN_HASH, 0, 1, ((FIRST,), (MIDDLES[0],), (LAST,)))]
     replica.events.clear()
     replica.receive(0.0, TRAINER, drop)
     assert replica.events == []
@@ -324,7 +323,7 @@ def test_a_total_stands_when_the_drop_is_of_the_step_after() -> None:
     replica.receive(0.0, TRAINER, Drop(plan=PLAN_HASH, step=1, dropped=(MIDDLES[1],)))
     assert replica.events == []
     replica.receive(0.0, TRAINER, Apply(plan=PLAN_HASH, step=0, attempt=0, samples=2))
-    assert replica.events == [ApplyReady(PLAN_HASH, 0, 2)]
+    assert replica.events == [ApplyReady(PLAN_HASH, 0, 2, None)]
 
 
 def test_frames_and_results_of_a_step_that_is_being_applied_are_ignored() -> None:
@@ -335,7 +334,7 @@ def test_frames_and_results_of_a_step_that_is_being_applied_are_ignored() -> Non
     replica.receive(0.0, TRAINER, Apply(plan=PLAN_HASH, step=0, attempt=0, samples=2))
     replica.events.clear()
     replica.receive(0.0, LAST, frame(LAST, 1, "gradient"))
-    assert replica.forwarded(late, output=SENT, gradient=None, samples=1, loss=0.0, correct=0) == []
+    assert replica.forwarded(late, output=SENT, gradient=None, samples=1, loss=0.0, metrics=()) == []
     assert replica.events == []
 
 
@@ -368,11 +367,6 @@ def test_a_dropped_replica_is_told_so() -> None:
 
 
 # The trainer finds out where everybody is
-
-
-def synced(step: int, *, reduced: int | None = None, attempt: int = 7) -> Synced:
-    applied = Apply(plan=bytes(32), step=step - 1, attempt=attempt, samples=9) if step else None
-    return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied)
 
 
 def test_a_step_left_half_applied_is_finished_with_the_same_total() -> None:
@@ -429,149 +423,89 @@ def test_replicas_with_different_totals_end_the_run() -> None:
     assert "different totals" in failed.reason
 
 
-# Hostile input
-
-PEERS = [TRAINER, FIRST, *MIDDLES, LAST, peer("stranger")]
-counts = st.one_of(st.integers(0, 5), st.just(2**63 - 1))
-hashes = st.sampled_from([PLAN_HASH, PLAN_HASH, PLAN_HASH, bytes(32)])
-floats = st.floats()
-peers = st.sampled_from(PEERS)
-lists_of_peers = st.lists(peers, max_size=4).map(tuple)
-applies = st.builds(Apply, plan=hashes, step=counts, attempt=counts, samples=st.integers(1, 2**40 - 1))
-commits = st.builds(
-    StepCommit,
-    plan=hashes,
-    step=counts,
-    attempt=counts,
-    replicas=st.lists(
-        st.builds(StageCommit, st.integers(0, 3), peers, st.lists(counts, max_size=3).map(tuple)), max_size=5
-    ).map(tuple),
-)
-frames = st.builds(
-    lambda header, author: opened(author, header),
-    st.builds(
-        FrameHeader,
-        hashes,
-        counts,
-        counts,
-        st.integers(0, 3),
-        st.sampled_from(["input", "labels", "gradient"]),
-        st.booleans(),
-        st.just((1,)),
-        st.just("int64"),
-        st.just("raw"),
-        st.just(bytes(32)),
-    ),
-    peers,
-)
-messages = st.one_of(
-    applies,
-    commits,
-    frames,
-    st.builds(Sync, plan=hashes, dropped=lists_of_peers),
-    st.builds(Drop, plan=hashes, step=counts, dropped=lists_of_peers),
-    st.builds(
-        Synced,
-        plan=hashes,
-        step=counts,
-        reduced=st.one_of(st.none(), counts),
-        applied=st.one_of(st.none(), applies),
-    ),
-    st.builds(
-        Counted,
-        plan=hashes,
-        step=counts,
-        microbatch=counts,
-        stage=st.integers(0, 3),
-        samples=counts,
-        loss=floats,
-    ),
-    st.builds(Evaluated, plan=hashes, microbatch=counts, samples=counts, correct=counts, loss=floats),
-    st.builds(Reduced, plan=hashes, step=counts, attempt=counts, digest=hashes),
-    st.builds(Applied, plan=hashes, step=counts, digest=hashes),
-    st.builds(Failed, plan=hashes, reason=st.text(max_size=20)),
-    st.just(payload(b"not a message at all")),
-)
-arrivals = st.lists(st.tuples(peers, messages), max_size=30)
-
-
-def perform(replica: Replica) -> None:
-    """Do at once what the core asks for."""
-    while replica.events:
-        match replica.events.pop(0):
-            case ForwardReady() as work:
-                output, gradient = (None, SENT) if replica.is_last else (SENT, None)
-                replica.forwarded(work, output=output, gradient=gradient, samples=1, loss=1.0, correct=1)
-            case ReduceReady() as work:
-                replica.reduced(work, bytes(32))
-            case ApplyReady() as work:
-                replica.applied(work, bytes(32))
-
-
-@given(st.sampled_from([FIRST, MIDDLES[0], LAST]), arrivals)
-@settings(max_examples=300)
-def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
-    me: PeerId, arrivals: list[tuple[PeerId, Any]]
-) -> None:
-    replica = Replica(me, PLAN)
-    for sender, message in [(TRAINER, Sync(plan=PLAN_HASH)), *arrivals]:
-        try:
-            replica.receive(0.0, sender, message)
-        except RemoteProtocolError:
-            continue
-        perform(replica)
-    for name in PEERS:
-        replica.reconnected(name)
-
-
-@given(arrivals, st.booleans(), st.integers(0, 2))
-@settings(max_examples=300)
-def test_whatever_a_trainer_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
-    arrivals: list[tuple[PeerId, Any]], is_synced: bool, steps: int
-) -> None:
-    trainer = Trainer(TRAINER, PLAN, steps=steps, evaluations=3)
+def counting_trainer(metrics: int = 0) -> Trainer:
+    """One whose four replicas are at the beginning."""
+    trainer = Trainer(TRAINER, PLAN, steps=1, evaluations=1, metrics=metrics)
     trainer.start(0.0)
-    everybody = [(name, synced(0)) for name in (FIRST, *MIDDLES, LAST)] if is_synced else []
-    for sender, message in [*everybody, *arrivals]:
-        try:
-            trainer.receive(0.0, sender, message)
-        except RemoteProtocolError:
-            continue
-    for name in PEERS:
-        trainer.reconnected(name)
-        trainer.drop(0.0, name)
-    assert not any(isinstance(event, StepApplied) and event.samples < 1 for event in trainer.events)
+    for who in (FIRST, *MIDDLES, LAST):
+        trainer.receive(0.0, who, Synced(plan=PLAN_HASH, step=0, reduced=None, applied=None))
+    trainer.events.clear()
+    return trainer
 
 
-def messages_of(world: World, rng: Random) -> Iterator[StepMessage]:
-    """What somebody without a part in the run might say, under the run's own plan hash."""
-    name = world.trainer.plan_hash
-    while True:
-        yield rng.choice(
-            [
-                Sync(plan=name),
-                Drop(plan=name, step=world.trainer.step, dropped=(rng.choice(list(world.nodes)),)),
-                Apply(plan=name, step=world.trainer.step, attempt=0, samples=1),
-                StepCommit(plan=name, step=world.trainer.step, attempt=0, replicas=()),
-                Failed(plan=name, reason="I am not of this run"),
-                Applied(plan=name, step=world.trainer.step, digest=bytes(32)),
-            ]
+def count(trainer: Trainer, samples: int = 3, loss: float = 1.0) -> Sends:
+    """Everything of step 0 is counted; what the trainer then says."""
+    sends: Sends = []
+    for number in (0, 1):
+        for stage, who in ((0, FIRST), (1, MIDDLES[number]), (2, LAST)):
+            last = stage == 2
+            row = Counted(
+                plan=PLAN_HASH,
+                step=0,
+                microbatch=number,
+                stage=stage,
+                samples=samples if last else 0,
+                loss=loss if last else 0.0,
+            )
+            sends += trainer.receive(0.0, who, row)
+    return sends
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice() -> None:
+    trainer = counting_trainer()
+    count(trainer, loss=float("nan"))
+    (failed,) = trainer.events
+    assert isinstance(failed, TrainingFailed)
+    assert "step 0: the loss is no finite number" in failed.reason
+    assert "learning_rate" in failed.reason
+
+
+def test_the_norms_of_all_stages_add_up_one_of_each() -> None:
+    trainer = counting_trainer()
+    assert count(trainer), "the commit"
+    sends: Sends = []
+    # The second replica of a stage may differ in the last bit: one of them speaks for both.
+    for who, norm in ((FIRST, 1.0), (MIDDLES[0], 2.0), (MIDDLES[1], 2.0000000000000004), (LAST, 4.0)):
+        name = digest("of a stage", PLAN.stage_of(who))
+        sends += trainer.receive(
+            0.0, who, Reduced(plan=PLAN_HASH, step=0, attempt=trainer.attempt, digest=name, squared_norm=norm)
         )
+    applies = [message for _, message in sends]
+    assert len(applies) == 4
+    expected = Apply(plan=PLAN_HASH, step=0, attempt=trainer.attempt, samples=6, squared_norm=7.0)
+    assert all(message == expected for message in applies)
 
 
-def test_a_stranger_changes_nothing() -> None:
-    for seed in range(40):
-        world = World(Random(seed), [2, 2], microbatches=2, steps=2, evaluations=1)
-        rng = Random(seed)
-        says = messages_of(world, rng)
-        while world.outcome is None:
-            action, *arguments = world.rng.choice(world.actions())
-            action(*arguments)
-            node = rng.choice(list(world.nodes.values()))
-            for core in (world.trainer, node.replica):
-                with pytest.raises(RemoteProtocolError):
-                    core.receive(0.0, peer("stranger"), next(says))
-            header = replace(frame(FIRST, 0).header, plan=world.trainer.plan_hash, step=node.replica.step)
-            with suppress(RemoteProtocolError):
-                assert node.replica.receive(0.0, peer("stranger"), opened(peer("stranger"), header)) == []
-        assert world.outcome == "done"
+def test_a_step_in_which_nothing_counts_is_a_step_all_the_same() -> None:
+    trainer = counting_trainer()
+    count(trainer, samples=0, loss=0.0)
+    for who in (FIRST, *MIDDLES, LAST):
+        row = Reduced(plan=PLAN_HASH, step=0, attempt=trainer.attempt, digest=digest("total"))
+        trainer.receive(0.0, who, row)
+    for who in (FIRST, *MIDDLES, LAST):
+        trainer.receive(0.0, who, Applied(plan=PLAN_HASH, step=0, digest=digest("parameters")))
+    assert [event.step for event in trainer.events if isinstance(event, StepApplied)] == [0]
+
+
+def test_an_evaluation_has_as_many_numbers_as_the_model() -> None:
+    trainer = counting_trainer(metrics=2)
+    trainer.steps = 0
+    trainer._open_step()
+    for numbers in ((), (1.0,), (1.0, 2.0, 3.0)):
+        with pytest.raises(RemoteProtocolError, match="impossible numbers"):
+            trainer.receive(
+                0.0, LAST, Evaluated(plan=PLAN_HASH, microbatch=0, samples=3, loss=1.0, metrics=numbers)
+            )
+    trainer.receive(
+        0.0, LAST, Evaluated(plan=PLAN_HASH, microbatch=0, samples=3, loss=1.0, metrics=(1.0, 2.0))
+    )
+    assert trainer.events[-1] == TrainingEvaluated(3, 1.0, (1.0, 2.0))
+
+
+def test_why_the_last_replica_of_a_stage_gave_up_is_passed_on() -> None:
+    trainer = counting_trainer()
+    trainer.receive(0.0, LAST, Failed(plan=PLAN_HASH, reason="a label of 12 among 10"))
+    failed = trainer.events[-1]
+    assert isinstance(failed, TrainingFailed)
+    assert "stage 3 of 3 lost its last replica" in failed.reason
+    assert failed.reason.endswith("its parameters are gone (a label of 12 among 10)")

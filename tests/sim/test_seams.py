@@ -14,12 +14,15 @@ from crypto.encoding import encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from node.errors import StageFailed, StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream
+from partition.model.cut import cut_layers
+from partition.model.graph import encode_graph, graph_hash
 from partition.stage import Export, Exported, StageSpecification
 from sim.executor import SimExecutor
 from sim.network import LinkModel, Links
 from sim.seams import EPOCH_SECONDS, Medium, MemoryStorage, SimClock, SimNetwork, simulated_seams
 from sim.seeds import seeded_peer
 from sim.streams import WINDOW_BYTES_MAX
+from tests.partition.graphs import GraphBuilder
 
 A, B, C = sorted(seeded_peer(1, index) for index in range(3))
 TALK = "/peerloom/talk/1"
@@ -352,9 +355,14 @@ def test_storage_is_kept_for_a_peer_that_restarts() -> None:
 
 def test_a_simulated_stage_runs_the_real_executor() -> None:
     async def scenario() -> None:
-        specification = StageSpecification(
-            run=b"run", model="simple-cnn", sample_shape=(1, 8, 8), classes=2, first_layer=0, last_layer=1
-        )
+        build = GraphBuilder()
+        x = build.symbol("batch")
+        build.begin("forward")
+        out = build.node("linear", build.input("x", "float32", x, 4), build.parameter("fc.weight", 3, 4))
+        build.end(outputs=[out])
+        graph = build.finish()
+        (stage_graph,) = cut_layers(graph, graph_hash(encode_graph(graph)), [(0, 1)])
+        specification = StageSpecification(run=b"run", graph=stage_graph, sizes_max=(8,))
         stage = await SimExecutor(lambda request: 0.25).open_stage(encode(specification))
         assert isinstance(await stage.call(Export()), Exported)
         assert SimClock().monotonic() == 0.25

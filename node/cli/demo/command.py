@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from node.cli.demo.capture_process import Capturing
 from node.cli.demo.play import MODEL, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
 from node.cli.demo.screen import DemoScreen
@@ -30,6 +31,7 @@ STEPS_MIN, STEPS_MAX = 10, 100_000
 RESULT_NAME = "result.json"
 PICTURE_NAME = "loss.png"
 RUN_NAME = "RUN.toml"
+GRAPH_NAME = "model.peerloom"
 WEIGHTS_NAME = "model.safetensors"
 
 
@@ -101,15 +103,17 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
     stop, screen = StopSign(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
     swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause)
+    capturing = Capturing(folder / RUN_NAME, nodes_folder / GRAPH_NAME)
 
     def force() -> None:
+        capturing.close()
         swarm.kill_all()
         shutil.rmtree(nodes_folder, ignore_errors=True)
         screen.close()
 
     with stop.heeded(force):
         try:
-            play = Play(swarm, screen, story, stop, folder / RUN_NAME)
+            play = Play(swarm, capturing, screen, story, stop)
             play.start_nodes()
             play.train()
             return play.fetch(folder / WEIGHTS_NAME)
@@ -119,6 +123,7 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
             raise
         finally:
             screen.close()
+            capturing.close()
             swarm.close()
             if keep:
                 swarm.keep_logs(folder / "logs")

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from node.cli.client import GoneAway, ask, request
+from node.cli.demo.capture_process import Capturing
 from node.cli.demo.processes import LOOK_SECONDS, SwarmProcesses
 from node.cli.demo.screen import DemoScreen, loss_text, pace_text
 from node.cli.demo.stopping import StopSign
@@ -24,8 +25,6 @@ NAMES = ("a", "b", "c", "d", "e")
 STARTER = "e"
 """The node that asks for the run, and so trains it; the other four compute its stages."""
 MODEL = "simple-cnn"
-SAMPLE_SHAPE = (1, 8, 8)
-CLASSES = 10
 STEPS = 300
 """Of 128 samples: about 27 times through the 1,437 digits."""
 RUN_FILE_START = "# What `python -m node demo` trained."
@@ -68,13 +67,18 @@ class Play:
     """One demo. The methods are called in their order; each raises PeerloomError, or Stopped."""
 
     def __init__(
-        self, swarm: SwarmProcesses, screen: DemoScreen, story: Story, stop: StopSign, run_file: Path
+        self,
+        swarm: SwarmProcesses,
+        capturing: Capturing,
+        screen: DemoScreen,
+        story: Story,
+        stop: StopSign,
     ) -> None:
         self._swarm = swarm
         self._screen = screen
         self._story = story
         self._stop = stop
-        self._run_file = run_file
+        self._capturing = capturing
         self._inbox: SimpleQueue[Event | PeerloomError] = SimpleQueue()
         self._heard = time.monotonic()
         self._has_told_of_recovery = False
@@ -82,6 +86,7 @@ class Play:
     def start_nodes(self) -> None:
         """Five nodes, each joined through the one before it, all knowing all."""
         label, begun = f"starting {len(NAMES)} nodes on 127.0.0.1", time.monotonic()
+        self._capturing.start()
         self._screen.update(1, label, "...")
         self._swarm.launch(NAMES)
         join = None
@@ -99,12 +104,8 @@ class Play:
 
     def train(self) -> None:
         """Hand the run to the starter, follow it to its end, kill a replica on the way."""
-        self._screen.update(2, f"planning {MODEL}", "...")
-        arguments = {
-            "text": self._run_file.read_text(),
-            "path": str(self._run_file.absolute()),
-            "name": str(self._run_file),
-        }
+        self._screen.update(2, f"planning {MODEL}", "capturing the model...")
+        arguments = self._capturing.wait(lambda: self._stop.pause(_TICK_SECONDS))
         # The run's own stream begins when it is placed, and has no events of membership.
         self._listen("events", {}, lambda event: event["kind"] in ("RunPlanned", "MemberLost"))
         self._listen("train", arguments, lambda _: True)
@@ -131,7 +132,7 @@ class Play:
         holder = next(name for name in reversed(NAMES) if name not in gone)
         arguments = {"run": story.plan["run"], "out": str(out.absolute())}
         ask(self._swarm.nodes[holder].data_dir, "runs.fetch", arguments, seconds=None)
-        values = _check(out, story.ended["weights"])
+        values = _check(out, story.ended["weights"], self._capturing.graph)
         self._screen.finish(5, accuracy, f"weights fetched from node {holder}: {out}")
         return {
             "file": str(out),
@@ -237,13 +238,14 @@ class Play:
         return loss_text(losses[0], losses[-1], done=len(losses), steps=self._story.steps)
 
 
-def _check(path: Path, digest: str) -> int:
+def _check(path: Path, digest: str, graph: Path) -> int:
     """The number of values in the weights: all there, with the hash the run ended with; else RunFailed."""
     from blake3 import blake3
 
-    from partition.model import build
+    from partition.model.graph import decode_graph
+    from partition.model.sizes import shape_of
 
     if blake3(path.read_bytes()).hexdigest() != digest:
         raise RunFailed(f"{path} is not what the run ended with: its hash is another")
-    parameters = build(MODEL, SAMPLE_SHAPE, CLASSES).parameters()
-    return check_weights(path, {parameter.name: parameter.shape for parameter in parameters})
+    parameters = decode_graph(graph.read_bytes()).parameters
+    return check_weights(path, {name: shape_of(row.type, ()) for row in parameters for name in row.names})

@@ -72,6 +72,9 @@ class SwarmProcesses:
 
     def launch(self, names: Sequence[str]) -> None:
         """Start a process for each name; they load their modules side by side, then wait for `start`."""
+        # Whoever is killed cannot clear up: what it has put there goes with this folder.
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
         for name in names:
             with open(self.log(name), "wb") as log:
                 self._processes[name] = subprocess.Popen(
@@ -79,7 +82,7 @@ class SwarmProcesses:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(os.environ),
+                    env=_environment(os.environ) | {"TMPDIR": str(temporary)},
                     start_new_session=True,
                 )
 

@@ -1,0 +1,290 @@
+"""What members of a run, and strangers, ask of this node on `/peerloom/runs/1`, and what it answers.
+
+One request a stream. Each is checked against the run and the plan it names before it changes anything; who
+may ask for what is said in `node.runs.requests`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.errors import StageFailed, StreamClosed, Unreachable
+from node.runs import requests as wire
+from node.runs.admission import Machine, check_plan, misfit
+from node.runs.manifest import Run, check_run
+from node.runs.member import RunMember
+from node.runs.models import Models
+from node.runs.placement import NotPlaced, NotStarted, Offer, place
+from node.runs.slot import Slot
+from node.runs.weights import FETCH_SECONDS_MAX, weights_name
+from node.seams import Seams, Stream
+from partition.model.graph import Graph
+from partition.plan.plan import Plan, encode_plan, plan_hash
+
+HEARSAY_SECONDS = 1.0
+"""News of a newcomer may reach the planner so much later than the requester: some rounds of gossip."""
+RUNS_MAX = 64
+"""Runs that have not ended; a stranger's manifests must not fill the memory."""
+PLACEMENTS_MAX = 8
+"""Runs that this node places at once; each may wait minutes for silent providers."""
+RELEASED_MAX = 256
+"""Plans given up lately."""
+UPLOADS_MAX = 4
+"""Graphs, weights and exports on their way out at once, of each; each lies in memory."""
+RANGES_MAX = 16
+"""The same for ranges of first values, of 16 MiB each."""
+REQUEST_SECONDS_MAX = 20.0
+"""From a stream's opening to its request."""
+UPLOADS = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRange
+"""Requests that are answered by a blob."""
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    models: Models
+    slot: Slot
+    machine: Machine
+    members: dict[bytes, RunMember]
+    offers: Callable[[], Sequence[Offer]]
+    accepts: Callable[[Run], str | None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+
+    @property
+    def has_slot(self) -> bool: ...
+    def is_over(self, run: bytes) -> bool: ...
+    def following(self, plan: bytes) -> RunMember | None: ...
+    def follow(self, plan: bytes, member: RunMember) -> None: ...
+    def accept(self, run: Run) -> RunMember: ...
+    def publish_plan(self, run: Run, plan: Plan) -> None: ...
+    def publish_lease(self, run: Run, plan: Plan, stage: int) -> None: ...
+    async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply: ...
+
+
+class Requests:
+    """Serves them for one node."""
+
+    def __init__(self, runs: Service) -> None:
+        self._runs = runs
+        self._placements = 0
+        self._uploads: Counter[type] = Counter()
+        # A lease that took long to think about may be given up by its planner before it was given.
+        self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer the one request of a stream."""
+        try:
+            data = b""
+            with trio.move_on_after(REQUEST_SECONDS_MAX):
+                data = await stream.receive()
+            request: wire.Request = decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX)
+            if isinstance(request, UPLOADS):
+                await self._upload(stream, request)
+            else:
+                reply = await self.answer(stream.peer, request)
+                assert not isinstance(reply, bytes), "blobs are uploaded"
+                await stream.send(encode(reply))
+        except StreamClosed:
+            return
+        except RemoteProtocolError as error:
+            self._runs.refuse(stream.peer, error)
+
+    async def _upload(self, stream: Stream, request: wire.Request) -> None:
+        """Answer by a blob: a few at once, each in bounded time, for every one lies in memory."""
+        limit = RANGES_MAX if isinstance(request, wire.FetchRange) else UPLOADS_MAX
+        kind = type(request)
+        if self._uploads[kind] >= limit:
+            await stream.send(encode(wire.Declined("busy: too many fetch at once")))
+            return
+        self._uploads[kind] += 1
+        try:
+            with trio.move_on_after(FETCH_SECONDS_MAX):
+                reply = await self.answer(stream.peer, request)
+                if isinstance(reply, bytes):
+                    await wire.send_blob(stream, reply)
+                else:
+                    await stream.send(encode(reply))
+        finally:
+            self._uploads[kind] -= 1
+
+    async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | bytes:
+        """What one request of `peer` comes to, bytes for a blob. Raises RemoteProtocolError."""
+        match request:
+            case wire.Submit():
+                return await self._on_submit(peer, request)
+            case wire.LeaseRequest():
+                return await self._on_lease(peer, request)
+            case wire.Release():
+                return await self._on_release(peer, request)
+            case wire.Renew():
+                return self._on_renew(peer, request)
+            case wire.Start():
+                return await self._on_start(peer, request)
+            case wire.Begin():
+                return await self._on_begin(peer, request)
+            case wire.ExportStage():
+                return await self._on_export(peer, request)
+            case wire.End():
+                return await self._on_end(peer, request)
+            case wire.FetchWeights():
+                return await self._on_fetch(request)
+            case wire.FetchModel():
+                return await self._on_model(request)
+            case wire.FetchRange():
+                return await self._on_range(request)
+
+    async def _on_submit(self, peer: PeerId, request: wire.Submit) -> wire.Reply:
+        run = check_run(self._runs.signer, request.manifest)
+        if run.requester != peer:
+            raise RemoteProtocolError("a run submitted by another than its requester")
+        if self._placements >= PLACEMENTS_MAX or len(self._runs.members) >= RUNS_MAX:
+            return wire.Declined("busy: too many runs")
+        self._placements += 1
+        try:
+            graph = await self._runs.models.get(run.manifest.graph_hash, [peer])
+            return wire.Placed(encode_plan(await self._place(run, graph)))
+        except (NotPlaced, Unreachable) as error:
+            return _declined(error)
+        finally:
+            self._placements -= 1
+
+    async def _place(self, run: Run, graph: Graph) -> Plan:
+        """Place a run; again, where this node has just heard of peers that its requester knew already."""
+        runs = self._runs
+        while True:
+            offers = runs.offers()
+            try:
+                return await place(run, graph, runs.signer, offers, runs.ask, runs.seams.executor)
+            except NotStarted:
+                raise
+            except NotPlaced:
+                await trio.sleep(HEARSAY_SECONDS)
+                known = {offer.peer for offer in offers}
+                if all(offer.peer in known for offer in runs.offers()):
+                    raise
+
+    async def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
+        runs = self._runs
+        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        if plan.stage_of(runs.signer.peer) != request.stage or plan.height:
+            raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
+        if runs.is_over(run.id):
+            return wire.Declined("the run is over")
+        if not runs.has_slot:
+            return wire.Declined("busy")
+        if (reason := runs.accepts(run)) is not None:
+            return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+        name = plan_hash(plan)
+        before = self._released.count(name)
+        try:
+            graph = await runs.models.get(run.manifest.graph_hash, [peer, run.requester])
+        except Unreachable as error:
+            return _declined(error)
+        fits = partial(misfit, run, graph, plan, request.stage, runs.machine)
+        if (reason := await runs.seams.executor.run(fits)) is not None:
+            return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+        if not runs.has_slot or self._released.count(name) != before:
+            return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
+        body = wire.LeaseBody(run.id, name, request.stage, int(RunMember.SILENCE_SECONDS_MAX))
+        runs.slot.promise(body, peer)
+        return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
+        self._runs.slot.release(peer, request.plan)
+        self._released.append(request.plan)
+        member = self._runs.following(request.plan)
+        if (
+            member is not None
+            and member.plan is not None
+            and member.plan.planner == peer
+            and not member.begun
+        ):
+            await member.end("failed", "the planner gave the placement up", "")
+        return wire.Done()
+
+    async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
+        runs = self._runs
+        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        if runs.is_over(run.id):
+            return wire.Declined("the run is over")
+        member = runs.members.get(run.id)
+        stage = plan.stage_of(runs.signer.peer)
+        is_new_host = stage is not None and (member is None or not member.hosts)
+        if stage is not None and is_new_host and not runs.slot.holds(run.id, plan_hash(plan), stage):
+            return wire.Declined("no lease for this stage")
+        if member is None:
+            if stage is None and peer != runs.signer.peer:
+                return wire.Declined("no part in this run was asked of this node")
+            member = runs.accept(run)
+        if not member.may_follow(plan):
+            return wire.Declined("another plan is in force")
+        if stage is not None and is_new_host:
+            runs.publish_lease(run, plan, stage)
+        runs.follow(plan_hash(plan), member)
+        try:
+            await member.start(plan)
+        except StageFailed as error:
+            await member.end("failed", str(error), "")
+            return _declined(error)
+        finally:
+            runs.slot.release(peer, plan_hash(plan))
+        runs.publish_plan(run, plan)
+        return wire.Done()
+
+    async def _on_begin(self, peer: PeerId, request: wire.Begin) -> wire.Reply:
+        member = self._runs.following(request.plan)
+        if member is None or member.plan is None or member.plan.planner != peer:
+            return wire.Declined("no such plan here")
+        reason = await member.begin()
+        return wire.Done() if reason is None else wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+
+    async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | bytes:
+        member = self._runs.following(request.plan)
+        if member is None or member.plan is None or member.plan.trainer != peer:
+            return wire.Declined("no such plan here")
+        try:
+            return await member.export()
+        except StageFailed as error:
+            return _declined(error)
+
+    def _on_renew(self, peer: PeerId, request: wire.Renew) -> wire.Reply:
+        member = self._runs.following(request.plan)
+        if member is None or member.plan is None or member.plan.trainer != peer:
+            return wire.Declined("no such plan here")
+        member.heard()
+        return wire.Done()
+
+    async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
+        member = self._runs.following(request.plan)
+        if member is None or member.plan is None:
+            return wire.Declined("no such plan here")
+        if peer not in (member.plan.trainer, member.plan.planner):
+            raise RemoteProtocolError("a run ended by a peer that is neither its trainer nor its planner")
+        await member.end(request.outcome, request.detail, request.weights, source=peer)
+        return wire.Done()
+
+    async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | bytes:
+        seams = self._runs.seams
+        data = await seams.executor.run(partial(seams.storage.read, weights_name(request.run)))
+        return wire.Declined("these weights are not here") if data is None else data
+
+    async def _on_model(self, request: wire.FetchModel) -> wire.Reply | bytes:
+        data = await self._runs.models.read(request.graph)
+        return wire.Declined("this graph is not here") if data is None else data
+
+    async def _on_range(self, request: wire.FetchRange) -> wire.Reply | bytes:
+        data = await self._runs.models.read_range(request.graph, request.offset, request.length)
+        return wire.Declined("these first values are not here") if data is None else data
+
+
+def _declined(error: Exception) -> wire.Declined:
+    return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])

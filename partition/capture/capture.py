@@ -1,0 +1,223 @@
+"""`capture`: any `nn.Module` with its loss as a checked graph. The one call that a requester needs.
+
+    def loss(output, y):
+        return cross_entropy(output, y, reduction="sum")
+
+    captured = capture(model, (x,), labels=(y,), loss=loss)
+
+It exports (`export`), cleans (`clean`), lowers (`lower`), marks where a plan may cut, and passes the result
+through the same gate as a stranger's graph. Whether the graph computes what the model does is for
+`partition.capture.proof` to say.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from crypto.errors import RemoteProtocolError
+from partition.capture.clean import clean
+from partition.capture.contents import contents_of
+from partition.capture.export import export
+from partition.capture.lower import Groups, lower
+from partition.capture.refused import CaptureRefused
+from partition.capture.steps import data_type
+from partition.capture.whole import BATCH, BATCH_MAX, Dynamic, Example, Request
+from partition.model.check import check_graph
+from partition.model.graph import Graph, Symbol, decode_graph, encode_graph, graph_hash
+from partition.model.layers import with_layers
+
+Places = Mapping[int | str, int]
+Bounds = tuple[int, int] | tuple[int, int, Places]
+Inputs = Sequence[Tensor] | Mapping[str, Any]
+Further = (
+    tuple[str | Callable[..., Any], Inputs]
+    | tuple[str | Callable[..., Any], Inputs, Mapping[str, Bounds] | None]
+)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as data.
+
+    `data` are the bytes of `graph` and `hash` their name. `stored` are the tensors whose values stand in the
+    safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
+    they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not in
+    the graph.
+    """
+
+    graph: Graph
+    data: bytes
+    hash: bytes
+    stored: tuple[tuple[str, Tensor], ...]
+    unused: tuple[str, ...]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    labels: Sequence[Tensor] = (),
+    loss: Callable[..., Any] | None = None,
+    metrics: Mapping[str, Callable[..., Any]] | None = None,
+    dynamic: Mapping[str, Bounds] | None = None,
+    entries: Mapping[str, Further] | None = None,
+    split: Sequence[str] = (),
+    together: Sequence[Sequence[str]] = (),
+    groups: Groups | None = None,
+    name: str = "",
+) -> Captured:
+    """Capture a model for training, with further entry points over the same parameters.
+
+    Of `example_inputs` (a tuple, or a dictionary of keywords; what is no tensor there is fixed) and `labels`
+    only shapes and types count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count)
+    where a step divides by something else than the batch, such as tokens; each metric gives a scalar sum.
+
+    `dynamic` names the sizes that vary, with inclusive bounds: {"batch": (1, 64), "sequence": (1, 1024,
+    {0: 1, "mask": 1})}. The third part says where: an input's place (labels count on after the inputs) or
+    name, and its dimension. Without it a size is dimension 0 of every input and label. "batch" always
+    exists and comes first; by default it is from 1 to 4096.
+
+    `entries` are further ways through the model, as it is evaluated: {"decode": ("decode", (token,
+    position))}, each a method's name or a function of the model and the inputs, example inputs, and
+    optionally `dynamic`. Buffers that one changes in place, such as a KV cache, become states: zero at
+    first. `split` and `together` name modules before which a plan may cut, or inside which it may not.
+    `groups(name, parameter)` gives the optimizer's group.
+
+    The model is as before afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
+    """
+    if loss is None and (labels or metrics):
+        raise CaptureRefused("labels and metrics need a loss")
+    contents = contents_of(model)
+    bounds: dict[str, Bounds] = {BATCH: (1, BATCH_MAX), **(dynamic or {})}
+    ports = _Ports(model.forward, example_inputs, labels)
+    entry = "train" if loss is not None else "forward"
+    requests = [ports.request(entry, _forward, bounds, loss, metrics or {}, train=True)]
+    for key, (method, inputs, *rest) in (entries or {}).items():
+        call, signature = _method(model, method)
+        own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
+        requests.append(_Ports(signature, inputs, ()).request(key, call, own, None, {}, train=False))
+    parts = []
+    for wanted in requests:
+        exported = export(model, wanted)
+        parts.append((exported, clean(exported)))
+    graph, stored = lower(name, parts, contents, _symbols(requests), groups)
+    try:
+        graph = with_layers(graph, split=split, together=together)
+    except ValueError as error:
+        raise CaptureRefused(str(error)) from error
+    data = encode_graph(graph)
+    try:
+        check_graph(decode_graph(data))
+    except RemoteProtocolError as error:
+        raise CaptureRefused(f"no stage would accept this model: {error}") from error
+    used = {path for parameter in graph.parameters for path in parameter.names}
+    unused = tuple(path for path in contents.parameters if path not in used)
+    return Captured(graph, data, graph_hash(data), stored, unused)
+
+
+def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    return model(*arguments, **keywords)
+
+
+def _method(
+    model: nn.Module, method: str | Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How an entry point is called, and whose signature has its inputs' names."""
+    if not isinstance(method, str):
+        return method, partial(method, model)
+    bound = getattr(model, method, None)
+    if not callable(bound):
+        raise CaptureRefused(f"the model has no method '{method}'")
+
+    def call(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(model, method)(*arguments, **keywords)
+
+    return call, bound
+
+
+class _Ports:
+    """The inputs and labels of one entry point as the caller gave them."""
+
+    def __init__(self, signature: Callable[..., Any], inputs: Inputs, labels: Sequence[Tensor]) -> None:
+        self.fixed: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            self.fixed = {key: value for key, value in inputs.items() if not isinstance(value, Tensor)}
+            given = [(key, value, True) for key, value in inputs.items() if isinstance(value, Tensor)]
+        else:
+            names = _positional_names(signature, len(inputs))
+            given = [(key, value, False) for key, value in zip(names, inputs, strict=True)]
+        self.inputs = tuple(_example(*example) for example in given)
+        taken = {example.name for example in self.inputs}
+        names = [f"label_{index}" if len(labels) > 1 else "label" for index in range(len(labels))]
+        names = [name if name not in taken else f"{name}_" for name in names]
+        self.labels = tuple(_example(name, label, False) for name, label in zip(names, labels, strict=True))
+        if not self.inputs:
+            raise CaptureRefused("a model needs at least one input tensor")
+
+    def request(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        bounds: Mapping[str, Bounds],
+        loss: Callable[..., Any] | None,
+        metrics: Mapping[str, Callable[..., Any]],
+        *,
+        train: bool,
+    ) -> Request:
+        dynamics = tuple(self._dynamic(key, bound) for key, bound in bounds.items())
+        return Request(name, call, self.inputs, self.labels, self.fixed, dynamics, loss, metrics, train)
+
+    def _dynamic(self, name: str, bounds: Bounds) -> Dynamic:
+        ports = (*self.inputs, *self.labels)
+        minimum, maximum, *rest = bounds
+        if not 1 <= minimum <= maximum < 2**31:
+            raise CaptureRefused(f"'{name}' from {minimum} to {maximum}: sizes are from 1 to 2**31 - 1")
+        numbers = {example.name: number for number, example in enumerate(ports)}
+        places: list[tuple[int, int]] = []
+        for where, dimension in (rest[0] if rest else dict.fromkeys(range(len(ports)), 0)).items():
+            port = numbers.get(where, -1) if isinstance(where, str) else where
+            if not 0 <= port < len(ports):
+                raise CaptureRefused(f"'{name}' varies in '{where}', which is no input or label")
+            sides = len(ports[port].shape)
+            if not rest and sides == 0:
+                continue
+            if not -sides <= dimension < sides:
+                raise CaptureRefused(
+                    f"'{name}' is dimension {dimension} of '{ports[port].name}', which has {sides}"
+                )
+            places.append((port, dimension % sides))
+        if not places:
+            raise CaptureRefused(f"'{name}' is the size of no input")
+        return Dynamic(name, minimum, maximum, tuple(places))
+
+
+def _example(name: str, value: Any, keyword: bool) -> Example:
+    if not isinstance(value, Tensor):
+        raise CaptureRefused(
+            f"the input '{name}' is {type(value).__name__}; pass what is no tensor by keyword"
+        )
+    data_type(value.dtype)
+    return Example(name, tuple(value.shape), value.dtype, keyword)
+
+
+def _positional_names(function: Callable[..., Any], count: int) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [
+        name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds
+    ]
+    return [names[index] if index < len(names) else f"input_{index}" for index in range(count)]
+
+
+def _symbols(requests: Sequence[Request]) -> tuple[Symbol, ...]:
+    """The batch first. Raises CaptureRefused: one name with two bounds."""
+    symbols: dict[str, Symbol] = {}
+    for request in requests:
+        for dynamic in request.dynamics:
+            symbol = Symbol(dynamic.name, dynamic.minimum, dynamic.maximum)
+            if symbols.setdefault(dynamic.name, symbol) != symbol:
+                raise CaptureRefused(f"'{dynamic.name}' has other bounds in '{request.name}'")
+    return tuple(sorted(symbols.values(), key=lambda symbol: symbol.name != BATCH))

@@ -1,0 +1,132 @@
+"""From torch's graph to functional steps: everything a graph of ours cannot say is rewritten or refused.
+
+Dropped: assertions, devices, batch norm's counters, regions without gradients (their inputs are detached
+instead). Rewritten: operators in place, each to the functional one, with every handle on the same memory
+tracked, so that a view that torch would have changed too is never used with its old value; memory without
+values, to zeros; `view`, to `reshape`, because a tensor that crossed a cut has other strides. Refused, all in
+one go, with operator and module: what is left that no graph may name. `walk` does that operator by operator;
+here is what an entry point begins and ends with.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from partition.capture.export import Exported, named
+from partition.capture.refused import CaptureRefused
+from partition.capture.steps import Leaf, Made, Reference, Step
+from partition.capture.walk import Walk
+
+REFUSALS_SHOWN_MAX = 20
+_NORM = "aten.batch_norm.default"
+_NORM_TRAINING = 5
+_NORM_STATISTICS = (3, 4)
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """An entry point as steps in order. `results` are its outputs, loss, count and metrics; `updates` map
+    buffers to their last values; `statistics` are the buffers that batch norms move."""
+
+    steps: tuple[Step, ...]
+    results: tuple[Reference, ...]
+    updates: Mapping[str, Reference]
+    statistics: tuple[str, ...]
+    counters: tuple[str, ...]
+
+
+def clean(exported: Exported) -> Cleaned:
+    """The steps of one entry point, dead ones left out.
+
+    Raises:
+        CaptureRefused: everything in this graph that cannot be said as steps, a line each.
+    """
+    program = exported.program
+    mode = next(
+        value.fake_mode
+        for node in program.graph.nodes
+        if isinstance(value := node.meta.get("val"), FakeTensor)
+    )
+    walk = Walk(exported, mode, has_gradients=exported.request.train)
+    outputs = walk.graph(program.graph, program.graph_module, None)
+    specs = program.graph_signature.output_specs
+    by_name = {spec.arg.name: value for spec, value in zip(specs, outputs, strict=True)}
+    updates = _updates(walk, by_name)
+    results = _results(walk, [by_name[name] for name in exported.results])
+    if walk.refusals:
+        found = list(dict.fromkeys(walk.refusals))
+        more = [f"and {len(found) - REFUSALS_SHOWN_MAX} more"] if len(found) > REFUSALS_SHOWN_MAX else []
+        raise CaptureRefused("\n".join([*found[:REFUSALS_SHOWN_MAX], *more]))
+    steps = _alive(walk.steps, [*results, *updates.values()])
+    counters = (*walk.counters, *exported.layout.counters)
+    return Cleaned(steps, tuple(results), updates, _statistics(steps), counters)
+
+
+def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
+    """The last value of every buffer that the entry point changes, be it in place or by assignment."""
+    updates: dict[str, Reference] = {}
+    for leaf, handle in walk.leaves.items():
+        if leaf.kind == "buffer" and handle.storage.writers:
+            walk.owner = handle.storage.writers[-1]
+            walk.check_fresh(handle, "the next call")
+            updates[str(leaf.key)] = handle.reference
+    for path, node in walk.exported.assigned.items():
+        updates[path] = by_name[node].reference
+    for path, reference in updates.items():
+        if isinstance(reference, Leaf):
+            walk.refuse(f"the buffer '{path}' becomes what is not computed; clone it first")
+    return updates
+
+
+def _results(walk: Walk, handles: Sequence[Any]) -> list[Reference]:
+    """Outputs, loss, count and metrics: each output is a value of its own."""
+    references: list[Reference] = []
+    outputs = walk.exported.layout.outputs
+    walk.owner = ""
+    for number, handle in enumerate(handles):
+        walk.check_fresh(handle, "the output")
+        reference = handle.reference
+        is_value = isinstance(reference, Made) or reference.kind == "input"
+        if not is_value or (number < outputs and reference in references[:outputs]):
+            reference = walk.emit(_aten.alias.default, handle, fakes=handle.fake).reference
+        references.append(reference)
+    return references
+
+
+def _alive(steps: Sequence[Step], wanted: Sequence[Reference]) -> tuple[Step, ...]:
+    alive = {id(reference.step) for reference in wanted if isinstance(reference, Made)}
+    kept = []
+    for step in reversed(steps):
+        if id(step) in alive:
+            kept.append(step)
+            alive.update(
+                id(reference.step) for reference in references_in(step) if isinstance(reference, Made)
+            )
+    return tuple(reversed(kept))
+
+
+def references_in(step: Step) -> Iterator[Reference]:
+    """The tensors that a step takes."""
+    for value in (*step.arguments, *(value for _, value in step.keywords)):
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Leaf | Made):
+                yield item
+
+
+def _statistics(steps: Sequence[Step]) -> tuple[str, ...]:
+    """The buffers that batch norms move while training."""
+    found: dict[str, None] = {}
+    for step in steps:
+        if step.operator != _NORM or not step.arguments[_NORM_TRAINING]:
+            continue
+        for index in _NORM_STATISTICS:
+            statistic = step.arguments[index]
+            if isinstance(statistic, Leaf) and statistic.kind == "buffer":
+                found[str(statistic.key)] = None
+            elif statistic is not None:
+                raise CaptureRefused(f"{named(step.owner)}: running statistics that are no buffers")
+    return tuple(found)

@@ -1,0 +1,316 @@
+"""From a module to torch's own graph of it: one `torch.export` of the model with its loss and its metrics.
+
+The export is in training mode and non-strict, and nothing is computed or allocated: for its duration every
+parameter and buffer is swapped for a fake tensor of the same shape, so a model of any size will do. The
+model is given back as it was, whatever happens. `torch.export` runs the model's own Python, so this belongs
+to the one who owns the model; what it makes is cleaned by `clean` and becomes plain data in `lower`.
+"""
+
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.export.graph_signature import InputKind, OutputKind
+
+from partition.capture.refused import CaptureRefused
+from partition.capture.steps import Kind
+from partition.capture.whole import Layout, Request, Whole, strip
+
+# Autograd functions of torch itself that leave gradients as they are.
+_HARMLESS = {"_NoopSaveInputs"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """torch's graph of one entry point.
+
+    `leaves` says of each placeholder what it is: ("input", number), ("parameter", path), ("buffer", path)
+    or ("constant", path), paths being the model's own. `constants` are tensors that the model made or held
+    without registering them. `results` are the names of the nodes that `layout` describes; `assigned` maps
+    buffers that the model assigned anew to the node that made their value. `symbols` maps torch's names of
+    sizes to ours.
+    """
+
+    request: Request
+    program: torch.export.ExportedProgram
+    leaves: Mapping[str, tuple[Kind, int | str]]
+    constants: Mapping[str, Tensor]
+    results: tuple[str, ...]
+    assigned: Mapping[str, str]
+    layout: Layout
+    symbols: Mapping[Any, str] = field(default_factory=dict)
+
+
+def export(model: nn.Module, request: Request) -> Exported:
+    """Trace the model once.
+
+    Raises:
+        CaptureRefused: a model that chooses its way by the data, fixes a size that should vary, has a
+            backward of its own, or that torch cannot trace.
+    """
+    layout = Layout()
+    whole = Whole(model, request, layout)
+    functions: list[str] = []
+    shapes = [dict[int, Any]() for _ in (*request.inputs, *request.labels)]
+    sizes = _example_sizes(request)
+    for dynamic in request.dynamics:
+        if dynamic.minimum < dynamic.maximum:
+            dimension = Dim(dynamic.name, min=dynamic.minimum, max=dynamic.maximum)
+            for port, place in dynamic.places:
+                shapes[port][place] = dimension
+    examples = tuple(
+        torch.empty(shape, dtype=example.dtype)
+        for shape, example in zip(sizes, (*request.inputs, *request.labels), strict=True)
+    )
+    with _mode(model, request.train), _swapped(model), _watched(functions, model), _quiet():
+        try:
+            # Without gradients where nothing is trained: then no node says so one by one.
+            with nullcontext() if request.train else torch.no_grad():
+                program = torch.export.export(whole, examples, dynamic_shapes=(tuple(shapes),), strict=False)
+        except CaptureRefused:
+            raise
+        except Exception as error:  # torch raises some twenty kinds here, most of them not public
+            raise CaptureRefused(_explain(error, model, functions)) from error
+    if functions:
+        raise CaptureRefused("\n".join(dict.fromkeys(functions)))
+    return _read(program, request, layout, _first_paths(model))
+
+
+def _example_sizes(request: Request) -> list[list[int]]:
+    """Shapes to trace with: sizes that vary are at least 2 and differ from each other, else torch takes
+    them for fixed or for one."""
+    shapes = [list(example.shape) for example in (*request.inputs, *request.labels)]
+    used: set[int] = set()
+    for dynamic in request.dynamics:
+        given = {shapes[port][dimension] for port, dimension in dynamic.places}
+        if len(given) != 1:
+            raise CaptureRefused(f"'{dynamic.name}' has several sizes in the examples: {sorted(given)}")
+        size = min(max(2, *given), dynamic.maximum)
+        while size in used and size < dynamic.maximum:
+            size += 1
+        used.add(size)
+        for port, dimension in dynamic.places:
+            shapes[port][dimension] = size
+    return shapes
+
+
+@contextmanager
+def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+    # A model in training mode keeps what its owner set on parts of it, such as a frozen batch norm.
+    flags = [(module, module.training) for module in model.modules()]
+    if not train or not model.training:
+        model.train(train)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _swapped(model: nn.Module) -> Iterator[None]:
+    """Fake tensors on the CPU in place of parameters and buffers, equal ones where tied."""
+    fakes: dict[int, Tensor] = {}
+    mode = FakeTensorMode()
+    # Some modules keep their parameters a second time (an LSTM's flat list), and torch swaps those.
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    kept = [table for _, values in attributes for table in values.values() if type(table) in (list, dict)]
+    copies = [(table, table.copy()) for table in kept]
+    try:
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake(tensor, mode)
+                    table[name] = None if tensor is None else fakes[id(tensor)]
+        yield
+    finally:
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+        for table, copy in copies:
+            table.clear()
+            table.extend(copy) if isinstance(table, list) else table.update(copy)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+@contextmanager
+def _watched(found: list[str], model: nn.Module) -> Iterator[None]:
+    """Notice every `torch.autograd.Function`: torch exports its forward and forgets its backward."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    register_hook = Tensor.register_hook
+
+    def watch(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        if cls.__name__ not in _HARMLESS:
+            frame = inspect.currentframe()
+            found.append(
+                f"{_where(_frames(frame), model)}: uses the autograd function {cls.__name__}, whose own "
+                "backward a graph cannot carry; write it with ordinary operators"
+            )
+        return apply.__get__(None, cls)(*arguments, **keywords)
+
+    def hook(tensor: Tensor, function: Any) -> Any:
+        found.append(
+            f"{_where(_frames(inspect.currentframe()), model)}: hooks a function to a gradient, which "
+            "a graph cannot carry"
+        )
+        return register_hook(tensor, function)  # type: ignore[no-untyped-call]  # torch's own has no types
+
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(watch)
+    Tensor.register_hook = hook  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        function.apply = apply
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]  # its own again
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns, logs and prints much while it traces; what matters comes back as an exception."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _frames(frame: Any) -> Iterator[Any]:
+    """From the innermost frame outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _where(frames: Iterator[Any], model: nn.Module) -> str:
+    """The path of the innermost module of the model that is running in these frames."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for frame in frames:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return named(path)
+    return "the model as a whole"
+
+
+def named(path: str) -> str:
+    """A module's path as a message says it."""
+    return f"module '{path}'" if path else "the model itself"
+
+
+def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> str:
+    inner: BaseException = error
+    while inner.__cause__ is not None and inner.__traceback__ is None:
+        inner = inner.__cause__
+    frames = []
+    step = inner.__traceback__
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    where = _where(iter(reversed(frames)), model)
+    kind, text = type(error).__name__, str(error).strip()
+    points = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip().startswith("- ")))
+    first = " ".join(" ".join(points or [text]).split())[:600]
+    if "DataDependent" in kind or "data-dependent" in text.lower() or "Unbacked" in kind:
+        advice = "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask"
+    elif kind in ("ConstraintViolationError", "UserError") or "Constraints violated" in text:
+        advice = "fixes or restricts a size that should vary (as len() does); change it or `dynamic`"
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            advice += " (recurrent layers are unrolled: their sequence must be fixed)"
+    else:
+        advice = f"could not be traced ({kind})"
+    return "\n".join([f"{where}: {advice}: {first}", *dict.fromkeys(functions)])
+
+
+def _first_paths(model: nn.Module) -> dict[str, str]:
+    """For the path of every parameter and buffer the first path of the same tensor."""
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    paths: dict[int, str] = {}
+    return {path: paths.setdefault(id(tensor), path) for path, tensor in tensors}
+
+
+def _read(
+    program: torch.export.ExportedProgram, request: Request, layout: Layout, first: Mapping[str, str]
+) -> Exported:
+    leaves: dict[str, tuple[Kind, int | str]] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name, target = spec.arg.name, strip(spec.target or "")
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                leaves[name] = ("input", len(inputs))
+                inputs.append(name)
+            case InputKind.PARAMETER:
+                if target not in first:
+                    raise CaptureRefused(f"the loss has a parameter, '{target}': make it one of the model's")
+                leaves[name] = ("parameter", first[target])
+            case InputKind.BUFFER if target != spec.target:
+                leaves[name] = ("buffer", first[target])
+            case InputKind.BUFFER:  # the loss's own, such as the weights of its classes
+                leaves[name] = ("constant", target)
+                constants[target] = (program.state_dict | program.constants)[target]
+            case InputKind.CONSTANT_TENSOR:
+                if target in layout.attributes:
+                    raise CaptureRefused(f"'{target}' is kept for the next call: register it as a buffer")
+                leaves[name] = ("constant", target)
+                constants[target] = program.constants[spec.target or ""]
+            case _:
+                raise CaptureRefused(f"'{target}' is held by the model and is no tensor: {spec.kind.name}")
+    results = []
+    for output in program.graph_signature.output_specs:
+        if output.kind != OutputKind.USER_OUTPUT:
+            raise CaptureRefused(f"'{output.target}' is changed by the model: {output.kind.name}")
+        results.append(output.arg.name)
+    count = len(results) - len(layout.assigned)
+    return Exported(
+        request,
+        program,
+        leaves,
+        constants,
+        tuple(results[:count]),
+        {first[path]: name for path, name in zip(layout.assigned, results[count:], strict=True)},
+        layout,
+        _symbols(program, request, inputs),
+    )
+
+
+def _symbols(
+    program: torch.export.ExportedProgram, request: Request, inputs: Sequence[str]
+) -> dict[Any, str]:
+    """torch's symbols by what the caller calls them. Raises CaptureRefused: a size that torch has fixed."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    symbols: dict[Any, str] = {}
+    for dynamic in request.dynamics:
+        if dynamic.minimum == dynamic.maximum:
+            continue
+        for port, dimension in dynamic.places:
+            value: Any = values[inputs[port]]
+            side = value.shape[dimension]
+            if isinstance(side, int) or not side.node.expr.is_Symbol:
+                raise CaptureRefused(f"the model fixes '{dynamic.name}' to {side}: it cannot vary")
+            symbols[side.node.expr] = dynamic.name
+    return symbols

@@ -1,0 +1,218 @@
+"""Which operators initialise a tensor, as steps of a recipe: data for `partition.capture.skeleton`.
+
+Makers give a new tensor its values, fills set all of an old one, changes do arithmetic by numbers with what
+is there, copies take another's. All else is no step of a recipe.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from partition.model.graph import RECIPE_STEPS_MAX, Fill
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Maker = Callable[[Any, Arguments, Keywords], Fill | None]
+
+_aten = torch.ops.aten
+_LARGEST = sys.float_info.max
+"""Stands for a side on which nothing is clamped."""
+
+
+@dataclass
+class Record:
+    """What happened to one storage, so far. `reason` is why it has no recipe; None if it has one."""
+
+    shape: tuple[int, ...]
+    steps: tuple[Fill, ...] = ()
+    reason: str | None = "it was never initialised"
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    """Those on meta that stand for this storage."""
+
+    def fill(self, step: Fill) -> None:
+        """Forget what was there."""
+        self.steps, self.reason = (step,), None
+
+    def change(self, *steps: Fill) -> None:
+        if self.reason is None:
+            self.steps = (*self.steps, *steps)
+        if len(self.steps) > RECIPE_STEPS_MAX:
+            self.spoil(f"it is initialised in more than {RECIPE_STEPS_MAX} steps")
+
+    def spoil(self, reason: str) -> None:
+        """Whatever comes now, short of a fill, it has no recipe."""
+        self.steps, self.reason = (), reason
+
+    def copied(self, shape: tuple[int, ...]) -> "Record":
+        """The same past for another storage."""
+        return Record(shape, self.steps, self.reason)
+
+    @property
+    def constant(self) -> float | None:
+        """The number that every element is, if that is known."""
+        is_constant = self.reason is None and len(self.steps) == 1 and self.steps[0].kind == "constant"
+        return self.steps[0].first if is_constant else None
+
+
+def truncated_normal(
+    tensor: torch.Tensor,
+    mean: float,
+    std: float,
+    a: float,
+    b: float,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`nn.init.trunc_normal_` by the inverse of the distribution, where torch's rejects by looking at values.
+
+    The distribution is the same.
+    """
+    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+    with torch.no_grad():
+        tensor.uniform_(low, high, generator=generator).erfinv_()
+        return tensor.mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or a tensor of one, as a float; None for anything else."""
+    is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+    if not (is_scalar or isinstance(value, bool | int | float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def mutated(func: Any, args: Arguments, kwargs: Keywords) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the arguments that an operator writes to, the elements of lists one by one."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[place] if place < len(args) else kwargs.get(argument.name)
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, torch.Tensor):
+                yield argument.name, each
+
+
+def covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, in whatever order."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
+    """Which row of a tensor of `shape` this view is; None if it is anything else."""
+    size = math.prod(shape[1:])
+    if not shape or not size or tensor.numel() != size or not tensor.is_contiguous():
+        return None
+    row, rest = divmod(int(tensor.storage_offset()), size)
+    return row if rest == 0 else None
+
+
+def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[Fill, ...] | None:
+    """What an operator does to its first argument; None if that is no step of a recipe.
+
+    In place or not: the caller knows.
+    """
+    kind = _CHANGES.get(func.overloadpacket)
+    if kind is None or kwargs.get("rounding_mode") is not None:
+        return None
+    if kind == "clamp":
+        bounds = [_argument(func, args, kwargs, side) for side in ("min", "max")]
+        low, high = (given if given is None else number(given) for given in bounds)
+        if any(side is None and given is not None for side, given in zip((low, high), bounds, strict=True)):
+            return None
+        return (Fill("clamp", -_LARGEST if low is None else low, _LARGEST if high is None else high),)
+    operand = 0.0 if len(args) < 2 else number(args[1])
+    alpha = number(kwargs.get("alpha", 1))
+    if operand is None or alpha is None:
+        return None
+    match kind:
+        case "multiply":
+            return (Fill("multiply", operand),)
+        case "divide":
+            return (Fill("multiply", 1 / operand),) if operand else None
+        case "add":
+            return (Fill("add", operand * alpha),)
+        case "subtract":
+            return (Fill("add", -operand * alpha),)
+        case "negate":
+            return (Fill("multiply", -1.0),)
+        case _:
+            return (Fill("erfinv"),)
+
+
+def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
+    """The value of a named argument, its default included."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _step(kind: Any, *numbers: float) -> Maker:
+    """Always the same step."""
+    return lambda func, args, kwargs: Fill(kind, *numbers)  # noqa: ARG005 - the form of all makers
+
+
+def _given(kind: Any, *names: str) -> Maker:
+    """A step whose numbers are arguments of the operator."""
+
+    def make(func: Any, args: Arguments, kwargs: Keywords) -> Fill | None:
+        found = [number(_argument(func, args, kwargs, name)) for name in names]
+        known = [each for each in found if each is not None]
+        return Fill(kind, *known) if len(known) == len(found) else None
+
+    return make
+
+
+def _nothing(func: Any, args: Arguments, kwargs: Keywords) -> Fill | None:  # noqa: ARG001
+    return None
+
+
+MAKERS: dict[Any, Maker] = {
+    _aten.empty: _nothing,
+    _aten.empty_like: _nothing,
+    _aten.empty_strided: _nothing,
+    _aten.new_empty: _nothing,
+    _aten.new_empty_strided: _nothing,
+    _aten.zeros: _step("constant", 0.0),
+    _aten.zeros_like: _step("constant", 0.0),
+    _aten.new_zeros: _step("constant", 0.0),
+    _aten.ones: _step("constant", 1.0),
+    _aten.ones_like: _step("constant", 1.0),
+    _aten.new_ones: _step("constant", 1.0),
+    _aten.full: _given("constant", "fill_value"),
+    _aten.full_like: _given("constant", "fill_value"),
+    _aten.new_full: _given("constant", "fill_value"),
+    _aten.scalar_tensor: _given("constant", "s"),
+    _aten.rand: _step("uniform", 0.0, 1.0),
+    _aten.rand_like: _step("uniform", 0.0, 1.0),
+    _aten.randn: _step("normal", 0.0, 1.0),
+    _aten.randn_like: _step("normal", 0.0, 1.0),
+    _aten.normal: _given("normal", "mean", "std"),
+}
+FILLS: dict[Any, Maker] = {
+    _aten.uniform_: _given("uniform", "from", "to"),
+    _aten.normal_: _given("normal", "mean", "std"),
+    _aten.zero_: _step("constant", 0.0),
+    _aten.fill_: _given("constant", "value"),
+}
+COPIES = frozenset((_aten.clone, _aten._to_copy, _aten.lift_fresh, _aten.lift_fresh_copy))
+_CHANGES: dict[Any, str] = {
+    _aten.mul: "multiply",
+    _aten.mul_: "multiply",
+    _aten.div: "divide",
+    _aten.div_: "divide",
+    _aten.add: "add",
+    _aten.add_: "add",
+    _aten.sub: "subtract",
+    _aten.sub_: "subtract",
+    _aten.neg: "negate",
+    _aten.neg_: "negate",
+    _aten.erfinv: "erfinv",
+    _aten.erfinv_: "erfinv",
+    _aten.clamp: "clamp",
+    _aten.clamp_: "clamp",
+}

@@ -1,0 +1,14 @@
+"""The built-in models: ordinary modules that go the same way as anybody's own. Known here by name only."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from partition.capture.models.gpt import gpt
+from partition.capture.models.resnet18 import resnet18
+from partition.capture.models.simple_cnn import simple_cnn
+from partition.capture.task import Task
+
+BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"gpt": gpt, "resnet18": resnet18, "simple-cnn": simple_cnn}
+)
+"""Each is called with (sample_shape, classes) and options of its own; see the factory."""

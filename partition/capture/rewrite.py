@@ -1,0 +1,124 @@
+"""Operators that a graph says in another way: conversions, memory without values, views, pure names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from partition.capture.refused import CaptureRefused
+from partition.capture.steps import Call, Handle
+
+_aten = torch.ops.aten
+Rewrite = Callable[[Call], Handle]
+
+
+def _to(call: Call) -> Handle:
+    """To another type; where to in this machine is nobody's business."""
+    handle = call.first
+    if call.fakes.dtype != handle.fake.dtype:
+        return call.emit(_aten.to.dtype, handle, call.fakes.dtype)
+    return call.emit(_aten.clone.default, handle) if call.keywords.get("copy") else call.walk.alias(handle)
+
+
+def _to_copy(call: Call) -> Handle:
+    return _to(replace(call, keywords={"copy": True}))
+
+
+def _empty(call: Call) -> Handle:
+    """Zeros: a correct model overwrites what was there, and nobody may read what he did not write."""
+    return call.emit(_aten.zeros.default, call.arguments[0], dtype=call.fakes.dtype)
+
+
+def _empty_like(call: Call) -> Handle:
+    return call.emit(_aten.zeros_like.default, call.first, dtype=call.fakes.dtype)
+
+
+def _new_empty(call: Call) -> Handle:
+    return call.emit(_aten.new_zeros.default, call.first, call.arguments[1], dtype=call.fakes.dtype)
+
+
+def _view(call: Call) -> Handle:
+    """A view is a reshape of a tensor with the right strides, and strides do not travel."""
+    return call.emit(_aten.reshape.default, call.first, call.arguments[1])
+
+
+def _view_as(call: Call) -> Handle:
+    return call.emit(_aten.reshape_as.default, *call.arguments)
+
+
+def _squeeze(call: Call) -> Handle:
+    """Only sides that are always one: a batch of one keeps its dimension."""
+    shape = call.first.fake.shape
+    ones = [place for place, side in enumerate(shape) if isinstance(side, int) and side == 1]
+    return call.emit(_aten.squeeze.dims, call.first, ones) if ones else call.walk.alias(call.first)
+
+
+def _detach(call: Call) -> Handle:
+    handle = call.first
+    if not handle.needs_gradient:
+        return call.walk.alias(handle)
+    cut = call.emit(_aten.detach.default, handle)
+    cut.needs_gradient = False
+    cut.view = None
+    return cut
+
+
+def _alias(call: Call) -> Handle:
+    return call.walk.alias(call.first)
+
+
+def _lifted(call: Call) -> Handle:
+    return call.walk.alias(call.first, copy=True)
+
+
+def _dropout(call: Call) -> Handle:
+    """One that never drops anything is not there: torch too gives back its very input."""
+    if call.arguments[1] == 0 or not call.arguments[2]:
+        return call.walk.alias(call.first)
+    return call.emit(_aten.dropout.default, *call.arguments)
+
+
+def _weight_norm(call: Call) -> Handle:
+    """g v / |v| by rows (Salimans and Kingma 2016), where torch has one operator of its own for it."""
+    v, g = call.arguments[:2]
+    dim = call.arguments[2] if len(call.arguments) > 2 else 0
+    others = [place for place in range(v.fake.dim()) if dim == -1 or place != dim]
+    norm = call.walk.emit(_aten.linalg_vector_norm.default, v, 2.0, others, dim != -1)
+    return call.emit(_aten.mul.Tensor, v, call.walk.emit(_aten.div.Tensor, g, norm))
+
+
+def _strided(call: Call) -> Handle:
+    raise CaptureRefused(
+        f"{call.name}, as_strided and the like show memory by address; use view, unfold or slices instead"
+    )
+
+
+REWRITES: Mapping[str, Rewrite] = MappingProxyType(
+    {
+        "aten.to.device": _to,
+        "aten.to.dtype": _to,
+        "aten.to.dtype_layout": _to,
+        "aten.to.other": _to,
+        "aten.type_as.default": _to,
+        "aten._to_copy.default": _to_copy,
+        "aten.empty.memory_format": _empty,
+        "aten.empty_like.default": _empty_like,
+        "aten.new_empty.default": _new_empty,
+        "aten.view.default": _view,
+        "aten._unsafe_view.default": _view,
+        "aten._reshape_alias.default": _view,
+        "aten.view_as.default": _view_as,
+        "aten.squeeze.default": _squeeze,
+        "aten.detach.default": _detach,
+        "aten.alias.default": _alias,
+        "aten.lift_fresh.default": _lifted,
+        "aten.lift_fresh_copy.default": _lifted,
+        "aten.dropout.default": _dropout,
+        "aten._weight_norm.default": _weight_norm,
+        "aten.as_strided.default": _strided,
+        "aten.empty_strided.default": _strided,
+        "aten.new_empty_strided.default": _strided,
+    }
+)
+"""By full name."""

@@ -1,0 +1,256 @@
+"""What a graph is made of while it is being cleaned: steps, and the tensors that their operators are given.
+
+A `Step` is one functional operator with its arguments already in the schema's order; `lower` numbers them. A
+`Handle` is a tensor as the model's code saw it: something that has a storage, can be looked at through views
+and can be changed in place. Changing it makes a step and lets the handle stand for the new value, so handles
+change and steps never do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from partition.capture.refused import CaptureRefused
+from partition.model.graph import DataType, FormatName, TypeName
+
+DATA_TYPES: Mapping[torch.dtype, DataType] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+Kind = Literal["input", "parameter", "buffer", "constant", "step"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An input by number, or a parameter, buffer or constant by path."""
+
+    kind: Kind
+    key: int | str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Step:
+    """One operator. Tensors among the arguments are references, integers that vary are `Symbolic`."""
+
+    operator: str
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    results: tuple[Tensor, ...]
+    owner: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """One result of a step."""
+
+    step: Step
+    index: int
+
+
+@dataclass(frozen=True)
+class Symbolic:
+    """An integer made of sizes, as sympy has it."""
+
+    expression: Any
+
+
+Reference = Leaf | Made
+
+
+@dataclass
+class Storage:
+    """Memory that several handles may look at. `writers` are the modules that changed it."""
+
+    kind: Kind
+    key: int | str = ""
+    handles: list["Handle"] = field(default_factory=list)
+    writers: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False, repr=False)
+class Handle:
+    """A tensor: what stands for its value now, a fake tensor of its type, and whose memory it shows.
+
+    `view` says how it came from `base`: the operator's name and its further arguments. `stale` names the
+    module that changed the memory behind its back.
+    """
+
+    reference: Reference
+    fake: Tensor
+    needs_gradient: bool
+    storage: Storage
+    base: "Handle | None" = None
+    view: tuple[str, tuple[Any, ...]] | None = None
+    stale: str | None = None
+
+    def __post_init__(self) -> None:
+        self.storage.handles.append(self)
+
+
+class Emitter(Protocol):
+    """What rewrites may do to the steps: `partition.capture.walk.Walk`, which documents it."""
+
+    owner: str
+    has_gradients: bool
+
+    @property
+    def trains(self) -> bool: ...
+
+    def emit(self, operator: Any, *arguments: Any, fakes: Any = None, **keywords: Any) -> Any: ...
+
+    def alias(self, handle: Handle, *, copy: bool = False) -> Handle: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator of torch's graph, with handles for tensors. `fakes` are its results' types, if known."""
+
+    walk: Emitter
+    operator: Any
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    fakes: Any
+
+    @property
+    def name(self) -> str:
+        """The full name, as `aten.add.Tensor`."""
+        return name_of(self.operator)
+
+    @property
+    def first(self) -> Handle:
+        """The tensor that most operators are about."""
+        handle: Handle = self.arguments[0]
+        return handle
+
+    def emit(self, operator: Any, *arguments: Any, **keywords: Any) -> Handle:
+        """A step with this call's result, of one tensor."""
+        handle: Handle = self.walk.emit(operator, *arguments, fakes=self.fakes, **keywords)
+        return handle
+
+
+def name_of(operator: Any) -> str:
+    """The full name, as `aten.add.Tensor`; of what is no operator of torch, its own."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return f"{operator._schema.name.replace('::', '.')}.{operator._overloadname}"
+    return str(getattr(operator, "__name__", operator))
+
+
+def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = None) -> Handle:
+    """The handle of one result: of memory of its own, or of its base's."""
+    fake = step.results[index]
+    floats = fake.is_floating_point()
+    storage = base.storage if base is not None else Storage("step")
+    return Handle(Made(step, index), fake, needs_gradient and floats, storage, base)
+
+
+def handles_in(value: Any) -> Iterator[Handle]:
+    """The handles in an argument, those in lists too."""
+    if isinstance(value, Handle):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from handles_in(item)
+
+
+def replaced(value: Any, function: Any) -> Any:
+    """An argument with `function` applied to each handle in it."""
+    if isinstance(value, Handle):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return [replaced(item, function) for item in value]
+    return value
+
+
+def data_type(dtype: torch.dtype) -> DataType:
+    """Raises CaptureRefused: a type that no graph has."""
+    found = DATA_TYPES.get(dtype)
+    if found is None:
+        raise CaptureRefused(f"tensors of type {dtype} cannot be in a graph")
+    return found
+
+
+def bound(
+    operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """Arguments in the schema's order without trailing defaults, keyword-only ones by name, none of them a
+    default.
+
+    Devices, layouts and pinning are left out: the stage chooses those.
+    """
+    positional: list[Any] = []
+    defaults: list[bool] = []
+    named: list[tuple[str, Any]] = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if index < len(arguments):
+            value = arguments[index]
+        elif argument.name in keywords:
+            value = keywords[argument.name]
+        elif argument.has_default_value():
+            value = argument.default_value
+        else:
+            raise CaptureRefused(f"{name_of(operator)} lacks its argument '{argument.name}'")
+        is_default = argument.has_default_value() and _same(value, argument.default_value)
+        if argument.kwarg_only:
+            if argument.name in ("device", "layout", "pin_memory", "non_blocking") or is_default:
+                continue
+            if argument.name == "generator":
+                raise CaptureRefused(f"{name_of(operator)} has a generator of its own; leave it out")
+            named.append((argument.name, _fitted(value, argument)))
+        else:
+            positional.append(_fitted(value, argument))
+            defaults.append(is_default)
+    while defaults and defaults[-1]:
+        defaults.pop()
+        positional.pop()
+    return tuple(positional), tuple(named)
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, Handle | torch.SymInt) or isinstance(default, Tensor):
+        return False
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return len(value) == len(default) and all(map(_same, value, default))
+    return type(value) is type(default) and bool(value == default)
+
+
+def _fitted(value: Any, argument: Any) -> Any:
+    """A number as a list where the schema wants one, an integer as a float where it wants that."""
+    kind = str(argument.type)
+    if "List[" in kind and value is not None and not isinstance(value, list | tuple):
+        return [value]
+    if kind in ("float", "Optional[float]") and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def stored(value: Any) -> Any:
+    """An argument as a step keeps it: references for handles, our names for types and formats."""
+    match value:
+        case Handle():
+            return value.reference
+        case torch.SymInt():
+            return Symbolic(value.node.expr)
+        case torch.SymFloat() | torch.SymBool():
+            raise CaptureRefused(f"the number {value} depends on sizes and is no integer")
+        case torch.dtype():
+            return TypeName(data_type(value))
+        case torch.memory_format():
+            # channels_last is a speed of this machine only.
+            return FormatName("preserve" if value == torch.preserve_format else "contiguous")
+        case list() | tuple():
+            return tuple(stored(item) for item in value)
+        case None | bool() | int() | float() | str():
+            return value
+    raise CaptureRefused(f"an argument of type {type(value).__name__} cannot be in a graph")

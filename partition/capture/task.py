@@ -1,0 +1,163 @@
+"""What there is to train, as a person's own file gives it: a model, examples of its data, its loss.
+
+    # my_model.py
+    from partition.capture import Task, skeleton
+
+    def build() -> Task:
+        with skeleton():                       # only for a model that does not fit into memory
+            model = MyModel()
+        return Task(model, example_inputs=(torch.zeros(2, 3, 32, 32),), labels=(torch.zeros(2).long(),),
+                    loss=lambda output, target: cross_entropy(output, target, reduction="sum"))
+
+`load_factory` imports such a file. It is the only place of the program where a file that somebody names is
+run, and it is that person's own file, on their own machine, by their own command; nothing received comes
+here.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from partition.capture.capture import Bounds, Captured, Further, Inputs, capture
+from partition.capture.lower import Groups
+from partition.capture.proof import Proof, prove
+from partition.capture.refused import CaptureRefused
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and what `capture` wants to know of it.
+
+    `example_inputs` are the model's positional tensors, or a mapping for those given by keyword; `labels` are
+    the tensors that only the loss sees. Of both only shapes and types count. `loss(output, *labels)` is a
+    scalar tensor *summed* over samples, or a pair of it and what it is to be divided by; `metrics` are sums
+    alike. The other fields are `capture`'s arguments of the same names.
+    """
+
+    model: nn.Module
+    example_inputs: Inputs
+    labels: Sequence[torch.Tensor] = ()
+    loss: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    dynamic: Mapping[str, Bounds] | None = None
+    entries: Mapping[str, Further] | None = None
+    split: Sequence[str] = ()
+    together: Sequence[Sequence[str]] = ()
+    groups: Groups | None = None
+    name: str = ""
+
+
+Factory = Callable[..., Any]
+
+
+def load_factory(reference: str) -> Factory:
+    """The function that `PATH.py:name` names, from a person's own file.
+
+    The file is imported as a module of its own; modules beside it can be imported by it.
+
+    Raises:
+        CaptureRefused: a reference of another form, no such file, a file that raises, or no such function
+            in it.
+    """
+    path_text, colon, name = reference.rpartition(":")
+    if not colon or not path_text.endswith(".py") or not name.isidentifier():
+        raise CaptureRefused(f"'{reference}' is not of the form PATH.py:function")
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise CaptureRefused(f"there is no file {path}")
+    # Under a name that shadows nothing, known to `sys.modules` as dataclasses and pickles of it expect.
+    module_name = f"_peerloom_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise CaptureRefused(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the person's file raises
+        sys.modules.pop(module_name, None)
+        raise CaptureRefused(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = sorted(
+            key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"
+        )
+        raise CaptureRefused(f"{path} has no function '{name}'; it has {', '.join(known) or 'none'}")
+    made: Factory = factory
+    return made
+
+
+def task_of(factory: Factory, *arguments: Any, **options: Any) -> Task:
+    """Call a factory. It returns a Task, or a model and its example inputs.
+
+    Raises:
+        CaptureRefused: it raised, does not take these options, or returned something else.
+    """
+    name = getattr(factory, "__name__", "the factory")
+    try:
+        made = factory(*arguments, **options)
+    except CaptureRefused:
+        raise
+    except Exception as error:  # a person's own function
+        raise CaptureRefused(f"{name} failed: {type(error).__name__}: {str(error)[:300]}") from error
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
+        made = Task(made[0], inputs)
+    if not isinstance(made, Task):
+        kind = type(made).__name__
+        raise CaptureRefused(f"{name} returned a {kind}; it must return a Task, or (model, example_inputs)")
+    if not isinstance(made.model, nn.Module):
+        raise CaptureRefused(f"{name} returned a Task whose model is a {type(made.model).__name__}")
+    return made
+
+
+def capture_task(task: Task, *, name: str = "") -> Captured:
+    """`capture` of all that a task says. Raises CaptureRefused."""
+    return capture(
+        task.model,
+        task.example_inputs,
+        labels=task.labels,
+        loss=task.loss,
+        metrics=task.metrics,
+        dynamic=task.dynamic,
+        entries=task.entries,
+        split=task.split,
+        together=task.together,
+        groups=task.groups,
+        name=name or task.name,
+    )
+
+
+def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
+    """`prove` of all that a task says. Raises CaptureRefused."""
+    return prove(
+        task.model,
+        captured,
+        task.example_inputs,
+        task.labels,
+        loss=task.loss,
+        metrics=task.metrics,
+        entries=task.entries,
+        seed=seed,
+    )
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Summed over the batch. `output` is (batch, classes, ...), `target` (batch, ...)."""
+    return functional.cross_entropy(output, target, reduction="sum")
+
+
+def correct(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """How many samples are classified right."""
+    return (output.argmax(dim=1) == target).sum()

@@ -1,0 +1,114 @@
+"""Which states an entry point may change where they lie, instead of making a changed copy. No torch.
+
+Decoding writes one row of a KV cache that holds thousands. The graph says `new = index_copy(cache, ...)` and
+names `new` the state's next value; if nobody reads the old cache after that node, the in-place form of the
+operator (`Operator.state_twin`) gives the same numbers without the copy. Memory is shared through operators
+that may return a view of an argument, so what counts as the old cache is everything made of it by those.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from partition.model.graph import Node, StageEntry, StateValue, Value, arguments_of
+from partition.model.operators import OPERATORS
+
+Key = tuple[type, int]
+"""A state's old value or a value of the entry point."""
+
+
+def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Rows of states that are updated in place, and ids of the nodes that run as their operator's twin.
+
+    In time linear in the entry point: a stranger wrote it.
+    """
+    makers = {number: node for node in entry.nodes for number in node.outputs}
+    roots = _roots(entry, operators)
+    memory = _Memory(entry, operators)
+    rows: list[int] = []
+    twins: set[int] = set()
+    for row, number in entry.updates:
+        # Only the chain of its own state is walked, so no node is walked over twice.
+        chain = _chain(number, makers) if roots.get(number) == row else []
+        if chain and all(memory.is_free_after(node) for node in chain):
+            rows.append(row)
+            twins.update(node.id for node in chain)
+    return tuple(rows), frozenset(twins)
+
+
+def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
+    """The state that a value is a next form of: by operators with twins alone, each of its first argument."""
+    roots: dict[int, int] = {}
+    for node in entry.nodes:
+        if OPERATORS[operators[node.operator]].state_twin is None:
+            continue
+        match node.arguments:
+            case (StateValue(row), *_):
+                roots.update(dict.fromkeys(node.outputs, row))
+            case (Value(earlier), *_) if earlier in roots:
+                roots.update(dict.fromkeys(node.outputs, roots[earlier]))
+            case _:
+                pass
+    return roots
+
+
+def _chain(number: int, makers: Mapping[int, Node]) -> list[Node]:
+    """The nodes that lead from the old state to its next value, the last one first."""
+    chain = [makers[number]]
+    while isinstance(earlier := chain[-1].arguments[0], Value):
+        chain.append(makers[earlier.id])
+    return chain
+
+
+def _keys(node: Node) -> list[Key]:
+    return [
+        (Value, argument.id) if isinstance(argument, Value) else (StateValue, argument.row)
+        for argument in arguments_of(node)
+        if isinstance(argument, Value | StateValue)
+    ]
+
+
+class _Memory:
+    """Which values may share memory, and when it is read for the last time.
+
+    All that goes into an operator that may return a view is one group with its results: more than do share,
+    but never less.
+    """
+
+    def __init__(self, entry: StageEntry, operators: Sequence[str]) -> None:
+        self._above: dict[Key, Key] = {}
+        self._views: set[int] = set()
+        for node in entry.nodes:
+            if OPERATORS[operators[node.operator]].view:
+                self._views.update(node.outputs)
+                self._join([*_keys(node), *((Value, number) for number in node.outputs)])
+        self._last: dict[Key, int] = {}
+        """By group, the last node that reads it."""
+        for node in entry.nodes:
+            for key in _keys(node):
+                self._last[self._group(key)] = node.id
+        ends = [*entry.outputs, *(number for _, number in entry.updates)]
+        ends += [number for number in (entry.loss, entry.count) if number is not None]
+        ends += [metric.value for metric in entry.metrics]
+        self._kept = {self._group((Value, number)) for number in ends}
+
+    def is_free_after(self, writer: Node) -> bool:
+        """Whether nobody reads what `writer` overwrites, its first argument, after it or beside it."""
+        first, *beside = _keys(writer)
+        # A view shares memory with whatever it is a view of, and with its other views.
+        if first[0] is Value and first[1] in self._views:
+            return False
+        group = self._group(first)
+        is_last = self._last[group] == writer.id and group not in self._kept
+        return is_last and all(self._group(key) != group for key in beside)
+
+    def _join(self, keys: Sequence[Key]) -> None:
+        group = self._group(keys[0])
+        for key in keys[1:]:
+            other = self._group(key)
+            if other != group:
+                self._above[other] = group
+
+    def _group(self, key: Key) -> Key:
+        """The key that stands for the group. Paths are halved on the way, so they stay short."""
+        while (above := self._above.get(key, key)) != key:
+            self._above[key] = key = self._above.get(above, above)
+        return key

@@ -1,0 +1,148 @@
+"""The boundary of a stage: payloads to checked tensors on the device, and back.
+
+What comes in is a stranger's claim: types and shapes must be those of the graph at the payload's own sizes,
+and floating numbers finite, since one that is not would spoil the sums of every sample. Only minus infinity
+may pass forward, because it is what attention masks are filled with. Integers are not
+checked here: an index that names nothing makes its operator raise. Under autocast a tensor that the graph
+calls floating may be bfloat16.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.codec import Payload, Typed, pack, unpack
+from partition.execute.interpret import DTYPES
+from partition.model.graph import FLOATING, ITEM_BYTES, Constant, DataType, TensorType
+from partition.model.sizes import check_sizes, evaluate, shape_of
+from partition.stage import StageSpecification
+
+_NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items()}
+
+
+class Boundary:
+    """The checks of one stage."""
+
+    def __init__(self, specification: StageSpecification, device: torch.device) -> None:
+        self._graph = specification.graph
+        self._sizes_max = specification.sizes_max
+        self._is_half = specification.autocast == "bfloat16"
+        self._codec = specification.codec
+        self._device = device
+        self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def sizes(self, payload: Payload) -> tuple[int, ...]:
+        """The symbols' values. Raises RemoteProtocolError: some that the stage was not made for."""
+        check_sizes(self._graph.symbols, payload.sizes)
+        for symbol, size, largest in zip(self._graph.symbols, payload.sizes, self._sizes_max, strict=True):
+            if size > largest:
+                raise RemoteProtocolError(f"{symbol.name} is {size}, the stage was made for {largest}")
+        return payload.sizes
+
+    def shapes(self, kinds: Sequence[TensorType], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes of types at these sizes. Raises RemoteProtocolError: sizes that have none."""
+        # Many calls in a row have the same sizes, and the table is the whole model's.
+        if self._known is None or self._known[0] != sizes:
+            self._known = sizes, evaluate(self._graph.expressions, sizes)
+        rows = self._known[1]
+        return [shape_of(kind, rows) for kind in kinds]
+
+    def take(
+        self,
+        payload: Payload,
+        kinds: Sequence[TensorType],
+        sizes: tuple[int, ...],
+        *,
+        are_gradients: bool = False,
+    ) -> list[torch.Tensor]:
+        """The tensors of a payload, each of its type; nobody else holds them.
+
+        Raises:
+            RemoteProtocolError: other sizes, another number of tensors, or one that is not what it should be.
+        """
+        if payload.sizes != sizes:
+            raise RemoteProtocolError(f"tensors of sizes {payload.sizes} where {sizes} belong")
+        if len(payload.tensors) != len(kinds):
+            raise RemoteProtocolError(f"{len(payload.tensors)} tensors where {len(kinds)} belong")
+        for header, kind, shape in zip(payload.tensors, kinds, self.shapes(kinds, sizes), strict=True):
+            self._check(header.dtype, header.shape, kind, shape)
+        tensors = []
+        for dtype, array in unpack(payload, bytes_max=payload.size_bytes):
+            # The copy is writable and aligned, and does not keep the whole message in memory.
+            tensor = torch.from_numpy(array.copy())
+            if dtype == "bfloat16":
+                tensor = tensor.view(torch.bfloat16)
+            tensor = tensor.to(self._device)
+            # A gradient may be anything: it spoils the sums, and `Norm` says so for all stages at once. To
+            # refuse it here would blame a replica that did as it was told.
+            if not (are_gradients or may_cross(tensor)):
+                raise RemoteProtocolError("a tensor is not finite")
+            tensors.append(tensor)
+        return tensors
+
+    def give(
+        self, tensors: Sequence[torch.Tensor], kinds: Sequence[TensorType], sizes: tuple[int, ...]
+    ) -> Payload:
+        """A payload of tensors that the next stage would take.
+
+        Raises:
+            RemoteProtocolError: one that is not what the graph says, without elements, or not finite.
+        """
+        for tensor, kind, shape in zip(tensors, kinds, self.shapes(kinds, sizes), strict=True):
+            self._check(_NAMES.get(tensor.dtype), tuple(tensor.shape), kind, shape)
+            if not tensor.numel():
+                raise RemoteProtocolError("an output has no elements")
+            if not may_cross(tensor):
+                raise RemoteProtocolError("an output is not finite")
+        return self.give_gradients(tensors, sizes)
+
+    def give_gradients(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Payload:
+        """A payload of tensors that need no check: they have the shapes of what was taken."""
+        return pack([_typed(tensor) for tensor in tensors], self._codec, sizes)
+
+    def _check(
+        self, dtype: DataType | None, shape: tuple[int, ...], kind: TensorType, expected: tuple[int, ...]
+    ) -> None:
+        fits = dtype == kind.dtype or (self._is_half and dtype == "bfloat16" and kind.dtype in FLOATING)
+        if not fits or shape != expected:
+            raise RemoteProtocolError(f"a tensor of {dtype} {shape} where {kind.dtype} {expected} belongs")
+
+
+def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
+    """A constant's tensor. Raises RemoteProtocolError: its bytes are not what its type claims."""
+    shape = shape_of(constant.type, ())
+    if prod(shape) * ITEM_BYTES[constant.type.dtype] != len(constant.data):
+        raise RemoteProtocolError(f"a constant of {len(constant.data)} bytes with the shape {shape}")
+    dtype = DTYPES[constant.type.dtype]
+    if not constant.data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(constant.data), dtype=dtype).view(shape).to(device)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is infinite or not a number: one pass without a copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    least, most = torch.aminmax(tensor.detach())
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def may_cross(tensor: torch.Tensor) -> bool:
+    """Whether no element is plus infinity or not a number: what a value that goes forward may be."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # The maximum of anything that is not a number is not one either.
+    most = tensor.detach().max()
+    return bool((most < torch.inf) & ~torch.isnan(most))
+
+
+def _typed(tensor: torch.Tensor) -> Typed:
+    plain = tensor.detach().cpu().contiguous()
+    dtype = _NAMES[plain.dtype]
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    # numpy has no bfloat16; and autograd makes zeros without memory, which numpy takes only by force.
+    array = (plain.view(torch.uint16) if dtype == "bfloat16" else plain).numpy(force=True)
+    return dtype, array

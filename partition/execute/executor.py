@@ -1,0 +1,455 @@
+"""Computing a stage with torch: forward, backward and the optimizer step over shared arenas.
+
+It runs in the stage's own process (`node.runs.host_process`), never in the node's. What a request may ask is
+`partition.stage`; how a graph is computed is `partition.execute.interpret`.
+
+Torch's parameters are views into the arena `parameters`, their `.grad` views into `gradients`, so sums grow
+in place over the micro-batches, and averaging reads and writes without a copy. On a device without the
+host's memory each arena has a twin there, copied where the two must agree.
+
+The sums hold exactly the micro-batches that were answered: the gradients and the batch statistics of one are
+added when it goes back. All that a peer can get wrong is found before, in the forward pass, and refused. If
+an operator still raises on its way back (no memory is left, say), some sums would hold it and others not,
+so the error leaves `handle`: the process ends and takes its sums with it, as a replica that dies does.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+import torch
+from blake3 import blake3
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from partition.codec import Payload
+from partition.execute.boundary import Boundary, is_finite, tensor_of
+from partition.execute.interpret import DTYPES, Program, Results, compile_entry
+from partition.execute.optimize import Optimizer, clip_factor
+from partition.execute.random import seed_of
+from partition.execute.sessions import Sessions
+from partition.execute.values import first_values
+from partition.execute.vector import Vector
+from partition.execute.weights import export_file, import_file
+from partition.model.graph import Recipe, StageEntry, TensorType
+from partition.stage import (
+    ARENAS,
+    IN_FLIGHT_MAX,
+    MICROBATCHES_MAX,
+    REASON_LENGTH_MAX,
+    SAMPLES_MAX,
+    Applied,
+    Apply,
+    Backward,
+    BackwardDone,
+    Discard,
+    Done,
+    EndSession,
+    Export,
+    Exported,
+    Forward,
+    Forwarded,
+    Import,
+    Norm,
+    Normed,
+    Ran,
+    Refused,
+    Reload,
+    Reply,
+    Request,
+    Run,
+    StageSpecification,
+    arena_bytes,
+    message_bytes_max,
+    parameter_layout,
+)
+
+TRAIN = "train"
+"""The entry point that `Forward` computes."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A micro-batch between its two passes; without results it is computed again."""
+
+    sizes: tuple[int, ...]
+    inputs: list[torch.Tensor]
+    results: Results | None
+
+
+class StageExecutor:
+    """One replica of a stage. Not thread-safe; one request at a time.
+
+    `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. The
+    first parameters that have a recipe are written to it at once; stored ones stay zero until the node
+    writes them and sends `Reload`.
+
+    Raises:
+        LocalProtocolError: an arena is missing or has another size.
+        RemoteProtocolError: a graph that `partition.execute.admit` would have refused.
+    """
+
+    def __init__(self, specification: StageSpecification, arenas: Mapping[str, memoryview]) -> None:
+        for name, size in arena_bytes(specification).items():
+            if name not in arenas or arenas[name].nbytes != size:
+                raise LocalProtocolError(f"the arena '{name}' must have {size} bytes")
+        graph = specification.graph
+        self._specification = specification
+        self._graph = graph
+        self._device = torch.device(specification.device)
+        self._boundary = Boundary(specification, self._device)
+        self._programs: dict[tuple[str, bool], Program] = {}
+        dtype = DTYPES[specification.dtype]
+        self._arenas = {name: arenas[name] for name in ARENAS}
+        self._vectors = {name: Vector(arenas[name], dtype, self._device) for name in ARENAS}
+        self._slots = parameter_layout(specification)
+        self._parameters, self._statistics = self._make_parameters(dtype)
+        self._constants = {
+            row: tensor_of(constant, self._device)
+            for row, constant in zip(graph.constant_rows, graph.constants, strict=True)
+        }
+        size = sum(slot.size for slot in self._slots if slot.parameter.kind != "frozen")
+        self._optimizer = Optimizer(
+            specification.optimizer,
+            self._slots,
+            self._parameters,
+            lambda number, slot: self._vectors["moments"].view(slot, start=number * size),
+        )
+        self._sessions = Sessions(specification, self._device)
+        self._step: int | None = None
+        self._counted: set[int] = set()
+        self._in_flight: dict[int, _Held] = {}
+
+    def handle(self, request: Request) -> Reply:
+        """Answer one request. What no correct peer asks is `Refused` and changes nothing."""
+        try:
+            return self._answer(request)
+        except RemoteProtocolError as error:
+            return Refused(str(error)[:REASON_LENGTH_MAX])
+
+    def _answer(self, request: Request) -> Reply:
+        match request:
+            case Forward():
+                return self._forward(request)
+            case Backward():
+                return self._backward(request)
+            case Discard():
+                self._forget()
+                return Done()
+            case Norm():
+                return Normed(self._squared_norm())
+            case Apply():
+                return self._apply(request)
+            case Run():
+                return self._run(request)
+            case EndSession():
+                self._sessions.end(request.session)
+                return Done()
+            case Export():
+                arena, dtype = self._arenas["parameters"], self._specification.dtype
+                return Exported(export_file(arena, dtype, self._slots, self._graph.constants))
+            case Import():
+                self._import(request)
+                return Done()
+            case Reload():
+                self._reload()
+                return Done()
+
+    # Forward and backward
+
+    def _forward(self, request: Forward) -> Forwarded:
+        program = self._program(TRAIN, request.train)
+        entry = self._graph.entry(TRAIN)
+        if program.uses_states:
+            raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
+        if request.train:
+            self._admit(request.step, request.microbatch)
+        sizes = self._boundary.sizes(request.input)
+        inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
+        labels = self._labels(entry, request.labels, sizes)
+        is_repeated = self._specification.recompute and request.train and entry.loss is None
+        results = self._compute(program, entry, inputs, labels, sizes, request, keeps=not is_repeated)
+        if not all(is_finite(tensor) for pair in results.statistics for tensor in pair):
+            raise RemoteProtocolError("the statistics of a batch norm are not finite")
+        if entry.loss is not None:
+            return self._close(request, entry, program, inputs, results, sizes)
+        output = self._boundary.give(results.outputs, self._kinds(entry, entry.outputs), sizes)
+        if request.train:
+            self._count(request)
+            if entry.backward_outputs:
+                self._in_flight[request.microbatch] = _Held(sizes, inputs, None if is_repeated else results)
+            else:
+                # No gradient comes back here, so this is all there is.
+                self._add_statistics(program, results, request.microbatch)
+                self._vectors["gradients"].give()
+        return Forwarded(output, None, 0.0, sizes[0], ())
+
+    def _close(
+        self,
+        request: Forward,
+        entry: StageEntry,
+        program: Program,
+        inputs: list[torch.Tensor],
+        results: Results,
+        sizes: tuple[int, ...],
+    ) -> Forwarded:
+        """The end of the last stage's forward pass, and its way back."""
+        loss = results.loss
+        assert loss is not None
+        numbers = [_number(loss, "the loss"), *(_number(metric, "a metric") for metric in results.metrics)]
+        samples = sizes[0]
+        if results.count is not None:
+            counted = _number(results.count, "the count of samples")
+            if counted != int(counted) or not 0 <= counted <= SAMPLES_MAX:
+                raise RemoteProtocolError(f"a count of {counted} samples")
+            samples = int(counted)
+        gradient = None
+        if request.train:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch left it without types
+            self._add_statistics(program, results, request.microbatch)
+            self._count(request)
+            gradient = self._gradients(entry, inputs, sizes)
+        return Forwarded(None, gradient, numbers[0], samples, tuple(numbers[1:]))
+
+    def _backward(self, request: Backward) -> BackwardDone:
+        program = self._program(TRAIN, True)
+        entry = self._graph.entry(TRAIN)
+        is_known = request.step == self._step and request.microbatch in self._counted
+        if is_known and not entry.backward_outputs and not request.gradient.tensors:
+            return BackwardDone(None)
+        held = self._in_flight.get(request.microbatch) if is_known else None
+        if held is None:
+            raise RemoteProtocolError(
+                f"nothing to go back through for micro-batch {request.microbatch} of step {request.step}"
+            )
+        kinds = self._kinds(entry, entry.backward_outputs)
+        gradients = self._boundary.take(request.gradient, kinds, held.sizes, are_gradients=True)
+        results = held.results
+        if results is None:
+            results = self._compute(program, entry, held.inputs, [], held.sizes, request, keeps=True)
+        del self._in_flight[request.microbatch]
+        # A floating value may have no gradient: the model detached it.
+        outputs = dict(zip(entry.outputs, results.outputs, strict=True))
+        pairs = [
+            (outputs[number], gradient.to(outputs[number].dtype))
+            for number, gradient in zip(entry.backward_outputs, gradients, strict=True)
+            if outputs[number].requires_grad
+        ]
+        if pairs:
+            tensors, given = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, given)
+        self._add_statistics(program, results, request.microbatch)
+        return BackwardDone(self._gradients(entry, held.inputs, held.sizes))
+
+    def _compute(
+        self,
+        program: Program,
+        entry: StageEntry,
+        inputs: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        sizes: tuple[int, ...],
+        request: Forward | Backward,
+        *,
+        keeps: bool,
+    ) -> Results:
+        """Run the program; with gradients if it is for training and `keeps` what they need."""
+        is_training = isinstance(request, Backward) or request.train
+        if is_training and keeps:
+            for number, tensor in zip(entry.inputs, inputs, strict=True):
+                tensor.requires_grad_(number in entry.backward_inputs)
+        run = self._specification.run
+        seed = partial(seed_of, run, request.step, request.microbatch, entry.name)
+        with torch.set_grad_enabled(is_training and keeps), self._precision():
+            return program.run(self._parameters, self._constants, {}, inputs, labels, sizes, seed)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._specification.autocast == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _gradients(
+        self, entry: StageEntry, inputs: list[torch.Tensor], sizes: tuple[int, ...]
+    ) -> Payload | None:
+        """What goes back to the stage before, after this one's gradients were added up."""
+        self._vectors["gradients"].give()
+        if not entry.backward_inputs:
+            return None
+        given = dict(zip(entry.inputs, inputs, strict=True))
+        leaves = [given[number] for number in entry.backward_inputs]
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        return self._boundary.give_gradients(gradients, sizes)
+
+    def _labels(
+        self, entry: StageEntry, payload: Payload | None, sizes: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        if payload is None:
+            if entry.labels:
+                raise RemoteProtocolError("this stage wants labels")
+            return []
+        return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
+
+    def _admit(self, step: int, microbatch: int) -> None:
+        if self._step not in (None, step):
+            raise RemoteProtocolError(f"a micro-batch of step {step} while the sums hold step {self._step}")
+        if microbatch in self._counted:
+            raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for a second time")
+        if len(self._in_flight) >= IN_FLIGHT_MAX:
+            raise RemoteProtocolError(f"{IN_FLIGHT_MAX} micro-batches are in flight already")
+        if len(self._counted) >= MICROBATCHES_MAX:
+            raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
+
+    def _count(self, request: Forward) -> None:
+        self._step = request.step
+        self._counted.add(request.microbatch)
+
+    def _add_statistics(self, program: Program, results: Results, microbatch: int) -> None:
+        """Add this micro-batch's share of the running statistics after the step.
+
+        One process would move them by `momentum` once per use and micro-batch, in order; what the j-th of N
+        moves is worth m (1 - m)^(N - 1 - j) at the end. So the shares add up, whoever computed them.
+        """
+        microbatches = self._specification.microbatches
+        for norm, found in zip(program.norms, results.statistics, strict=True):
+            turn = (microbatch % microbatches) * norm.uses + norm.ordinal
+            share = norm.momentum * (1 - norm.momentum) ** (microbatches * norm.uses - 1 - turn)
+            for row, tensor in zip((norm.mean_row, norm.variance_row), found, strict=True):
+                if row in self._statistics:
+                    self._statistics[row].add_(tensor, alpha=share)
+
+    # Entry points without gradients
+
+    def _run(self, request: Run) -> Ran:
+        program = self._program(request.entry, False)
+        entry = self._graph.entry(request.entry)
+        if entry.labels:
+            raise RemoteProtocolError(f"'{request.entry}' wants labels, and is no entry point to run")
+        sizes = self._boundary.sizes(request.input)
+        inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
+        states = self._sessions.states(request.session, self._boundary.shapes(self._sessions.kinds, sizes))
+        try:
+            with torch.no_grad(), self._precision():
+                results = program.run(self._parameters, self._constants, states, inputs, [], sizes)
+            output = self._boundary.give(results.outputs, self._kinds(entry, entry.outputs), sizes)
+            self._sessions.keep(request.session, states, results.updates)
+        except RemoteProtocolError as error:
+            if not program.in_place or not self._sessions.has(request.session):
+                raise
+            # Some states may be the next ones already: there is no way back.
+            self._sessions.end(request.session)
+            raise RemoteProtocolError(f"the session is over: {error}") from None
+        return Ran(output)
+
+    # The step
+
+    def _squared_norm(self) -> float:
+        totals = self._vectors["totals"]
+        totals.take()
+        if not is_finite(totals.tensor):
+            return inf  # statistics too: then no stage may apply the step
+        total = 0.0
+        for slot in self._slots:
+            if slot.parameter.kind == "parameter" and slot.row not in self._graph.borrowed:
+                norm = torch.linalg.vector_norm(totals.view(slot), dtype=torch.float64)
+                total += float(norm) ** 2
+        return total
+
+    def _apply(self, request: Apply) -> Applied:
+        if self._step not in (None, request.step):
+            raise RemoteProtocolError(f"step {request.step} applied while the sums hold step {self._step}")
+        program = self._program(TRAIN, True)
+        clip = clip_factor(self._specification.optimizer, request.squared_norm, request.samples)
+        totals, gradients = self._vectors["totals"], self._vectors["gradients"]
+        totals.take()
+        if not is_finite(totals.tensor):
+            raise RemoteProtocolError("a total gradient is not finite")
+        # The mean first, and then the factor: the order in which torch.nn.utils.clip_grad_norm_ rounds.
+        gradients.tensor.copy_(totals.tensor).div_(request.samples)
+        if clip < 1:
+            gradients.tensor.mul_(clip)
+        self._optimizer.step(request.step)
+        self._move_statistics(program, totals)
+        self._vectors["parameters"].give()
+        self._vectors["moments"].give()
+        totals.tensor.zero_()
+        totals.give()
+        self._forget()
+        return Applied(blake3(self._arenas["parameters"]).digest())
+
+    def _move_statistics(self, program: Program, totals: Vector) -> None:
+        """running = (1 - m)^N running + the shares of all N."""
+        kept = {
+            row: (1 - norm.momentum) ** (self._specification.microbatches * norm.uses)
+            for norm in program.norms
+            for row in (norm.mean_row, norm.variance_row)
+        }
+        # The shares of those that only other stages count come with the totals, as a tied gradient does.
+        for row, momentum, uses in self._graph.entry(TRAIN).moved:
+            kept[row] = (1 - momentum) ** (self._specification.microbatches * uses)
+        for slot in self._slots:
+            if slot.row in self._statistics:
+                self._parameters[slot.row].mul_(kept.get(slot.row, 1.0)).add_(totals.view(slot))
+
+    def _forget(self) -> None:
+        self._step = None
+        self._counted.clear()
+        self._in_flight.clear()
+        self._vectors["gradients"].tensor.zero_()
+        self._vectors["gradients"].give()
+
+    # Parameters
+
+    def _make_parameters(self, dtype: torch.dtype) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Values by row, with `.grad` where there is one; and where shares of statistics are added up."""
+        values, gradients = self._vectors["parameters"], self._vectors["gradients"]
+        parameters, statistics = {}, {}
+        for slot in self._slots:
+            view = values.view(slot)
+            if isinstance(slot.parameter.source, Recipe):
+                first_values(slot.parameter, self._specification.seed, dtype, view)
+            if slot.parameter.kind == "parameter":
+                view.requires_grad_()
+                view.grad = gradients.view(slot)
+            elif slot.parameter.kind == "statistic":
+                statistics[slot.row] = gradients.view(slot)
+            parameters[slot.row] = view
+        values.give()
+        return parameters, statistics
+
+    def _import(self, request: Import) -> None:
+        specification = self._specification
+        if len(request.data) > message_bytes_max(specification):
+            raise RemoteProtocolError(f"a safetensors file of {len(request.data)} bytes is not this stage's")
+        arrays = import_file(request.data, specification.dtype, self._slots, self._graph.constants)
+        with torch.no_grad():
+            for row, array in arrays.items():
+                self._parameters[row].copy_(torch.tensor(array))
+        self._vectors["parameters"].give()
+        self._forget()
+
+    def _reload(self) -> None:
+        if not is_finite(self._vectors["parameters"].shared):
+            raise RemoteProtocolError("a parameter is not finite")
+        self._vectors["parameters"].take()
+        self._vectors["moments"].take()
+        self._forget()
+
+    # Tables
+
+    def _program(self, entry: str, train: bool) -> Program:
+        if (entry, train) not in self._programs:
+            program = compile_entry(self._graph, entry, train=train, device=self._device)
+            self._programs[entry, train] = program
+        return self._programs[entry, train]
+
+    def _kinds(self, entry: StageEntry, numbers: Sequence[int]) -> list[TensorType]:
+        types = dict(entry.types)
+        return [self._graph.types[types[number]] for number in numbers]
+
+
+def _number(tensor: torch.Tensor, what: str) -> float:
+    """The value of a scalar. Raises RemoteProtocolError: it is no scalar, or not finite."""
+    if tensor.numel() != 1 or not is_finite(tensor):
+        raise RemoteProtocolError(f"{what} is not one finite number")
+    return float(tensor.detach())

@@ -1,0 +1,124 @@
+"""The optimizer step over arenas: torch.optim's own SGD, Adam and AdamW, with our schedules and groups.
+
+Their state lies in the arena `moments`, so that the node can checkpoint it. Nothing is counted here but what
+the request says: the step's number gives the learning rate (as a `LambdaLR` would) and Adam's bias
+correction, so a replica that came later steps as the others do. Frozen parameters and batch statistics are
+not touched.
+
+Clipping is `torch.nn.utils.clip_grad_norm_` of the mean gradient, with the norm over all stages.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import cos, isfinite, pi, sqrt
+
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.stage import GroupSettings, OptimizerSettings, Schedule, Slot
+
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+def rate_factor(schedule: Schedule, step: int) -> float:
+    """The factor on the learning rate of a step, counted from 0.
+
+    The warm-up has 1/n, 2/n, ... in its n steps: a first step of zero would be a step lost.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    done = (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps)
+    done = min(done, 1.0)
+    left = 1 - done if schedule.kind == "linear" else (1 + cos(pi * done)) / 2
+    return schedule.floor + (1 - schedule.floor) * left
+
+
+def clip_factor(settings: OptimizerSettings, squared_norm: float | None, samples: int) -> float:
+    """The factor on the mean gradient, where `squared_norm` is that of the sums of all stages.
+
+    Raises:
+        RemoteProtocolError: the settings clip and there is no norm, or none that can be.
+    """
+    if not settings.clip_norm:
+        return 1.0
+    if squared_norm is None or not isfinite(squared_norm) or squared_norm < 0:
+        raise RemoteProtocolError("these settings clip: a step needs the squared norm of all stages")
+    return min(1.0, settings.clip_norm / (sqrt(squared_norm) / samples + _CLIP_EPSILON))
+
+
+class Optimizer:
+    """Steps the trainable parameters by their `.grad`.
+
+    `values` are the leaves by row; `moment(number, slot)` is a parameter's part of one of the moments.
+
+    Raises:
+        RemoteProtocolError: a parameter of a group that the settings do not have.
+    """
+
+    def __init__(
+        self,
+        settings: OptimizerSettings,
+        slots: Sequence[Slot],
+        values: Mapping[int, torch.Tensor],
+        moment: Callable[[int, Slot], torch.Tensor],
+    ) -> None:
+        self._settings = settings
+        self._optimizer: torch.optim.Optimizer | None = None
+        trained = [slot for slot in slots if slot.parameter.kind == "parameter"]
+        by_group: dict[int, list[Slot]] = {}
+        for slot in trained:
+            by_group.setdefault(slot.parameter.group if settings.groups else 0, []).append(slot)
+        if any(number >= max(1, len(settings.groups)) for number in by_group):
+            raise RemoteProtocolError("a parameter of a group that the optimizer's settings do not have")
+        groups = settings.groups or (GroupSettings(weight_decay=settings.weight_decay),)
+        self._factors = [groups[number].rate_factor for number in by_group]
+        if trained:
+            self._optimizer = _torch_optimizer(
+                settings,
+                [
+                    {
+                        "params": [values[slot.row] for slot in members],
+                        "weight_decay": groups[number].weight_decay,
+                    }
+                    for number, members in by_group.items()
+                ],
+            )
+            self._keep_state(self._optimizer, trained, values, moment)
+
+    def step(self, number: int) -> None:
+        """One step with every parameter's `.grad`; `number` counts the committed steps from 0."""
+        if self._optimizer is None:
+            return
+        rate = self._settings.learning_rate * rate_factor(self._settings.schedule, number)
+        for group, factor in zip(self._optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = rate * factor
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(number)  # the optimizer itself adds the one
+        self._optimizer.step()
+
+    def _keep_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[Slot],
+        values: Mapping[int, torch.Tensor],
+        moment: Callable[[int, Slot], torch.Tensor],
+    ) -> None:
+        """Give the optimizer its state as views into the arena."""
+        keys = ("momentum_buffer",) if self._settings.kind == "sgd" else ("exp_avg", "exp_avg_sq")
+        for slot in slots:
+            state = optimizer.state[values[slot.row]]
+            if self._settings.kind != "sgd":
+                state["step"] = torch.zeros((), dtype=torch.float64)
+            for number, key in enumerate(keys[: self._settings.moments]):
+                state[key] = moment(number, slot)
+
+
+def _torch_optimizer(settings: OptimizerSettings, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    # The plain loop over tensors, on every device: it is the one that updates the state in place.
+    if settings.kind == "sgd":
+        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum, foreach=False)
+    kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
+    return kind(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, foreach=False)

@@ -1,0 +1,110 @@
+"""A parameter's first values from its recipe: the same on every machine, whoever draws them and how cut.
+
+The seed is made of the run's seed and the parameter's first *name*, so neither the cut nor the order
+matters. Values are drawn in chunks of CHUNK elements, each with a generator of its own: a range can be drawn
+alone, and drawing takes 8 MiB however large the parameter is. Arithmetic is in float64, so that a float32
+run and a float64 run start at the same point; torch draws normals on the CPU by one scalar algorithm in
+float64, while its float32 one depends on the vector unit.
+"""
+
+from collections.abc import Iterator
+from math import isfinite, prod
+
+import torch
+from blake3 import blake3
+
+from crypto.encoding import encode
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from partition.model.graph import Fill, Parameter, Recipe, Size
+
+CHUNK = 1 << 20
+"""Elements drawn by one generator. Part of what a seed means: another size gives other values."""
+
+
+def first_values(parameter: Parameter, seed: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Write the first values of a parameter that has a recipe into `out`, of its shape or flat.
+
+    A recipe begins at zeros; its steps are applied in their order. `out` may be a view into an arena.
+
+    Raises:
+        LocalProtocolError: `out` has another size or type, or the parameter's values are stored.
+        RemoteProtocolError: a step that means nothing.
+    """
+    sides = [side for side in parameter.type.shape if not isinstance(side, Size)]
+    if not isinstance(parameter.source, Recipe):
+        raise LocalProtocolError(f"the values of {parameter.names[0]} are stored, not drawn")
+    if out.dtype != dtype or out.numel() != prod(sides) or len(sides) != len(parameter.type.shape):
+        raise LocalProtocolError(f"{tuple(out.shape)} of {out.dtype} cannot hold {parameter.names[0]}")
+    flat = out.detach().view(-1)
+    row_size = prod(sides[1:])
+    for start, chunk in drawn_chunks(parameter.source, parameter.names[0], seed, flat.numel(), row_size):
+        flat[start : start + chunk.numel()].copy_(chunk)
+
+
+def drawn_chunks(
+    recipe: Recipe, name: str, seed: int, size: int, row_size: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first element, float64 values) of each chunk of a parameter of `size` elements, in order.
+
+    The tensor is reused by the next chunk. Raises RemoteProtocolError: a step that means nothing.
+    """
+    for step in recipe.steps:
+        _check(step, name, size, row_size)
+    buffer = torch.empty(min(CHUNK, size), dtype=torch.float64)
+    generator = torch.Generator()
+    for start in range(0, size, CHUNK):
+        chunk = buffer[: min(CHUNK, size - start)]
+        generator.manual_seed(seed_of_chunk(seed, name, start // CHUNK))
+        chunk.zero_()
+        for step in recipe.steps:
+            if step.kind == "zero_row":
+                begin = int(step.first) * row_size - start
+                chunk[max(0, begin) : max(0, begin + row_size)] = 0.0
+            else:
+                _apply(step, chunk, generator)
+        yield start, chunk
+
+
+def seed_of_chunk(seed: int, name: str, chunk: int) -> int:
+    """64 bits out of everything that may change what is drawn, and nothing else."""
+    digest = blake3(b"peerloom/1\0" + encode(("parameter", seed, name, chunk))).digest(length=8)
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _check(step: Fill, name: str, size: int, row_size: int) -> None:
+    """What torch would refuse with an error of its own, or would take without meaning."""
+    first, second = step.first, step.second
+    wrong = step.kind != "clamp" and not (isfinite(first) and isfinite(second))
+    match step.kind:
+        case "uniform":
+            wrong = wrong or first > second or not isfinite(second - first)
+        case "normal":
+            wrong = wrong or second < 0
+        case "clamp":
+            wrong = not first <= second  # one side may be open
+        case "zero_row":
+            wrong = wrong or first != int(first) or not 0 <= first < size // max(1, row_size)
+        case _:
+            pass
+    if wrong:
+        raise RemoteProtocolError(f"{name}: the recipe's step {step.kind}({first}, {second}) means nothing")
+
+
+def _apply(step: Fill, values: torch.Tensor, generator: torch.Generator) -> None:
+    match step.kind:
+        case "uniform":
+            values.uniform_(step.first, step.second, generator=generator)
+        case "normal":
+            values.normal_(step.first, step.second, generator=generator)
+        case "constant":
+            values.fill_(step.first)
+        case "multiply":
+            values.mul_(step.first)
+        case "add":
+            values.add_(step.first)
+        case "clamp":
+            values.clamp_(step.first, step.second)
+        case "erfinv":
+            values.erfinv_()
+        case _:  # a row is the caller's, who knows where the chunk lies
+            raise LocalProtocolError(f"no rule for {step.kind}")

@@ -1,0 +1,92 @@
+"""A stage's parameters as a safetensors file, and back: by the first of their state-dict names.
+
+The file also has the named constants (buffers that nothing changes), so that the files of all stages are the
+model's state dict but for further names of tied weights. Written here rather than by the library, whose
+numpy side has no bfloat16; read by the library, which checks what a stranger sends.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import safetensors
+
+from crypto.errors import RemoteProtocolError
+from partition.codec import Array
+from partition.model.graph import ITEM_BYTES, Constant, DataType
+from partition.model.sizes import shape_of
+from partition.stage import Slot
+
+_CODES: dict[DataType, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_ALIGNMENT_BYTES = 8
+"""Of the first tensor, as in safetensors' own files."""
+
+
+def export_file(
+    arena: memoryview, dtype: DataType, slots: Sequence[Slot], constants: Sequence[Constant]
+) -> bytes:
+    """The file of what lies in the arena. Equal contents give equal bytes."""
+    flat = arena.cast("B")
+    item = ITEM_BYTES[dtype]
+    tensors: list[tuple[str, DataType, tuple[int, ...], bytes | memoryview]] = [
+        (slot.name, dtype, slot.shape, flat[slot.offset * item : (slot.offset + slot.size) * item])
+        for slot in slots
+    ]
+    for constant in constants:
+        if constant.names:
+            kind = constant.type
+            tensors.append((constant.names[0], kind.dtype, shape_of(kind, ()), constant.data))
+    # Largest elements first, so that every tensor is aligned to its own.
+    tensors.sort(key=lambda tensor: (-ITEM_BYTES[tensor[1]], tensor[0]))
+    header: dict[str, object] = {}
+    end = 0
+    for name, kind_name, shape, data in tensors:
+        begin, end = end, end + len(data)
+        header[name] = {"dtype": _CODES[kind_name], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return b"".join((len(text).to_bytes(8, "little"), text, *(data for _, _, _, data in tensors)))
+
+
+def import_file(
+    data: bytes, dtype: DataType, slots: Sequence[Slot], constants: Sequence[Constant]
+) -> Mapping[int, Array]:
+    """The parameters of a file by row, in their shapes; read-only.
+
+    Named constants may be missing; those there must be the graph's own.
+
+    Raises:
+        RemoteProtocolError: not a safetensors file, or one that is not exactly this stage's.
+    """
+    try:
+        tensors = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]  # Rust, untyped
+    except safetensors.SafetensorError as error:
+        raise RemoteProtocolError(f"not a safetensors file: {error}") from None
+    for constant in constants:
+        if constant.names and (found := tensors.pop(constant.names[0], None)) is not None:
+            same = found["dtype"], tuple(found["shape"]), bytes(found["data"])
+            if same != (_CODES[constant.type.dtype], shape_of(constant.type, ()), constant.data):
+                raise RemoteProtocolError(f"{constant.names[0]} is not the graph's in the safetensors file")
+    if sorted(tensors) != sorted(slot.name for slot in slots):
+        raise RemoteProtocolError("the safetensors file does not hold exactly this stage's parameters")
+    arrays = {}
+    for slot in slots:
+        tensor = tensors[slot.name]
+        if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != _CODES[dtype]:
+            raise RemoteProtocolError(f"{slot.name} has another shape or type in the safetensors file")
+        array = np.frombuffer(tensor["data"], dtype=dtype).reshape(slot.shape)
+        if not np.isfinite(array).all():
+            raise RemoteProtocolError(f"{slot.name} is not finite in the safetensors file")
+        arrays[slot.row] = array
+    return arrays

@@ -1,0 +1,409 @@
+"""Whether a stranger's graph makes sense by itself: ids, tables, layers, states, recipes. No torch.
+
+`decode_graph` has held the form of each part; here it is held that the parts fit together, in time linear in
+the graph's bytes and without building anything. After it
+
+- every id and row names what exists, values are numbered densely and taken only after they are made;
+- every operator stands in `OPERATORS`;
+- sizes can be evaluated at the smallest and at the largest inputs, and no tensor claims more than 2^53 bytes;
+- parameters and constants have fixed shapes, and constants exactly the bytes of theirs;
+- nothing before the last boundary depends on a label;
+- batch statistics are read by batch norm alone, and states change only through `updates`.
+
+Whether arguments suit their operators, and what they cost, is not asked here: that is
+`partition.execute.admit`, in the stage's process.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import isfinite, isnan
+
+from crypto.errors import RemoteProtocolError
+from partition.model.graph import (
+    ITEM_BYTES,
+    NODES_MAX,
+    Argument,
+    ConstantValue,
+    Entry,
+    Expression,
+    Graph,
+    Node,
+    Parameter,
+    ParameterValue,
+    Recipe,
+    Reference,
+    Size,
+    StateValue,
+    Symbol,
+    TensorType,
+    Value,
+    arguments_of,
+)
+from partition.model.operators import OPERATORS
+from partition.model.sizes import evaluate, shape_of
+
+TENSOR_BYTES_MAX = 2**53
+"""What one tensor may claim: what every language counts exactly. What it may really take, admission says."""
+PARAMETER_BYTES_MAX = 1 << 34
+"""One parameter lies in one stage's arena, and that is at most 16 GiB."""
+PARAMETERS_BYTES_MAX = 2**53
+METRICS_MAX = 16
+"""As many numbers as a stage's answer carries beside the loss."""
+
+BATCH_NORM = "aten.batch_norm.default"
+INSTANCE_NORM = "aten.instance_norm.default"
+_STATISTICS = (3, 4)
+"""The arguments of both norms that hold the running mean and variance."""
+_TRAINING, _MOMENTUM = 5, 6
+
+
+def check_graph(graph: Graph) -> None:
+    """Raises RemoteProtocolError: a graph that cannot be run, with the place and the reason."""
+    _check_sizes(graph)
+    _check_operators(graph.operators)
+    _check_parameters(graph.parameters)
+    _check_constants(graph)
+    _check_state_names(graph)
+    _unique("entry point", (entry.name for entry in graph.entries))
+    if sum(len(entry.nodes) for entry in graph.entries) > NODES_MAX:
+        # A cut looks at all of them, some seconds for so many.
+        raise _refuse(f"entry points together have more than {NODES_MAX} nodes")
+    for entry in graph.entries:
+        _check_entry(graph, entry)
+
+
+def _refuse(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"a graph in which {reason}")
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if not name:
+            raise _refuse(f"one {what} has no name")
+        if name in seen:
+            raise _refuse(f"two of {what} are called '{name}'")
+        seen.add(name)
+
+
+# Sizes and types
+
+
+def _check_sizes(graph: Graph) -> None:
+    if not graph.symbols:
+        raise _refuse("no size varies, and the batch must")
+    _unique("symbol", (symbol.name for symbol in graph.symbols))
+    for symbol in graph.symbols:
+        if symbol.minimum > symbol.maximum:
+            raise _refuse(f"{symbol.name} is from {symbol.minimum} to {symbol.maximum}")
+    _check_expressions(graph.expressions, graph.symbols)
+    for sizes in (
+        tuple(symbol.minimum for symbol in graph.symbols),
+        tuple(symbol.maximum for symbol in graph.symbols),
+    ):
+        values = evaluate(graph.expressions, sizes)
+        for row, kind in enumerate((*graph.types, *(state.type for state in graph.states))):
+            where = f"type {row}" if row < len(graph.types) else f"state {row - len(graph.types)}"
+            if any(isinstance(side, Size) and side.row >= len(values) for side in kind.shape):
+                raise _refuse(f"{where} has a side that is no size")
+            if _claimed_bytes(kind, values) > TENSOR_BYTES_MAX:
+                raise _refuse(f"{where} takes more than {TENSOR_BYTES_MAX} bytes")
+
+
+def _check_expressions(expressions: Sequence[Expression], symbols: Sequence[Symbol]) -> None:
+    """The first rows are the symbols, in order, and no later one is. `evaluate` holds that rows point
+    backwards."""
+    if len(expressions) < len(symbols):
+        raise _refuse("a symbol has no row among the sizes")
+    for row, expression in enumerate(expressions):
+        if row < len(symbols):
+            if expression != Expression("symbol", row):
+                raise _refuse(f"size {row} is not symbol {row}")
+        elif expression.operator == "symbol":
+            raise _refuse(f"size {row} is a second row of a symbol")
+
+
+def _claimed_bytes(kind: TensorType, values: Sequence[int]) -> int:
+    """Bytes of a type, where a side of 0 counts as 1: a loop over the other sides runs all the same."""
+    total = ITEM_BYTES[kind.dtype]
+    for side in shape_of(kind, values):
+        # Sides are below 2**63 and are at most eight, so this stays an integer of a few words.
+        total *= max(side, 1)
+    return total
+
+
+def _fixed_bytes(kind: TensorType, where: str) -> int:
+    """Bytes of a type of fixed shape."""
+    if any(isinstance(side, Size) for side in kind.shape):
+        raise _refuse(f"{where} has a shape that varies")
+    return 0 if 0 in kind.shape else _claimed_bytes(kind, ())
+
+
+def _check_operators(operators: Sequence[str]) -> None:
+    for name in operators:
+        if name not in OPERATORS:
+            raise _refuse(f"the operator {name} is used, which is not allowed")
+    _unique("operator", operators)
+
+
+# Parameters, constants, states
+
+
+def _check_parameters(parameters: Sequence[Parameter]) -> None:
+    total = stored_until = 0
+    for row, parameter in enumerate(parameters):
+        where = f"parameter {row}"
+        size = _fixed_bytes(parameter.type, where)
+        total += size
+        if not size:
+            raise _refuse(f"{where} has no elements")
+        if size > PARAMETER_BYTES_MAX or total > PARAMETERS_BYTES_MAX:
+            raise _refuse(f"{where} takes {size} bytes, of {total} until here")
+        if parameter.type.dtype not in ("float32", "float64"):
+            raise _refuse(f"{where} is {parameter.type.dtype}; parameters are float32 or float64")
+        if parameter.type.dtype != parameters[0].type.dtype:
+            raise _refuse("some parameters are float32 and some float64")
+        if parameter.kind == "statistic" and len(parameter.type.shape) != 1:
+            raise _refuse(f"{where} is a statistic of {len(parameter.type.shape)} dimensions")
+        if isinstance(parameter.source, Recipe):
+            _check_recipe(parameter.source, parameter.type.shape, where)
+            continue
+        if parameter.source.length != size:
+            raise _refuse(f"{where} takes {size} bytes and {parameter.source.length} are stored")
+        if parameter.source.offset < stored_until:
+            raise _refuse(f"{where} is stored where an earlier one is")
+        stored_until = parameter.source.offset + size
+
+
+def _check_recipe(recipe: Recipe, shape: Sequence[int | Size], where: str) -> None:
+    # Sides are integers here: `_fixed_bytes` has seen to it.
+    rows = shape[0] if shape and isinstance(shape[0], int) else 0
+    for step in recipe.steps:
+        sensible = isfinite(step.first) and isfinite(step.second)
+        match step.kind:
+            case "uniform":
+                sensible = sensible and step.first <= step.second and isfinite(step.second - step.first)
+            case "normal":
+                sensible = sensible and step.second >= 0
+            case "clamp":
+                # One side may be open.
+                sensible = step.first <= step.second
+            case "zero_row":
+                sensible = sensible and step.first == int(step.first) and 0 <= step.first < rows
+            case _:
+                pass
+        if not sensible:
+            raise _refuse(f"the recipe of {where} has a senseless step '{step.kind}'")
+
+
+def _check_constants(graph: Graph) -> None:
+    for row, constant in enumerate(graph.constants):
+        size = _fixed_bytes(constant.type, f"constant {row}")
+        if len(constant.data) != size:
+            raise _refuse(f"constant {row} has {len(constant.data)} bytes where {size} belong")
+        # torch takes a bool for the byte it is, and a byte of 2 is neither true nor false to it.
+        if constant.type.dtype == "bool" and constant.data.translate(None, b"\x00\x01"):
+            raise _refuse(f"constant {row} is of bool and has other bytes than 0 and 1")
+
+
+def _check_state_names(graph: Graph) -> None:
+    """All names of one state dict differ, tied ones included; so do those of states."""
+    parameters = (name for parameter in graph.parameters for name in parameter.names)
+    constants = (name for constant in graph.constants for name in constant.names)
+    _unique("tensor", (*parameters, *constants, *graph.counters))
+    _unique("state", (state.name for state in graph.states))
+
+
+# Entry points
+
+
+def _check_entry(graph: Graph, entry: Entry) -> None:
+    where = f"entry point '{entry.name}'"
+    ports = (*entry.inputs, *entry.labels)
+    _unique(f"inputs and labels of {where}", (port.name for port in ports))
+    _check_types(graph, entry, where)
+    if (entry.name == "train") != (entry.loss is not None):
+        raise _refuse(
+            f"{where} has {'a' if entry.loss is not None else 'no'} loss; 'train' and only it has one"
+        )
+    if entry.loss is None and (entry.labels or entry.metrics or entry.count is not None or not entry.outputs):
+        raise _refuse(f"{where} has labels, a count or metrics without a loss, or no outputs")
+    if entry.name == "train" and entry.updates:
+        raise _refuse(f"{where} updates a state: what trains has none")
+    _check_boundaries(graph, entry, where)
+    _check_nodes(graph, entry, where)
+    _check_results(graph, entry, where)
+    if entry.loss is not None:
+        _check_statistics(graph, entry, where)
+
+
+def _check_types(graph: Graph, entry: Entry, where: str) -> None:
+    for number, row in enumerate(entry.types):
+        if row >= len(graph.types):
+            raise _refuse(f"value {number} of {where} has no type")
+    ports = (*entry.inputs, *entry.labels)
+    values = len(ports) + sum(len(node.outputs) for node in entry.nodes)
+    if len(entry.types) != values:
+        raise _refuse(f"{where} has {values} values and types of {len(entry.types)}")
+    for number, port in enumerate(ports):
+        if entry.types[number] != port.type:
+            raise _refuse(f"'{port.name}' of {where} has two types")
+
+
+def _check_boundaries(graph: Graph, entry: Entry, where: str) -> None:
+    """The first entry point's layers all hold nodes; in others a layer may be empty."""
+    if len(entry.boundaries) != len(graph.layers) - 1:
+        raise _refuse(f"{where} has {len(entry.boundaries)} boundaries between {len(graph.layers)} layers")
+    is_first = entry is graph.entries[0]
+    last = 0 if is_first else -1
+    for boundary in entry.boundaries:
+        ascends = boundary > last if is_first else boundary >= last
+        if not ascends or boundary > len(entry.nodes) - is_first:
+            raise _refuse(f"{where} has a boundary at {boundary}, after {last}, of {len(entry.nodes)} nodes")
+        last = boundary
+
+
+def _check_nodes(graph: Graph, entry: Entry, where: str) -> None:
+    made = len(entry.inputs) + len(entry.labels)
+    told = bytearray(len(entry.types))
+    """Whether a value depends on a label."""
+    told[len(entry.inputs) : made] = b"\x01" * len(entry.labels)
+    last = entry.boundaries[-1] if entry.boundaries else 0
+    for index, node in enumerate(entry.nodes):
+        place = f"node {index} of {where}"
+        if node.id != index:
+            raise _refuse(f"{place} is called {node.id}")
+        if node.operator >= len(graph.operators) or node.owner >= len(graph.owners):
+            raise _refuse(f"{place} has an operator or an owner that is not in the table")
+        if not node.outputs:
+            raise _refuse(f"{place} makes nothing")
+        is_told = _check_arguments(graph, node, made, told, place)
+        if is_told and index < last:
+            raise _refuse(f"{place} needs a label before the last layer")
+        for number in node.outputs:
+            if number != made:
+                raise _refuse(f"{place} makes value {number} where {made} follows")
+            told[made] = is_told
+            made += 1
+
+
+def _check_arguments(graph: Graph, node: Node, made: int, told: bytearray, place: str) -> bool:
+    """Whether one of a node's arguments depends on a label."""
+    name = graph.operators[node.operator]
+    _unique(f"keywords of {place}", (key for key, _ in node.keywords))
+    is_norm = name in (BATCH_NORM, INSTANCE_NORM)
+    if is_norm:
+        _check_norm(graph, node, place)
+    is_told = False
+    for argument in arguments_of(node):
+        if isinstance(argument, Value):
+            if argument.id >= made:
+                raise _refuse(f"{place} takes value {argument.id} before it is made")
+            is_told = is_told or bool(told[argument.id])
+        elif isinstance(argument, Reference):
+            _check_reference(graph, argument, place)
+            if not is_norm and _is_statistic(graph, argument):
+                raise _refuse(f"{place} reads a batch statistic and is no batch norm")
+        elif isinstance(argument, float) and isnan(argument):
+            raise _refuse(f"{place} has an argument that is not a number")
+    return is_told
+
+
+def _check_reference(graph: Graph, argument: Reference, place: str) -> None:
+    match argument:
+        case Size(row):
+            table, rows = "sizes", len(graph.expressions)
+        case ParameterValue(row):
+            table, rows = "parameters", len(graph.parameters)
+        case ConstantValue(row):
+            table, rows = "constants", len(graph.constants)
+        case StateValue(row):
+            table, rows = "states", len(graph.states)
+        case _:
+            return
+    if row >= rows:
+        raise _refuse(f"{place} takes row {row} of {rows} {table}")
+
+
+def _is_statistic(graph: Graph, argument: object) -> bool:
+    return (
+        isinstance(argument, ParameterValue)
+        and argument.row < len(graph.parameters)
+        and graph.parameters[argument.row].kind == "statistic"
+    )
+
+
+def _check_norm(graph: Graph, node: Node, place: str) -> None:
+    """Running statistics come in pairs of rows, and only batch norm moves any.
+
+    Both norms would change them in place: the interpreter never lets them, but it must be able to tell which
+    rows to move when the step commits.
+    """
+    if len(node.arguments) <= _TRAINING:
+        raise _refuse(f"{place} lacks arguments")
+    for index, argument in enumerate((*node.arguments, *(value for _, value in node.keywords))):
+        if index not in _STATISTICS and _is_statistic(graph, argument):
+            raise _refuse(f"{place} reads a batch statistic as something else")
+    mean, variance = (node.arguments[index] for index in _STATISTICS)
+    if mean is None and variance is None:
+        return
+    if graph.operators[node.operator] == INSTANCE_NORM:
+        raise _refuse(f"{place} is an instance norm that keeps statistics")
+    if node.arguments[_TRAINING] is False:
+        return
+    if not (_is_statistic(graph, mean) and _is_statistic(graph, variance)) or mean == variance:
+        raise _refuse(f"{place} moves what is no pair of batch statistics")
+
+
+def _check_statistics(graph: Graph, entry: Entry, where: str) -> None:
+    """All norms that move the same statistics do it alike, since each is told only how many they are."""
+    known: dict[int, tuple[Argument, ...]] = {}
+    for index, node in enumerate(entry.nodes):
+        if graph.operators[node.operator] != BATCH_NORM or node.arguments[_TRAINING] is False:
+            continue
+        how = node.arguments[_STATISTICS[0] : _STATISTICS[-1] + 1] + node.arguments[_MOMENTUM : _MOMENTUM + 1]
+        for statistic in how[:2]:
+            if isinstance(statistic, ParameterValue) and known.setdefault(statistic.row, how) != how:
+                raise _refuse(f"node {index} of {where} moves batch statistics as an earlier one does not")
+
+
+# What an entry point ends in
+
+
+def _check_results(graph: Graph, entry: Entry, where: str) -> None:
+    def kind(number: int, what: str) -> TensorType:
+        if number >= len(entry.types):
+            raise _refuse(f"{what} of {where} is no value")
+        return graph.types[entry.types[number]]
+
+    for number in entry.outputs:
+        kind(number, "an output")
+    if len(set(entry.outputs)) != len(entry.outputs):
+        raise _refuse(f"{where} has an output twice")
+    if entry.loss is not None:
+        loss = kind(entry.loss, "the loss")
+        if loss.shape or loss.dtype not in ("float32", "float64"):
+            raise _refuse(f"the loss of {where} is no scalar of float32 or float64")
+        if entry.loss < len(entry.inputs) + len(entry.labels):
+            raise _refuse(f"the loss of {where} is not computed")
+    if len(entry.metrics) > METRICS_MAX:
+        raise _refuse(f"{where} has {len(entry.metrics)} metrics, at most {METRICS_MAX} allowed")
+    _unique(f"metrics of {where}", (metric.name for metric in entry.metrics))
+    scalars = [metric.value for metric in entry.metrics] + ([] if entry.count is None else [entry.count])
+    for number in scalars:
+        if kind(number, "a metric or the count").shape:
+            raise _refuse(f"a metric or the count of {where} is no scalar")
+    _check_updates(graph, entry, where)
+
+
+def _check_updates(graph: Graph, entry: Entry, where: str) -> None:
+    states: set[int] = set()
+    values: set[int] = set()
+    for row, number in entry.updates:
+        if row >= len(graph.states) or number >= len(entry.types):
+            raise _refuse(f"{where} updates a state or by a value that does not exist")
+        if row in states or number in values:
+            raise _refuse(f"{where} updates a state twice, or two by one value")
+        states.add(row)
+        values.add(number)
+        if graph.types[entry.types[number]] != graph.states[row].type:
+            raise _refuse(f"{where} gives state '{graph.states[row].name}' a value of another type")

@@ -1,0 +1,449 @@
+"""The graph format: a model as data that anyone can check before a number is computed. No torch.
+
+A graph is one table of parameters, constants and states, and *entry points* over it (`train`, later
+`decode`), each a list of nodes in the order in which they run. A node names an ATen operator by its exact
+overload (`aten.addmm.default`), its arguments as plain data, and the integer ids of the values it makes.
+Nothing in it is source, a pickle or an expression to be parsed.
+
+- Every operator is functional: a value is made once and never changed. What a model changes in place (a KV
+  cache) is a `state`, whose new value an entry point names in `updates`.
+- An operator with several results makes several values, so no value is a tuple.
+- Sizes that vary (batch, sequence) are symbols; integers made of them are rows of one table of expressions.
+- One graph serves training and evaluation: `partition.model.operators` says which arguments flip.
+- `layers` are the stretches between the boundaries at which a plan may cut, each named for the owner of its
+  first parameter; the same layer has its place in every entry point.
+
+Canonical: a graph has exactly one encoding, and its BLAKE3 hash is its name. This file holds the shapes of
+things and `decode_graph`; whether ids, sizes and operators make sense is `partition.model.check`, and whether
+torch agrees is `partition.execute.admit`.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+
+GRAPH_VERSION = 1
+GRAPH_BYTES_MAX = 64 * 1024 * 1024
+"""8B Llama is about one MB. Constants (a causal mask of 4 MB) are what makes a graph large."""
+STRUCTURE_BYTES_MAX = 8 * 1024 * 1024
+"""All of it but the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte of
+data stays one."""
+NODES_MAX = 65_536
+PARAMETERS_MAX = 65_536
+TABLE_MAX = 65_536
+"""Rows of the tables of types, expressions, constants, owners."""
+ENTRIES_MAX = 8
+SYMBOLS_MAX = 8
+PORTS_MAX = 64
+LAYERS_MAX = 512
+"""Places for a plan to cut; the solver's time grows with their square."""
+ARGUMENTS_MAX = 64
+ITEMS_MAX = 1_024
+"""Elements of one list argument: as many tensors as a `cat` joins, or the sizes of a view."""
+DIMENSIONS_MAX = 8
+RECIPE_STEPS_MAX = 16
+NAMES_MAX = 64
+"""State-dict names of one parameter: more than one where weights are tied."""
+INTEGER_MAX = 2**63 - 1
+TEXT_LENGTH_MAX = 32
+NAME_LENGTH_MAX = 256
+
+DataType = Literal[
+    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
+]
+ITEM_BYTES: dict[DataType, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+FLOATING: tuple[DataType, ...] = ("float64", "float32", "bfloat16", "float16")
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+/:@-]{0,256}\Z")]
+"""A state-dict key, a module's path, an input's name: printable, so that a screen can show it."""
+OperatorName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][A-Za-z0-9_]{0,63}(\.[A-Za-z0-9_]{1,64}){2}\Z")]
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=INTEGER_MAX)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH_MAX)]
+
+
+class Size(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """An integer that depends on the sizes of the inputs: a row of `Graph.expressions`."""
+
+    row: Index
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A tensor of this entry point by id: inputs, then labels, then what nodes make, in order."""
+
+    id: Index
+
+
+class ParameterValue(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A row of `Graph.parameters`."""
+
+    row: Index
+
+
+class ConstantValue(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A row of `Graph.constants`."""
+
+    row: Index
+
+
+class StateValue(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A row of `Graph.states`, as it was when the entry point began."""
+
+    row: Index
+
+
+class TypeName(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """A dtype argument."""
+
+    dtype: DataType
+
+
+class FormatName(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A memory-format argument. channels_last is only a speed of the sender's machine, so it does not
+    travel."""
+
+    format: Literal["contiguous", "preserve"]
+
+
+Reference = Size | Value | ParameterValue | ConstantValue | StateValue | TypeName | FormatName
+Scalar = None | bool | Integer | float | Text
+Item = Scalar | Reference
+
+
+class Items(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """A list argument. Lists do not nest: no allow-listed operator takes a list of lists."""
+
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=ITEMS_MAX)]
+
+
+Argument = Scalar | Reference | Items
+
+
+class Symbol(msgspec.Struct, frozen=True, array_like=True):
+    """A size that differs from micro-batch to micro-batch, with its inclusive bounds. The first is the
+    batch."""
+
+    name: Name
+    minimum: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    maximum: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class Expression(msgspec.Struct, frozen=True, array_like=True):
+    """One integer operation. The first rows of the table are the symbols themselves (`symbol`, left their
+    row).
+
+    `Size` operands point to earlier rows only. Division and remainder round down, as Python's do.
+    """
+
+    operator: Literal["symbol", "add", "sub", "mul", "floordiv", "mod", "min", "max"]
+    left: Integer | Size
+    right: Integer | Size = 0
+
+
+class TensorType(msgspec.Struct, frozen=True, array_like=True):
+    """dtype and shape; a `Size` stands for a side that varies."""
+
+    dtype: DataType
+    shape: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)] | Size, ...],
+        msgspec.Meta(max_length=DIMENSIONS_MAX),
+    ]
+
+
+class Fill(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a recipe, over the whole parameter: what `torch.nn.init` does, as data.
+
+    `uniform` (low, high) and `normal` (mean, deviation) draw; `constant` sets; `multiply`, `add`, `clamp`
+    (low, high) and `erfinv` change what is there; `zero_row` zeroes one row (a padding index).
+    """
+
+    kind: Literal["uniform", "normal", "constant", "multiply", "add", "clamp", "erfinv", "zero_row"]
+    first: float = 0.0
+    second: float = 0.0
+
+
+class Recipe(msgspec.Struct, frozen=True, array_like=True, tag="recipe"):
+    """First values drawn where they are needed, from a seed per parameter *name*."""
+
+    steps: Annotated[tuple[Fill, ...], msgspec.Meta(max_length=RECIPE_STEPS_MAX)]
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
+    """First values that stand in the safetensors file beside the graph: `length` bytes at `offset` in its
+    data.
+
+    `digest` is BLAKE3 of those bytes, so that a range can be checked by whoever fetched only that.
+    """
+
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    length: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """One row of the parameter table, in the order of first use in the first entry point.
+
+    `names` are its keys in the model's state dict; several where weights are tied. `kind`: a `parameter` gets
+    a gradient, a `frozen` one none, a `statistic` (batch norm's running mean and variance) is moved by the
+    micro-batches' statistics when a step commits, and counts as untrainable. `group` is the optimizer's
+    group. `storage` is how its values are kept; `plain` is in its own dtype, more are to come.
+    """
+
+    names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=NAMES_MAX)]
+    type: TensorType
+    kind: Literal["parameter", "frozen", "statistic"]
+    source: Recipe | Stored
+    group: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
+    storage: Literal["plain"] = "plain"
+
+
+class Constant(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that nothing changes: little-endian bytes in C order. `names` as a parameter's; () if
+    unnamed."""
+
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=NAMES_MAX)]
+    type: TensorType
+    data: bytes
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor kept per session and changed by entry points, zero at first: a KV cache."""
+
+    name: Name
+    type: TensorType
+
+
+class Port(msgspec.Struct, frozen=True, array_like=True):
+    """An input or label of an entry point; its value id is its place among inputs and labels."""
+
+    name: Name
+    type: Index
+
+
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """One application of an operator.
+
+    `id` is its place in the entry point before any cut: what seeds a random operator. `arguments` are in the
+    schema's order without trailing defaults; `keywords` are the keyword-only ones, by name. `outputs` has one
+    value id for each result. `owner` is the module that asked for it.
+    """
+
+    id: Index
+    operator: Index
+    arguments: Annotated[tuple[Argument, ...], msgspec.Meta(max_length=ARGUMENTS_MAX)]
+    keywords: Annotated[tuple[tuple[Text, Argument], ...], msgspec.Meta(max_length=ARGUMENTS_MAX)]
+    outputs: Annotated[tuple[Index, ...], msgspec.Meta(max_length=ITEMS_MAX)]
+    owner: Index = 0
+
+
+class Metric(msgspec.Struct, frozen=True, array_like=True):
+    """A number summed over samples, like the loss: `value` is a scalar tensor."""
+
+    name: Name
+    value: Index
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One way through the model.
+
+    `types` has a row of `Graph.types` for every value id. `train` has a `loss`, a scalar that is a *sum*;
+    `count` is what it is divided by at the end of a step: a scalar value, or None for the batch. `updates`
+    are pairs of a state row and the value that becomes its next. `boundaries[i]` is the node before which
+    layer i + 1 begins.
+    """
+
+    name: Name
+    inputs: Annotated[tuple[Port, ...], msgspec.Meta(min_length=1, max_length=PORTS_MAX)]
+    labels: Annotated[tuple[Port, ...], msgspec.Meta(max_length=PORTS_MAX)]
+    nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1, max_length=NODES_MAX)]
+    types: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4 * NODES_MAX)]
+    outputs: Annotated[tuple[Index, ...], msgspec.Meta(max_length=PORTS_MAX)]
+    loss: Index | None
+    count: Index | None
+    metrics: Annotated[tuple[Metric, ...], msgspec.Meta(max_length=PORTS_MAX)]
+    updates: Annotated[tuple[tuple[Index, Index], ...], msgspec.Meta(max_length=TABLE_MAX)]
+    boundaries: Annotated[tuple[Index, ...], msgspec.Meta(max_length=LAYERS_MAX)]
+
+
+class Graph(msgspec.Struct, frozen=True, array_like=True):
+    """A whole model. `layers` are names, one more than an entry point has boundaries.
+
+    `counters` are state-dict names of batch norm's `num_batches_tracked`, which only count micro-batches.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=GRAPH_VERSION, le=GRAPH_VERSION)]
+    name: Name
+    symbols: Annotated[tuple[Symbol, ...], msgspec.Meta(max_length=SYMBOLS_MAX)]
+    expressions: Annotated[tuple[Expression, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    types: Annotated[tuple[TensorType, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    operators: Annotated[tuple[OperatorName, ...], msgspec.Meta(max_length=1_024)]
+    owners: Annotated[tuple[Name, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    parameters: Annotated[tuple[Parameter, ...], msgspec.Meta(max_length=PARAMETERS_MAX)]
+    constants: Annotated[tuple[Constant, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    states: Annotated[tuple[State, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    entries: Annotated[tuple[Entry, ...], msgspec.Meta(min_length=1, max_length=ENTRIES_MAX)]
+    layers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=LAYERS_MAX + 1)]
+    counters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=PARAMETERS_MAX)] = ()
+
+    def entry(self, name: str) -> Entry:
+        """The entry point called `name`. Raises KeyError."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+
+class StageEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A stage's share of one entry point. Value ids are those of the whole entry.
+
+    `inputs` come from the stage before (the model's own inputs at the first stage), `outputs` go to the next
+    one (the model's own at the last). A value in both is handed through. `backward_inputs` are the inputs
+    whose gradients go back, `backward_outputs` the outputs whose gradients come. `types` maps ids of inputs,
+    labels and all that its nodes make to rows of `StageGraph.types`: admission holds torch to it.
+    `statistics` has, for each batch norm in training, its node id, its place among the uses of its statistics
+    in one micro-batch, and how many those are. `moved` has, for each batch statistic held here that norms of
+    other stages alone move, its row, their momentum, and how many they are.
+    """
+
+    name: Name
+    inputs: tuple[Index, ...]
+    labels: tuple[Index, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Index, ...]
+    backward_inputs: tuple[Index, ...]
+    backward_outputs: tuple[Index, ...]
+    types: tuple[tuple[Index, Index], ...]
+    loss: Index | None
+    count: Index | None
+    metrics: tuple[Metric, ...]
+    updates: tuple[tuple[Index, Index], ...]
+    statistics: tuple[tuple[Index, Index, Index], ...]
+    moved: tuple[tuple[Index, float, Index], ...] = ()
+
+
+class StageGraph(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage computes: `partition.model.cut` makes it of a checked graph, on the machine that runs
+    it.
+
+    Tables are the graph's own, so rows mean the same; `rows`, `constant_rows` and `state_rows` are those that
+    this stage holds, ascending. `tied` are the parameter rows that other stages hold too: their gradients are
+    summed over stages. `borrowed` are those of them that an earlier stage holds, which speaks for them.
+    """
+
+    graph: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    index: Index
+    stages: Index
+    symbols: tuple[Symbol, ...]
+    expressions: tuple[Expression, ...]
+    types: tuple[TensorType, ...]
+    operators: tuple[OperatorName, ...]
+    owners: tuple[Name, ...]
+    rows: tuple[Index, ...]
+    parameters: tuple[Parameter, ...]
+    tied: tuple[Index, ...]
+    borrowed: tuple[Index, ...]
+    constant_rows: tuple[Index, ...]
+    constants: tuple[Constant, ...]
+    state_rows: tuple[Index, ...]
+    states: tuple[State, ...]
+    entries: tuple[StageEntry, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def entry(self, name: str) -> StageEntry:
+        """The entry point called `name`. Raises KeyError."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+
+def encode_graph(graph: Graph) -> bytes:
+    """The one byte form of a graph."""
+    return encode(graph)
+
+
+class _ConstantOutline(msgspec.Struct, frozen=True, array_like=True):
+    names: msgspec.Raw
+    type: msgspec.Raw
+    data: msgspec.Raw
+
+
+class _Outline(msgspec.Struct, frozen=True, array_like=True):
+    """A graph whose parts are left as they came, so that only their lengths are known."""
+
+    version: msgspec.Raw
+    name: msgspec.Raw
+    symbols: msgspec.Raw
+    expressions: msgspec.Raw
+    types: msgspec.Raw
+    operators: msgspec.Raw
+    owners: msgspec.Raw
+    parameters: msgspec.Raw
+    constants: Annotated[tuple[_ConstantOutline, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    states: msgspec.Raw
+    entries: msgspec.Raw
+    layers: msgspec.Raw
+    counters: msgspec.Raw
+
+
+def decode_graph(data: bytes) -> Graph:
+    """A graph of the right form; whether it makes sense is `partition.model.check.check_graph`.
+
+    Raises:
+        RemoteProtocolError: too long, of another form, or not in the one byte form it should have.
+    """
+    outline: _Outline = decode(data, _Outline, bytes_max=GRAPH_BYTES_MAX)
+    if bytes(outline.version) != encode(GRAPH_VERSION):
+        raise RemoteProtocolError(f"a graph of another version of the format than {GRAPH_VERSION}")
+    structure = len(data) - sum(len(constant.data) for constant in outline.constants)
+    del outline
+    if structure > STRUCTURE_BYTES_MAX:
+        raise RemoteProtocolError(f"a graph of {structure} bytes without its constants' data")
+    graph: Graph = decode(data, Graph, bytes_max=GRAPH_BYTES_MAX)
+    if encode(graph) != data:
+        raise RemoteProtocolError("a graph that is not in its canonical byte form")
+    return graph
+
+
+def graph_hash(data: bytes) -> bytes:
+    """The name of a graph: BLAKE3 of its bytes."""
+    return blake3(data).digest()
+
+
+def arguments_of(node: Node) -> Iterator[Item]:
+    """Every argument of a node, the elements of lists one by one."""
+    for argument in (*node.arguments, *(value for _, value in node.keywords)):
+        if isinstance(argument, Items):
+            yield from argument.items
+        else:
+            yield argument
+
+
+def values_of(node: Node) -> Iterator[int]:
+    """The ids of the values a node takes, as often as it takes them."""
+    for argument in arguments_of(node):
+        if isinstance(argument, Value):
+            yield argument.id

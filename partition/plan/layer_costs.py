@@ -1,0 +1,89 @@
+"""What each layer of a graph costs for one micro-batch, by formulas over types: the solver's input. No torch.
+
+Forward FLOPs are those of `partition.model.work`. What is kept for the backward pass is summed by storage,
+so two nodes that keep one tensor, or two views of one, count once within a layer; it errs upwards.
+Parameters count in every layer that uses them: a tied weight is held by each stage that needs it, so a table
+in which it stands twice is right for every plan that cuts between, and too high by one copy where both
+layers fall into one stage.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from crypto.errors import RemoteProtocolError
+from partition.model.cut import crossings
+from partition.model.flow import Flow, flow_of
+from partition.model.graph import ITEM_BYTES, Graph, Value
+from partition.model.operators import OPERATORS
+from partition.model.work import Work
+from partition.plan.cost import LayerCost
+
+_MAY_COPY = ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
+"""Views in name, but of a transposed tensor they are copies."""
+
+
+def layer_costs(graph: Graph, sizes: Sequence[int]) -> list[LayerCost]:
+    """One row per layer, for one micro-batch whose symbols have the values `sizes`.
+
+    `output_bytes` is what is sent if the only cut is at the layer's end, and 0 for the last layer of a graph
+    with a loss.
+
+    Raises:
+        ValueError: sizes that do not fit the graph.
+    """
+    entry = graph.entries[0]
+    try:
+        work = Work(graph, entry, sizes)
+    except RemoteProtocolError as error:
+        raise ValueError(f"sizes {tuple(sizes)} do not fit the graph: {error}") from None
+    flow = flow_of(graph, entry)
+    roots = _roots(graph, flow)
+    sent = [*crossings(graph, entry.boundaries), () if flow.trains else entry.outputs]
+    ends = (*entry.boundaries, len(entry.nodes))
+    costs = []
+    first = 0
+    for end, values in zip(ends, sent, strict=True):
+        nodes = [number for number in range(first, end) if flow.is_live[number]]
+        rows = sorted({row for number in nodes for table, row in flow.keys[number] if table == "p"})
+        costs.append(
+            LayerCost(
+                parameter_bytes=sum(_parameter_bytes(graph, row) for row in rows),
+                forward_flops=sum(work.flops(entry.nodes[number]) for number in nodes),
+                saved_bytes=_saved_bytes(flow, work, roots, nodes) if flow.trains else 0,
+                output_bytes=sum(work.value_bytes(value) for value in values),
+            )
+        )
+        first = end
+    return costs
+
+
+def _parameter_bytes(graph: Graph, row: int) -> int:
+    kind = graph.parameters[row].type
+    return prod(side for side in kind.shape if isinstance(side, int)) * ITEM_BYTES[kind.dtype]
+
+
+def _roots(graph: Graph, flow: Flow) -> list[int]:
+    """By value: the one whose storage it shares, itself for most."""
+    roots = list(range(len(flow.producers)))
+    for node in flow.entry.nodes:
+        operator = OPERATORS.get(graph.operators[node.operator])
+        first = node.arguments[0] if node.arguments else None
+        if operator is None or not operator.view or operator.cost != "free":
+            continue
+        if isinstance(first, Value) and operator.name not in _MAY_COPY:
+            for value in node.outputs:
+                roots[value] = roots[first.id]
+    return roots
+
+
+def _saved_bytes(flow: Flow, work: Work, roots: Sequence[int], nodes: Sequence[int]) -> int:
+    kept: set[int] = set()
+    alone = 0
+    for number in nodes:
+        node = flow.entry.nodes[number]
+        if any(flow.has_gradient[value] for value in node.outputs):
+            values, extra = work.saved(node)
+            alone += extra
+            # A view keeps all of the memory that it shows.
+            kept.update(roots[value] for value in values)
+    return alone + sum(work.value_bytes(value) for value in kept)

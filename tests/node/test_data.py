@@ -1,0 +1,84 @@
+"""Training data: what a folder and a text come to, and micro-batches by number."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.errors import UsageError
+from node.runs.data import TEXT_VALUES, Batches, load, load_folder, load_text
+
+
+def save(folder: Path, name: str, x: Any, y: Any) -> None:
+    np.savez(folder / f"{name}.npz", x=np.asarray(x), y=np.asarray(y))
+
+
+def test_a_folder_may_hold_whole_numbers_and_a_label_for_every_place(tmp_path: Path) -> None:
+    for name, count in (("train", 5), ("test", 2)):
+        save(tmp_path, name, np.ones((count, 3), np.uint8), np.full((count, 3), 6, np.int32))
+    data = load(str(tmp_path), tmp_path, window=0)
+    assert (data.sample_shape, data.label_shape, data.classes) == ((3,), (3,), 7)
+    batches = Batches(data, microbatch=2, seed=1, input_type="int64", label_type="int64")
+    inputs, labels = batches.train(7)
+    assert inputs.shape == (2, 3)
+    assert (inputs.dtype.name, labels.dtype.name) == ("int64", "int64")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (np.zeros((2, 3)), np.zeros(3, int), r"want x \(N, ...\)"),
+        (np.zeros((2, 3)), np.zeros(2), "class numbers from 0"),
+        (np.zeros((2, 3)), np.array([0, -1]), "class numbers from 0"),
+        (np.zeros((2, 3), complex), np.zeros(2, int), "want numbers in x"),
+        (np.zeros(2), np.zeros(2, int), r"want x \(N, ...\)"),
+    ],
+)
+def test_arrays_that_are_no_data_are_named(tmp_path: Path, x: Any, y: Any, words: str) -> None:
+    save(tmp_path, "train", x, y)
+    save(tmp_path, "test", x, y)
+    with pytest.raises(UsageError, match=words):
+        load_folder(tmp_path)
+
+
+def test_one_array_in_the_place_of_two_is_named(tmp_path: Path) -> None:
+    with (tmp_path / "train.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(UsageError, match="want arrays x and y"):
+        load_folder(tmp_path)
+
+
+def test_samples_of_two_shapes_are_named(tmp_path: Path) -> None:
+    save(tmp_path, "train", np.zeros((2, 3)), np.zeros(2, int))
+    save(tmp_path, "test", np.zeros((2, 4)), np.zeros(2, int))
+    with pytest.raises(UsageError, match=r"holds samples of \(3,\), of test.npz \(4,\)"):
+        load_folder(tmp_path)
+
+
+def test_a_text_is_its_bytes_and_each_is_followed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("äbcdefghijklmnopqrstuvwxyz".encode())
+    data = load("text.txt", tmp_path, window=4)
+    assert data.classes == TEXT_VALUES
+    whole = np.concatenate([data.train_inputs.ravel(), data.test_inputs.ravel()])
+    assert bytes(whole) == path.read_bytes()[:24]
+    nexts = np.concatenate([data.train_labels.ravel(), data.test_labels.ravel()])
+    assert bytes(nexts) == path.read_bytes()[1:25]
+    assert len(data.test_inputs) == 1
+    assert load_text(path, window=4).digest == data.digest
+    assert load_text(path, window=5).digest != data.digest, "other samples are other data"
+
+
+@pytest.mark.parametrize("content", [b"", b"too short"])
+def test_a_text_too_short_to_hold_anything_back_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="text"):
+        load_text(path, window=8)
+
+
+def test_a_folder_that_is_not_there_says_what_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        load("nothing", tmp_path, window=8)
+    assert "train.npz" in (error.value.do or "")

@@ -1,0 +1,321 @@
+"""What cannot be a graph is refused before anything is shipped, with the operator and the module by name."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partition.capture import CaptureRefused, capture
+from tests.partition.captured_models import class_loss
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Part(nn.Module):
+    """A linear layer, then whatever a test wants of it: (module, layer's output, input) -> output."""
+
+    held: Tensor
+    seen: Tensor
+
+    def __init__(self, script: Callable[["Part", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("held", torch.ones(4))
+        self.script = script
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.script(self, self.layer(x), x)
+
+
+class Net(nn.Module):
+    def __init__(self, script: Callable[[Part, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part = Part(script)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.part(x))
+        return out
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def rounded(x: Tensor) -> Tensor:
+    out: Tensor = Rounded.apply(x)  # type: ignore[no-untyped-call]  # torch's own has no types
+    return out
+
+
+EXAMPLE = (torch.zeros(3, 4),)
+LABELS = (torch.zeros(3, dtype=torch.int64),)
+
+
+def refusal(model: nn.Module, **options: Any) -> str:
+    settings: dict[str, Any] = {"labels": LABELS, "loss": class_loss} | options
+    with pytest.raises(CaptureRefused) as caught:
+        capture(model, EXAMPLE, **settings)
+    return str(caught.value)
+
+
+def stale_view(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    v = y.view(-1)
+    y.add_(1)
+    return v.view(-1, 4)
+
+
+def stale_base(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    y.view(-1).mul_(2)
+    return y
+
+
+def written_input(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    x.add_(1)
+    return y
+
+
+def written_parameter(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        part.layer.weight.mul_(0.5)
+    return y
+
+
+def written_buffer(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    part.held.mul_(0.9)
+    return y
+
+
+def assigned_buffer(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    part.held = part.held * 0.9
+    return y
+
+
+def written_behind_autograd(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def branch(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return y * 2 if bool(y.sum() > 0) else y
+
+
+def number(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return y * y.sum().item()
+
+
+def selection(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return y + y[y > 0].sum()
+
+
+def own_backward(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return rounded(y)
+
+
+def hooked(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    seen: Any = y
+    seen.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def strided(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return y + y.as_strided((2, 2), (1, 1)).sum()
+
+
+def precise(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out: Tensor = (y @ part.layer.weight).float()
+    return out
+
+
+def root_of_the_batch(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = y / x.shape[0] ** 0.5
+    return out
+
+
+SCRIPTS: dict[Any, str] = {
+    stale_view: r"module 'part': aten.reshape.default reads .* changed in place",
+    stale_base: r"module 'head': aten.linear.default reads .* module 'part' changed in place",
+    written_input: r"module 'part': aten.add_.Tensor changes an input",
+    written_parameter: r"module 'part': aten.mul_.Tensor changes the parameter 'part.layer.weight'",
+    written_buffer: r"module 'part': aten.mul_.Tensor changes the buffer 'part.held' in place while training",
+    assigned_buffer: r"the buffer 'part.held' is changed while training",
+    written_behind_autograd: r"module 'part': aten.mul_.Tensor .* in a region without gradients",
+    branch: r"module 'part': chooses its way or a shape by the data",
+    number: r"module 'part': aten.item.default reads a number out of a tensor",
+    selection: r"module 'part': .* reads a number out of a tensor",
+    own_backward: r"module 'part': uses the autograd function Rounded",
+    hooked: r"module 'part': hooks a function to a gradient",
+    strided: r"module 'part': aten.as_strided.default",
+    precise: r"module 'part': chooses a precision by torch.autocast",
+    root_of_the_batch: r"module 'part': .* depends on sizes and is no integer",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_code_that_is_no_graph_is_refused_by_name(script: Any) -> None:
+    assert re.search(SCRIPTS[script], refusal(Net(script)))
+
+
+def test_all_refusals_come_in_one_go() -> None:
+    def script(part: Part, y: Tensor, x: Tensor) -> Tensor:
+        drawn: Tensor = functional.gumbel_softmax(y)
+        out: Tensor = torch.fft.fft(y).real + torch.linalg.inv(y @ y.T).sum() + drawn
+        return out
+
+    text = refusal(Net(script))
+    for name in ("aten.fft_fft.default", "aten.linalg_inv.default", "aten.exponential.default"):
+        assert f"module 'part': the operator {name} cannot be in a graph" in text
+
+
+def test_an_own_backward_is_named_even_where_the_model_fails() -> None:
+    def script(part: Part, y: Tensor, x: Tensor) -> Tensor:
+        return rounded(y) @ torch.zeros(5, 5)
+
+    text = refusal(Net(script))
+    assert "could not be traced" in text
+    assert "autograd function Rounded" in text
+
+
+def test_the_watch_over_torch_ends_with_the_capture() -> None:
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    refusal(Net(own_backward))
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert Tensor.register_hook is hook
+
+
+# Sizes
+
+
+def fixed_batch(part: Part, y: Tensor, x: Tensor) -> Tensor:
+    return y.reshape(3, 4)
+
+
+@pytest.mark.parametrize("script", [fixed_batch, lambda part, y, x: y[: len(x)]])
+def test_a_size_that_the_model_fixes_is_refused(script: Any) -> None:
+    assert "fixes or restricts a size that should vary" in refusal(Net(script))
+
+
+def test_a_recurrent_layer_over_a_sequence_that_varies_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.layer(x)[0].mean(1))
+            return out
+
+    with pytest.raises(CaptureRefused, match=r"recurrent layers are unrolled: their sequence must be fixed"):
+        capture(
+            Model(),
+            (torch.zeros(3, 6, 4),),
+            labels=LABELS,
+            loss=class_loss,
+            dynamic={"sequence": (1, 8, {0: 1})},
+        )
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "reason"),
+    [
+        ({"batch": (0, 8)}, "sizes are from 1"),
+        ({"batch": (4, 2)}, "sizes are from 1"),
+        ({"width": (1, 8, {"y": 1})}, "varies in 'y', which is no input"),
+        ({"width": (1, 8, {0: 2})}, "is dimension 2 of 'x', which has 2"),
+        ({"width": (1, 8, {})}, "is the size of no input"),
+        ({"batch": (1, 8, {0: 1, 1: 0})}, "several sizes"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(dynamic: Any, reason: str) -> None:
+    assert reason in refusal(Net(lambda part, y, x: y), dynamic=dynamic)
+
+
+# Losses, inputs, what the model holds
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda output, labels: functional.cross_entropy(output, labels, reduction="none"), "of shape"),
+        (lambda output, labels: 1.0, "float"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss: Any, reason: str) -> None:
+    text = refusal(Net(lambda part, y, x: y), loss=loss)
+    assert "the loss is" in text
+    assert reason in text
+
+
+def test_a_loss_with_parameters_is_refused() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+            return class_loss(output * self.weight, labels)
+
+    assert "the loss has a parameter" in refusal(Net(lambda part, y, x: y), loss=Weighted())
+
+
+def test_labels_without_a_loss_are_refused() -> None:
+    assert "need a loss" in refusal(nn.Linear(4, 5), loss=None)
+
+
+def test_a_buffer_without_values_is_refused() -> None:
+    model = Net(lambda part, y, x: y + part.held)
+    model.part.register_buffer("held", torch.empty(4, device="meta"))
+    assert "the buffer 'part.held' is on meta" in refusal(model)
+
+
+def test_a_parameter_without_values_is_refused() -> None:
+    text = refusal(nn.Linear(4, 5, device="meta"))
+    assert "'weight' has neither values nor a recipe" in text
+
+
+def test_a_half_precision_model_is_refused() -> None:
+    model = nn.Linear(4, 5).bfloat16()
+    with pytest.raises(CaptureRefused, match=r"'weight' is torch\.bfloat16"):
+        capture(model, (torch.zeros(3, 4, dtype=torch.bfloat16),))
+
+
+def test_a_lazy_module_is_refused() -> None:
+    assert "run the model once" in refusal(nn.LazyLinear(5))
+
+
+def test_a_state_that_does_not_begin_at_zero_is_refused() -> None:
+    def step(model: Net, x: Tensor) -> Tensor:
+        model.part.held.add_(x.sum(0))
+        return model.part.held * 2
+
+    model = Net(lambda part, y, x: y)
+    text = refusal(model, entries={"step": (step, EXAMPLE)})
+    assert "does not begin at zero" in text
+
+
+def test_a_tensor_kept_from_call_to_call_is_refused() -> None:
+    def script(part: Part, y: Tensor, x: Tensor) -> Tensor:
+        part.seen = part.seen + 1
+        return y * part.seen
+
+    model = Net(script)
+    model.part.seen = torch.zeros(())
+    assert "'part.seen' is kept for the next call" in refusal(model)
+    assert float(model.part.seen) == 0
