@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli import identity, leave, peers, runs, status, train
+from node.cli import identity, leave, model, peers, runs, status, train
 from node.cli.demo.command import demo
 from node.cli.place import AsJson, DataDir
 from node.cli.render import show, show_error
@@ -27,6 +27,7 @@ app.command("status")(status.status)
 app.command("peers")(peers.peers)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
+app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.command("leave")(leave.leave)
 

@@ -1,0 +1,413 @@
+"""`python -m node model`: capture a model into a file, show what is in one, verify one.
+
+A captured model is FILE.peerloom, the graph as it travels, and where it has values of its own the safetensors
+file beside it. `show` needs neither torch nor the model's code. `capture` and `verify` load torch, and run
+the code of the model that the person at this machine names: never code that came from elsewhere.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from node.cli.place import AsJson
+from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
+from node.errors import UsageError
+from node.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from partition.capture import Task
+    from partition.capture.proof import Proof
+    from partition.model.graph import Graph
+
+app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
+
+MODEL_SUFFIX = ".peerloom"
+VALUES_SUFFIX = ".safetensors"
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="A captured model, FILE.peerloom.")]
+Sample = Annotated[
+    str, typer.Option("--sample", metavar="3,32,32", help="A built-in model's sample, without the batch.")
+]
+Classes = Annotated[int, typer.Option("--classes", metavar="N", help="A built-in model's classes.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=NUMBER", help="An option of the model's function, such as layers=4."),
+]
+Batch = Annotated[int, typer.Option("--batch", metavar="N", help="Samples in a micro-batch.")]
+
+
+@app.callback()
+def model() -> None:
+    """Capture a model into a file, show one, or verify one."""
+
+
+@app.command()
+def capture(
+    source: Annotated[str, typer.Argument(metavar="PATH.py:FUNCTION|NAME", help="Yours, or a built-in one.")],
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to put it.")] = "",
+    split: Annotated[
+        list[str] | None, typer.Option("--split", metavar="MODULE", help="Cut only before these modules.")
+    ] = None,
+    together: Annotated[
+        list[str] | None, typer.Option("--together", metavar="A,B", help="Never cut between these modules.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="float32|float64")] = "float32",
+    sample: Sample = "",
+    classes: Classes = 0,
+    settings: Settings = None,
+    proof: Annotated[
+        bool, typer.Option("--proof/--no-proof", help="Compare it with the model before it is written.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Capture a model with its loss: a graph that any peer can check, cut and run."""
+    if dtype not in ("float32", "float64"):
+        raise UsageError(f"--dtype {dtype}: want float32 or float64")
+    target = Path(out).expanduser() if out else Path(_stem(source) + MODEL_SUFFIX)
+    if target.suffix != MODEL_SUFFIX:
+        raise UsageError(f"--out {out}: want a name that ends in {MODEL_SUFFIX}")
+    wanted = _Wanted(
+        source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
+    )
+    with _told():
+        from partition.capture.task import capture_task
+        from partition.capture.weights import write_weights
+
+        show([f"capturing {source}"], sys.stderr)
+        with wanted.task() as task:
+            chosen = replace(
+                task,
+                split=tuple(split or task.split),
+                together=tuple(tuple(group.split(",")) for group in together or ()) or task.together,
+                name=task.name or _stem(source),
+            )
+            captured = capture_task(chosen)
+            proven = _prove(chosen, captured.graph, captured.hash) if proof else None
+        if captured.stored:
+            _check_free(target)
+            write_weights(target.with_suffix(VALUES_SUFFIX), captured)
+        target.write_bytes(captured.data)
+    from node.cli.portrait import portrait, portrait_lines
+
+    if captured.unused:
+        show([f"not in the graph, because nothing uses them: {', '.join(captured.unused)[:300]}"], sys.stderr)
+    document = portrait(target, captured.graph, captured.hash)
+    if as_json:
+        show_json({**document, "schema": "peerloom/model-capture/1", "proof": _proof_document(proven)})
+        return
+    if proven is not None:
+        show([_proof_text(proven)], sys.stderr)
+    show([*portrait_lines(document), "", f"written to {target}; look: python -m node model show {target}"])
+
+
+@app.command("show")
+def show_model(
+    file: File,
+    svg: Annotated[str, typer.Option("--svg", metavar="OUT", help="Draw it into this file.")] = "",
+    batch: Batch = 0,
+    stages: Annotated[
+        int, typer.Option("--stages", metavar="N", help="Show how as many equal machines would share it.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What is in a captured model: layers, costs, boundaries, entry points."""
+    from node.cli.portrait import portrait, portrait_lines, read_graph
+
+    if batch < 0 or stages < 0:
+        raise UsageError(f"--{'batch' if batch < 0 else 'stages'}: want a number from 1")
+    path = Path(file).expanduser()
+    graph, name = read_graph(path)
+    document = portrait(path, graph, name, batch=batch, stages=stages)
+    if svg:
+        from node.cli.picture import picture
+
+        try:
+            Path(svg).expanduser().write_text(picture(document), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--svg {svg}: {error.strerror or error}") from None
+        show([f"drawn into {svg}"], sys.stderr)
+    if as_json:
+        show_json(document)
+    else:
+        show(portrait_lines(document))
+
+
+@app.command()
+def verify(
+    file: File,
+    source: Annotated[
+        str, typer.Argument(metavar="[PATH.py:FUNCTION|NAME]", help="The model to compare it with.")
+    ] = "",
+    batch: Batch = 0,
+    sample: Sample = "",
+    classes: Classes = 0,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether a captured model is whole, may run on a peer, and, given the model's code, is that model."""
+    from node.cli.portrait import read_graph, sizes_of
+
+    path = Path(file).expanduser()
+    graph, name = read_graph(path)
+    sizes = sizes_of(graph, batch)
+    document: dict[str, Any] = {
+        "schema": "peerloom/model-verify/1",
+        "file": file,
+        "hash": name.hex(),
+        "nodes": sum(len(entry.nodes) for entry in graph.entries),
+        "operators": len(graph.operators),
+        "layers": len(graph.layers),
+    }
+    with _told(f"{file}: "):
+        document["values_bytes"] = _check_values(path, graph)
+        document["admission"] = _admit(graph, name, sizes)
+        document["proof"] = None
+        if source:
+            with _Wanted(source, sample, classes, tuple(settings or ()), _dtype_of(graph)).task() as task:
+                proven = _proof_document(_prove(task, graph, name)) or {}
+                document["proof"] = {**proven, "other_values": _other_values(task, graph)}
+    if as_json:
+        show_json(document)
+    else:
+        show(_verify_lines(document))
+
+
+# What a person names
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The model that a person's words name, to be made when asked."""
+
+    source: str
+    sample: str
+    classes: int
+    settings: tuple[str, ...]
+    dtype: Literal["float32", "float64"]
+
+    @contextmanager
+    def task(self) -> "Iterator[Task]":
+        """The model with its loss; parameters made meanwhile have the wanted type. Raises UsageError."""
+        from partition.capture import skeleton
+        from partition.capture.models import BUILTIN
+        from partition.capture.requested import default_dtype
+        from partition.capture.task import load_factory, task_of
+
+        options = dict(map(_setting, self.settings))
+        with default_dtype(self.dtype):
+            if ".py:" in self.source:
+                yield task_of(load_factory(self.source), **options)
+                return
+            if self.source not in BUILTIN:
+                known = sorted(BUILTIN)
+                raise UsageError(
+                    f"no model is called '{self.source[:80]}'{did_you_mean(self.source, known)}",
+                    f"{', '.join(known)}; or PATH.py:FUNCTION",
+                )
+            if not self.sample or self.classes < 1:
+                raise UsageError(
+                    f"{self.source} needs --sample and --classes",
+                    f"python -m node model capture {self.source} --sample 3,32,32 --classes 10",
+                )
+            with skeleton():
+                made = task_of(BUILTIN[self.source], _sides(self.sample), self.classes, **options)
+            yield made
+
+
+def _check_free(target: Path) -> None:
+    """Raises UsageError: where the first values will lie there is a file that is none of this model's."""
+    from crypto.errors import RemoteProtocolError
+    from node.cli.portrait import read_graph
+    from partition.model.stored import check_file, file_header
+
+    values = target.with_suffix(VALUES_SUFFIX)
+    try:
+        with values.open("rb") as file:
+            graph, _ = read_graph(target)
+            check_file(graph, file.read(len(file_header(graph))), values.stat().st_size)
+    except FileNotFoundError:
+        return
+    except (UsageError, RemoteProtocolError):
+        raise UsageError(
+            f"{values} is there already, and is not what belongs to {target}", "give another --out"
+        ) from None
+
+
+def _stem(source: str) -> str:
+    path = source.rpartition(":")[0] or source
+    return Path(path).stem
+
+
+def _sides(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--sample {text}: want whole numbers with commas, such as 3,32,32")
+    return tuple(map(int, parts))
+
+
+def _setting(text: str) -> tuple[str, int | float]:
+    key, equals, value = text.partition("=")
+    try:
+        if key.isidentifier() and equals:
+            return key, int(value) if value.lstrip("-").isdecimal() else float(value)
+    except ValueError:
+        pass
+    raise UsageError(f"--set {text}: want KEY=NUMBER, such as layers=4")
+
+
+def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
+    rows = graph.parameters
+    return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
+
+
+@contextmanager
+def _told(where: str = "") -> Iterator[None]:
+    """What cannot be a graph, or is not the one it says, as an error of the command line."""
+    from crypto.errors import RemoteProtocolError
+    from partition.capture.refused import CaptureRefused
+
+    try:
+        yield
+    except (CaptureRefused, RemoteProtocolError) as error:
+        raise UsageError(f"{where}{error}") from error
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise UsageError(f"{name}{error.strerror or error}") from error
+
+
+# What is verified
+
+
+def _check_values(path: Path, graph: "Graph") -> int:
+    """Every stored range against its digest; their bytes."""
+    from partition.model.stored import stored_parameters
+
+    rows = stored_parameters(graph)
+    if not rows:
+        return 0
+    from partition.capture.weights import StoredFile
+
+    with StoredFile(path.with_suffix(VALUES_SUFFIX), graph) as values:
+        return sum(len(data) for _, data in values.all())
+
+
+def _admit(graph: "Graph", name: bytes, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Each layer as a stage of its own, through the gate that every peer has."""
+    from partition.execute.admit import admit
+    from partition.model.cut import cut_layers
+    from partition.stage import StageSpecification
+
+    count = len(graph.layers)
+    seconds, peak, flops = 0.0, 0, 0
+    try:
+        stages = cut_layers(graph, name, [(layer, layer + 1) for layer in range(count)])
+        for stage in stages:
+            if sys.stderr.isatty():
+                show([f"layer {stage.index + 1} of {count}: {graph.layers[stage.index]}"], sys.stderr)
+            admitted = admit(StageSpecification(b"verify", stage, sizes))
+            seconds += admitted.seconds
+            peak = max(peak, admitted.peak_bytes)
+            flops += admitted.flops
+    except ValueError as error:
+        raise UsageError(f"no peer could run it: {error}") from None
+    return {"layers": count, "seconds": seconds, "peak_bytes": peak, "flops": flops}
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a proof wants to know of a graph."""
+
+    graph: "Graph"
+    hash: bytes
+
+
+def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
+    from partition.capture.proof import prove
+
+    show(["comparing it with the model"], sys.stderr)
+    return prove(
+        task.model,
+        _Named(graph, name),
+        task.example_inputs,
+        task.labels,
+        loss=task.loss,
+        metrics=task.metrics,
+        entries=task.entries,
+    )
+
+
+def _other_values(task: "Task", graph: "Graph") -> int:
+    """How many stored tensors are not the model's. A function that draws new ones each time has others."""
+    from crypto.errors import RemoteProtocolError
+    from partition.capture.contents import bytes_of
+    from partition.model.graph import Stored
+    from partition.model.stored import check_range, stored_parameters
+
+    tensors = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
+    others = 0
+    for row in stored_parameters(graph):
+        tensor = tensors.get(row.names[0])
+        assert isinstance(row.source, Stored)
+        try:
+            check_range(row.source, b"" if tensor is None or tensor.is_meta else bytes_of(tensor))
+        except RemoteProtocolError:
+            others += 1
+    return others
+
+
+def _proof_document(proof: "Proof | None") -> dict[str, Any] | None:
+    if proof is None:
+        return None
+    return {
+        "entries": list(proof.entries),
+        "loss": proof.loss,
+        "outputs": proof.outputs,
+        "gradients": proof.gradients,
+        "error": proof.error,
+        "tolerance": proof.tolerance,
+    }
+
+
+def _proof_text(proof: "Proof") -> str:
+    return (
+        f"computes what the model does: {proof.outputs} outputs and {proof.gradients} gradients, "
+        f"largest difference {proof.error:.1e} of {proof.tolerance:.0e} allowed"
+    )
+
+
+def _verify_lines(document: dict[str, Any]) -> list[str]:
+    admission, proof = document["admission"], document["proof"]
+    values = document["values_bytes"]
+    lines = [
+        f"{document['file']}  {document['hash'][:16]}",
+        labelled("form", f"ok  {document['nodes']} nodes, {document['operators']} operators, all allowed"),
+        labelled("values", f"ok  {bytes_text(values)}, every digest" if values else "ok  drawn from a seed"),
+        labelled(
+            "admission",
+            f"ok  {admission['layers']} layers in {seconds_text(admission['seconds'])}, "
+            f"each at most {bytes_text(admission['peak_bytes'])} at once",
+        ),
+    ]
+    if proof is None:
+        lines.append(labelled("proof", "not asked for; name the model's PATH.py:FUNCTION"))
+    else:
+        lines.append(
+            labelled(
+                "proof",
+                f"ok  {proof['outputs']} outputs, {proof['gradients']} gradients, "
+                f"difference {proof['error']:.1e} of {proof['tolerance']:.0e}",
+            )
+        )
+        if proof["other_values"]:
+            count = proof["other_values"]
+            lines.append(
+                labelled(
+                    "", f"the file has other first values than this code makes, in {count} of its tensors"
+                )
+            )
+    return lines

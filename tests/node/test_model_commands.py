@@ -1,0 +1,348 @@
+"""`model capture`, `model show` and `model verify`: what they write, print, draw and refuse."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.cli.main import run
+from node.cli.picture import ARCS_MAX, picture
+from node.cli.portrait import count_text, portrait, portrait_lines, read_graph, short_name
+from partition.model.graph import decode_graph, encode_graph, graph_hash
+from partition.model.layers import with_layers
+from tests.partition.test_layers import transformer
+
+ROOT = str(Path(__file__).parents[2])
+OWN = """
+import dataclasses
+
+import torch
+from torch import nn
+from torch.nn import functional
+from partition.capture import Task
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.down = nn.Linear(16, width)
+        self.middle = nn.Linear(width, width)
+        self.up = nn.Linear(width, 16)
+
+    def forward(self, x):
+        h = self.down(x).relu()
+        return self.up(self.middle(h).tanh()) + x
+
+
+def net(width=8):
+    torch.manual_seed(5)
+    return Task(Net(int(width)), (torch.zeros(2, 16),), labels=(torch.zeros(2, 16),),
+                loss=lambda output, y: functional.mse_loss(output, y, reduction="sum"), name="own-net")
+
+
+def other():
+    task = net()
+    with torch.no_grad():
+        task.model.up.bias += 1
+    return task
+
+
+class Changed(Net):
+    def forward(self, x):
+        h = self.down(x).relu()
+        return self.up(self.middle(h).sigmoid()) + x
+
+
+def changed():
+    return dataclasses.replace(net(), model=Changed(8))
+
+
+def sneaky():
+    return dataclasses.replace(net(), loss=lambda output, y: ((output - y) ** 2).mean().item())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the real variables or colours."""
+    for name in [name for name in os.environ if name.startswith("PEERLOOM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A person's own model and what was captured of it."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "own.py").write_text(OWN, encoding="utf-8")
+    assert (
+        run(["model", "capture", f"{folder}/own.py:net", "-o", f"{folder}/own.peerloom", "--no-proof"]) == 0
+    )
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of one command."""
+    capsys.readouterr()
+    assert run(list(arguments)) == code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(told(capsys, ["model", "show", *arguments, "--json"])[0])
+    return document
+
+
+def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path) -> None:
+    data = (folder / "own.peerloom").read_bytes()
+    graph = decode_graph(data)
+    assert encode_graph(graph) == data
+    assert graph.name == "own-net"
+    assert graph.layers == ("down", "middle", "up")
+    assert (folder / "own.safetensors").stat().st_size > (16 * 8 + 8 * 8 + 8 * 16 + 8 + 8 + 16) * 4
+
+
+def test_capture_lets_no_other_file_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What lies where first values would lie may be what a long run has brought."""
+    result = folder / "run.safetensors"
+    result.write_bytes(b"weeks of training")
+    drawn = ["model", "capture", "simple-cnn", "--sample", "1,8,8", "--classes", "10", "--no-proof"]
+    told(capsys, [*drawn, "-o", f"{folder}/run.peerloom"])
+    assert result.read_bytes() == b"weeks of training"
+    _, err = told(
+        capsys, ["model", "capture", f"{folder}/own.py:net", "--no-proof", "-o", f"{folder}/run.peerloom"], 2
+    )
+    assert "run.safetensors is there already" in err
+    assert result.read_bytes() == b"weeks of training"
+    for _ in range(2):
+        told(
+            capsys, ["model", "capture", f"{folder}/own.py:net", "--no-proof", "-o", f"{folder}/new.peerloom"]
+        )
+
+
+def test_capture_says_how_near_it_came_and_json_says_all_of_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = told(
+        capsys,
+        [
+            "model", "capture", f"{folder}/own.py:net", "-o", f"{folder}/wide.peerloom", "--json",
+            "--set", "width=12", "--split", "up", "--dtype", "float64",
+        ],
+    )  # fmt: skip
+    document = json.loads(out)
+    assert document["schema"] == "peerloom/model-capture/1"
+    assert [layer["name"] for layer in document["layers"]] == ["down", "up"]
+    assert document["parameters"]["bytes"] == 8 * (16 * 12 + 12 * 12 + 12 * 16 + 12 + 12 + 16)
+    assert document["proof"]["gradients"] == 6
+    assert document["proof"]["error"] <= document["proof"]["tolerance"] <= 1e-9
+    assert document["hash"] == graph_hash((folder / "wide.peerloom").read_bytes()).hex()
+    assert err.startswith("capturing ")
+
+
+def test_show_is_a_table_of_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = told(capsys, ["model", "show", f"{folder}/own.peerloom", "--batch", "4"])
+    lines = out.splitlines()
+    assert err == ""
+    assert lines[0].startswith("own-net  ")
+    assert lines[1] == "  parameters  352 in 6 tensors, 1.4 kB"
+    assert lines[2] == "  sizes       batch 4 (1 to 4096)"
+    train = "  train       x float32 (batch, 16), label float32 (batch, 16) -> loss; "
+    assert lines[3].startswith(train)
+    assert lines[5].split() == ["LAYER", "NAME", "PARAMETERS", "FORWARD", "KEPT", "SENDS"]
+    # x is wanted at the very end, so it crosses both boundaries beside the layer's own result.
+    assert lines[6].split()[:5] == ["0", "down", "544", "bytes", "1.1"]
+    assert lines[6].endswith("384 bytes in 2 tensors")
+    assert lines[8].endswith(" -")
+    assert lines[9].split()[0] == "all"
+
+
+def test_show_as_json_has_what_the_screen_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = shown(capsys, f"{folder}/own.peerloom", "--batch", "4", "--stages", "3")
+    assert document["schema"] == "peerloom/model/1"
+    assert [layer["output_bytes"] for layer in document["layers"]] == [384, 384, 0]
+    assert document["skips"] == [{"first": 0, "last": 2, "bytes": 4 * 16 * 4}]
+    assert [(stage["first"], stage["last"]) for stage in document["stages"]] == [(0, 0), (1, 1), (2, 2)]
+    # The input has no gradient: of the two tensors that cross, one comes back.
+    assert [stage["gradient_tensors"] for stage in document["stages"]] == [1, 1, 0]
+    graph, name = read_graph(folder / "own.peerloom")
+    again = portrait(folder / "own.peerloom", graph, name, batch=4, stages=3)
+    assert again == document
+    assert "3 stages, each a machine of 50.0 GFLOP/s" in "\n".join(portrait_lines(again))
+
+
+def test_verify_goes_through_every_gate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:net"])
+    labels = [line.split()[:2] for line in out.splitlines()[1:]]
+    assert labels == [["form", "ok"], ["values", "ok"], ["admission", "ok"], ["proof", "ok"]]
+    document = json.loads(told(capsys, ["model", "verify", f"{folder}/own.peerloom", "--json"])[0])
+    assert document["schema"] == "peerloom/model-verify/1"
+    assert (document["values_bytes"], document["proof"]) == (352 * 4, None)
+    # Forward and backward of each of the three layers for eight samples; the first needs no gradient of x.
+    assert document["admission"]["flops"] == 8 * 2 * (16 * 8 * 2 + 8 * 8 * 3 + 8 * 16 * 3)
+
+
+REFUSED = [
+    ("show {}/none.peerloom", 2, "No such file or directory"),
+    ("show {}/own.py", 2, "own.py: not a captured model"),
+    ("show {}/cut.peerloom", 2, "cut.peerloom: not a captured model"),
+    ("show {}/own.peerloom --batch 5000", 2, "--batch: batch is 5000, allowed are 1 to 4096"),
+    ("show {}/own.peerloom --batch -1", 2, "--batch: want a number from 1"),
+    ("show {}/own.peerloom --stages 4", 5, "--stages 4: 4 stages are asked for, the model has 3 layers"),
+    ("show {}/own.peerloom --svg {}/no/such.svg", 2, "such.svg: No such file or directory"),
+    ("show", 2, "missing argument 'FILE'"),
+    ("verify {}/lone.peerloom", 2, "lone.safetensors: No such file or directory"),
+    ("verify {}/spoilt.peerloom", 2, "spoilt.peerloom: "),
+    (
+        "verify {}/own.peerloom {}/own.py:nothing",
+        2,
+        "has no function 'nothing'; it has changed, net, other, sneaky",
+    ),
+    ("capture gtp", 2, "no model is called 'gtp'; did you mean 'gpt'?"),
+    ("capture gpt", 2, "gpt needs --sample and --classes"),
+    ("capture gpt --sample 8x8 --classes 3", 2, "--sample 8x8: want whole numbers with commas"),
+    ("capture {}/own.py:net --set width", 2, "--set width: want KEY=NUMBER"),
+    ("capture {}/own.py:net --set depth=2", 2, "depth"),
+    ("capture {}/own.py:net --dtype float16", 2, "--dtype float16: want float32 or float64"),
+    ("capture {}/own.py:net -o model.bin", 2, "--out model.bin: want a name that ends in .peerloom"),
+    ("capture {}/own.py:net -o {}/x.peerloom --split fc", 2, "no module 'fc' in the model"),
+    (
+        "capture {}/own.py:sneaky -o {}/x.peerloom",
+        2,
+        "it must be one number in a tensor, summed over samples",
+    ),
+    ("capture {}/none.py:net -o {}/x.peerloom", 2, "there is no file"),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "complaint"), REFUSED)
+def test_bad_input_is_told_in_three_lines_and_a_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, code: int, complaint: str
+) -> None:
+    data = (folder / "own.peerloom").read_bytes()
+    values = (folder / "own.safetensors").read_bytes()
+    (folder / "cut.peerloom").write_bytes(data[:-1])
+    (folder / "lone.peerloom").write_bytes(data)
+    (folder / "spoilt.peerloom").write_bytes(data)
+    (folder / "spoilt.safetensors").write_bytes(values[:-1] + bytes([values[-1] ^ 1]))
+    _, err = told(capsys, ["model", *command.replace("{}", str(folder)).split()], code)
+    error = err[err.index("error: ") :]
+    assert complaint in error
+    assert len(error.splitlines()) <= 3
+    assert not (folder / "x.peerloom").exists()
+
+
+def test_another_model_is_found_out_by_its_proof(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Same parameters, another activation: only a comparison of numbers can tell."""
+    _, err = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:changed"], 2)
+    assert "own.peerloom: " in err[err.index("error: ") :]
+
+
+def test_other_values_of_the_same_model_are_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:other"])
+    assert out.endswith("the file has other first values than this code makes, in 1 of its tensors\n")
+
+
+def test_show_loads_neither_trio_nor_torch_nor_numpy(folder: Path) -> None:
+    program = (
+        "import sys; from node.cli.main import run; code = run(sys.argv[1:]);"
+        "heavy = {'trio', 'torch', 'numpy', 'rich'} & set(sys.modules);"
+        "sys.exit(f'code {code}, loaded {heavy}' if code or heavy else 0)"
+    )
+    arguments = [
+        "model",
+        "show",
+        str(folder / "own.peerloom"),
+        "--stages",
+        "2",
+        "--svg",
+        str(folder / "o.svg"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, f"drawn into {folder / 'o.svg'}\n")
+
+
+# The picture
+
+
+def drawn(document: dict[str, Any]) -> ElementTree.Element:
+    return ElementTree.fromstring(picture(document))
+
+
+def kinds(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [element for element in root if element.get("class") == name]
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> dict[str, Any]:
+    graph = with_layers(transformer(2))
+    path = tmp_path / "tied.peerloom"
+    path.write_bytes(encode_graph(graph))
+    return portrait(path, graph, graph_hash(encode_graph(graph)), stages=2)
+
+
+def test_a_picture_has_a_bar_for_each_layer_and_an_arc_for_what_is_shared(tied: dict[str, Any]) -> None:
+    root = drawn(tied)
+    bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]  # the first is the legend's
+    flops = [layer["forward_flops"] for layer in tied["layers"]]
+    assert len(bars) == len(flops) == 6
+    assert bars == pytest.approx([max(1, 360 * count / max(flops)) for count in flops], abs=0.1)
+    assert len(kinds(root, "edge")) == 5
+    assert [arc[0].text for arc in kinds(root, "tied") if len(arc)] == ["wte.weight = lm_head.weight"]
+    assert [band.get("class") for band in root if band.get("class") in ("band", "other")] == ["band", "other"]
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert {"h.1.mlp", "stage 2", "shared weights"} <= set(texts)
+
+
+def test_everything_in_a_picture_lies_inside_it(tied: dict[str, Any]) -> None:
+    tied["skips"] = [
+        {"first": first, "last": last, "bytes": 10} for first in range(5) for last in range(first, 6)
+    ]
+    root = drawn(tied)
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    for element in root:
+        if element.tag.endswith("text"):
+            size = (9.7 if element.get("class") == "title" else 6.7) * len(element.text or "")
+            left = float(element.get("x", 0)) - (size if element.get("text-anchor") == "end" else 0)
+            assert left >= 0
+            assert left + size <= width
+            assert 0 < float(element.get("y", 0)) <= height
+        elif element.tag.endswith("rect"):
+            assert 0 <= float(element.get("x", 0)) <= width - float(element.get("width", 0))
+            assert 0 <= float(element.get("y", 0)) <= height - float(element.get("height", 0))
+    # Arcs beyond what there is room for share places.
+    ends = {arc.get("d", "").split("h")[1].split("q")[0] for arc in kinds(root, "skip") if len(arc)}
+    assert 1 < len(ends) <= ARCS_MAX
+
+
+def test_names_cannot_break_out_of_a_picture(tied: dict[str, Any]) -> None:
+    tied["name"] = "</title><script>alert(1)</script>"
+    tied["layers"][0]["name"] = "a<b & c>"
+    tied["tied"][0]["names"] = ["<x>"]
+    root = drawn(tied)
+    assert not [element for element in root.iter() if "script" in element.tag]
+    assert "a<b & c>" in [element.text for element in root.iter()]
+
+
+def test_numbers_and_names_are_short() -> None:
+    assert [count_text(number, "FLOP") for number in (0, 999, 1_000, 1_234_567, 3e15)] == [
+        "0 FLOP",
+        "999 FLOP",
+        "1.0 kFLOP",
+        "1.2 MFLOP",
+        "3.0 PFLOP",
+    ]
+    assert count_text(124_439_808) == "124.4 M"
+    assert short_name("a." * 40 + "weight").startswith("...")
+    assert len(short_name("a." * 40 + "weight")) == 44
