@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test format bench clean
+.PHONY: demo test format bench soak clean
 
 demo: $(READY)
 	$(BIN)/python -m node demo
@@ -21,6 +21,12 @@ format: $(READY)
 
 bench: $(READY)
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+
+# The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
+# hostile graphs, each refused or really run.
+soak: $(READY)
+	$(BIN)/python benchmarks/models.py
+	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out
