@@ -49,6 +49,7 @@ PARAMETERS_BYTES_MAX = 2**53
 METRICS_MAX = 16
 """As many numbers as a stage's answer carries beside the loss."""
 
+METADATA = "__metadata__"
 BATCH_NORM = "aten.batch_norm.default"
 INSTANCE_NORM = "aten.instance_norm.default"
 _STATISTICS = (3, 4)
@@ -209,7 +210,10 @@ def _check_state_names(graph: Graph) -> None:
     """All names of one state dict differ, tied ones included; so do those of states."""
     parameters = (name for parameter in graph.parameters for name in parameter.names)
     constants = (name for constant in graph.constants for name in constant.names)
-    _unique("tensor", (*parameters, *constants, *graph.counters))
+    names = (*parameters, *constants, *graph.counters)
+    _unique("tensor", names)
+    if METADATA in names:
+        raise _refuse(f"a tensor is called '{METADATA}', which safetensors keeps for itself")
     _unique("state", (state.name for state in graph.states))
 
 

@@ -391,6 +391,10 @@ class _ConstantOutline(msgspec.Struct, frozen=True, array_like=True):
     data: msgspec.Raw
 
 
+_VERSION_BYTES_MAX = 9
+"""The longest integer of MessagePack."""
+
+
 class _Outline(msgspec.Struct, frozen=True, array_like=True):
     """A graph whose parts are left as they came, so that only their lengths are known."""
 
@@ -416,7 +420,8 @@ def decode_graph(data: bytes) -> Graph:
         RemoteProtocolError: too long, of another form, or not in the one byte form it should have.
     """
     outline: _Outline = decode(data, _Outline, bytes_max=GRAPH_BYTES_MAX)
-    if bytes(outline.version) != encode(GRAPH_VERSION):
+    version: int = decode(bytes(outline.version), int, bytes_max=_VERSION_BYTES_MAX)
+    if version != GRAPH_VERSION:
         raise RemoteProtocolError(f"a graph of another version of the format than {GRAPH_VERSION}")
     structure = len(data) - sum(len(constant.data) for constant in outline.constants)
     del outline

@@ -158,6 +158,7 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a parameter of 2^40 bytes": (parameter(0, type=TensorType("float32", (2**38,))), "bytes"),
     "a statistic of two dimensions": (parameter(2, type=TensorType("float32", (3, 1))), "dimensions"),
     "two parameters of one name": (parameter(0, names=("a.bias",)), "called 'a.bias'"),
+    "a name of the file format": (parameter(0, names=("__metadata__",)), "safetensors keeps"),
     "a tied name twice": (parameter(0, names=("w", "w")), "called 'w'"),
     "a nameless parameter": (parameter(0, names=("",)), "no name"),
     "a constant with a parameter's name": (constant(0, names=("a.bias",)), "called 'a.bias'"),
@@ -306,6 +307,12 @@ def test_norms_that_share_their_statistics_move_them_alike() -> None:
         RemoteProtocolError, match=r"node 1 .* moves batch statistics as an earlier one does not"
     ):
         check_graph(shared(0.2))
+
+
+def test_a_graph_of_a_later_version_is_named_so() -> None:
+    data = encode_graph(GOOD)
+    with pytest.raises(RemoteProtocolError, match="another version"):
+        decode_graph(data[:1] + b"\x02" + data[2:])
 
 
 def test_a_graph_has_one_byte_form() -> None:
