@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test format bench soak clean
+.PHONY: demo test types tests format bench soak clean
 
 demo: $(READY)
 	$(BIN)/python -m node demo
@@ -12,7 +12,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory -j2 types tests
+
+# Side by side: most tests keep one core busy, and mypy takes a minute of the other.
+types: $(READY)
 	$(BIN)/mypy
+
+tests: $(READY)
 	$(BIN)/python -m pytest
 
 format: $(READY)
