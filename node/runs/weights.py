@@ -18,8 +18,9 @@ from node.errors import Unreachable
 from node.runs.manifest import Run
 from node.runs.requests import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch
 from node.seams import Network, Seams, Storage
-from partition.model.graph import ITEM_BYTES, DataType, Graph
+from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import shape_of
+from partition.model.stored import SAFETENSORS_TYPES
 from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
@@ -29,20 +30,7 @@ EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
 """A row of the header: name, type, shape and place."""
 FETCH_SECONDS_MAX = 300.0
-DTYPES: dict[DataType, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""What safetensors calls them."""
-_ITEM_BYTES = {DTYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
+_ITEM_BYTES = {SAFETENSORS_TYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
 _ALIGNMENT = 8
 
 
@@ -117,15 +105,17 @@ def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
     for row in graph.parameters:
         # Stages say it under the first of its names.
         tensor = found.get(row.names[0])
-        if tensor is None or tensor[:2] != (DTYPES[row.type.dtype], list(shape_of(row.type, ()))):
+        if tensor is None or tensor[:2] != (SAFETENSORS_TYPES[row.type.dtype], list(shape_of(row.type, ()))):
             raise Unreachable("refused", f"no stage handed {row.names[0]} over as the model has it")
         wanted |= dict.fromkeys(row.names, tensor)
     for constant in graph.constants:
         kind = constant.type
-        wanted |= dict.fromkeys(constant.names, (DTYPES[kind.dtype], list(shape_of(kind, ())), constant.data))
+        wanted |= dict.fromkeys(
+            constant.names, (SAFETENSORS_TYPES[kind.dtype], list(shape_of(kind, ())), constant.data)
+        )
     count = run.manifest.steps * run.manifest.microbatches
     for name in graph.counters:
-        wanted[name] = (DTYPES["int64"], [], count.to_bytes(8, "little"))
+        wanted[name] = (SAFETENSORS_TYPES["int64"], [], count.to_bytes(8, "little"))
     metadata = {"format": "pt", "peerloom.run": run.id.hex(), "peerloom.model": run.manifest.model}
     return _write(wanted, metadata)
 

@@ -15,20 +15,9 @@ from crypto.errors import RemoteProtocolError
 from partition.codec import Array
 from partition.model.graph import ITEM_BYTES, Constant, DataType
 from partition.model.sizes import shape_of
+from partition.model.stored import SAFETENSORS_TYPES
 from partition.stage import Slot
 
-_CODES: dict[DataType, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _ALIGNMENT_BYTES = 8
 """Of the first tensor, as in safetensors' own files."""
 
@@ -53,7 +42,11 @@ def export_file(
     end = 0
     for name, kind_name, shape, data in tensors:
         begin, end = end, end + len(data)
-        header[name] = {"dtype": _CODES[kind_name], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[kind_name],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return b"".join((len(text).to_bytes(8, "little"), text, *(data for _, _, _, data in tensors)))
@@ -76,14 +69,14 @@ def import_file(
     for constant in constants:
         if constant.names and (found := tensors.pop(constant.names[0], None)) is not None:
             same = found["dtype"], tuple(found["shape"]), bytes(found["data"])
-            if same != (_CODES[constant.type.dtype], shape_of(constant.type, ()), constant.data):
+            if same != (SAFETENSORS_TYPES[constant.type.dtype], shape_of(constant.type, ()), constant.data):
                 raise RemoteProtocolError(f"{constant.names[0]} is not the graph's in the safetensors file")
     if sorted(tensors) != sorted(slot.name for slot in slots):
         raise RemoteProtocolError("the safetensors file does not hold exactly this stage's parameters")
     arrays = {}
     for slot in slots:
         tensor = tensors[slot.name]
-        if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != _CODES[dtype]:
+        if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != SAFETENSORS_TYPES[dtype]:
             raise RemoteProtocolError(f"{slot.name} has another shape or type in the safetensors file")
         array = np.frombuffer(tensor["data"], dtype=dtype).reshape(slot.shape)
         if not np.isfinite(array).all():

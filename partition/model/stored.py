@@ -13,7 +13,7 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from partition.model.graph import DataType, Graph, Parameter, Size, Stored
 
-_NAMES: dict[DataType, str] = {
+SAFETENSORS_TYPES: dict[DataType, str] = {
     "float64": "F64",
     "float32": "F32",
     "bfloat16": "BF16",
@@ -53,7 +53,7 @@ def file_header(graph: Graph) -> bytes:
     for row in stored_parameters(graph):
         stored = _range(row)
         table[row.names[0]] = {
-            "dtype": _NAMES[row.type.dtype],
+            "dtype": SAFETENSORS_TYPES[row.type.dtype],
             "shape": [side for side in row.type.shape if not isinstance(side, Size)],
             "data_offsets": [stored.offset, stored.offset + stored.length],
         }
