@@ -45,8 +45,8 @@ HEARTBEAT_SECONDS = 0.002
 TURN_SECONDS = 0.05
 BATCH, TOKENS, WIDTH = 4, 256, 768
 UNROLLED = ("lstm", "gru")
-"""Their graphs are cells of plain operators, one for each place, beside torch's one fused operator: shown,
-but not held against the goals of the interpreter."""
+"""Their graphs are cells of plain operators, one for each place, beside torch's one fused operator: they miss
+the goal of the worst, so that of the others stands beside it."""
 QUICK = ("mlp", "unet", "gpt", "hf-llama")
 
 
@@ -234,13 +234,15 @@ def main() -> int:
         rows.append(row)
         print(name, file=sys.stderr)
     kinds = ("forward_ratio", "forward_backward_ratio")
-    ratios = [row[key] for row in rows if row["model"] not in UNROLLED for key in kinds]
+    ratios = [row[key] for row in rows for key in kinds]
+    fused = [row[key] for row in rows if row["model"] not in UNROLLED for key in kinds]
     slowest = max(row["admission_ms"] for row in rows) / 1e3
     found = trio.run(process, rounds)
     rows.append(found)
     goals = [
         Goal("interpreter against eager, median", statistics.median(ratios), ">=", MEDIAN_GOAL),
         Goal("interpreter against eager, worst", min(ratios), ">=", WORST_GOAL),
+        Goal("the same but for lstm and gru, worst", min(fused), ">=", WORST_GOAL),
         Goal("cost of the process", found["cost"], "<=", HOST_COST_MAX),
         Goal("event loop's worst stall, seconds", found["worst_stall_ms"] / 1e3, "<=", STALL_SECONDS_MAX),
         Goal("slowest admission, seconds", slowest, "<=", ADMISSION_SECONDS_MAX),

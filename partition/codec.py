@@ -19,7 +19,7 @@ import zstandard
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.model.graph import ITEM_BYTES, DataType
+from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
 
 Codec = Literal["raw", "zstd"]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -28,8 +28,6 @@ Typed = tuple[DataType, Array]
 
 DIMENSIONS_MAX = 8
 SIDE_MAX = 2**31 - 1
-TENSORS_MAX = 64
-"""Tensors in one bundle. A U-Net cut in its middle carries five."""
 SIZES_MAX = 8
 DIGEST_BYTES = 32
 ZSTD_LEVEL = 1

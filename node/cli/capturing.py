@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.errors import UsageError
 from node.nearest import did_you_mean
 from node.runs import data as datasets
 from node.runs.manifest import RunFile
 from node.runs.submission import WINDOW
 
-CAPTURED_SUFFIX = ".peerloom"
-VALUES_SUFFIX = ".safetensors"
-_GRAPH_NAME = f"model{CAPTURED_SUFFIX}"
+_GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str
     Raises:
         UsageError: no such model, or one that cannot be captured.
     """
-    if run_file.model.endswith(CAPTURED_SUFFIX):
+    if run_file.model.endswith(GRAPH_SUFFIX):
         graph = path.parent / Path(run_file.model).expanduser()
         if not graph.is_file():
             raise UsageError(

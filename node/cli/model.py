@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from node.cli.place import AsJson
+from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
 from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
 from node.nearest import did_you_mean
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
 
-MODEL_SUFFIX = ".peerloom"
-VALUES_SUFFIX = ".safetensors"
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A captured model, FILE.peerloom.")]
 Sample = Annotated[
@@ -68,9 +66,9 @@ def capture(
     """Capture a model with its loss: a graph that any peer can check, cut and run."""
     if dtype not in ("float32", "float64"):
         raise UsageError(f"--dtype {dtype}: want float32 or float64")
-    target = Path(out).expanduser() if out else Path(_stem(source) + MODEL_SUFFIX)
-    if target.suffix != MODEL_SUFFIX:
-        raise UsageError(f"--out {out}: want a name that ends in {MODEL_SUFFIX}")
+    target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
+    if target.suffix != GRAPH_SUFFIX:
+        raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
     wanted = _Wanted(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )

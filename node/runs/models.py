@@ -179,7 +179,8 @@ class Models:
             data = await self.read_range(name, offset + begin, length)
             while data is None:
                 data = await self._fetch_range(FetchRange(name, offset + begin, length), holders)
-            part[begin : begin + length] = data
+            # Megabytes into pages that nobody has touched yet: not on the event loop.
+            await self._seams.executor.run(partial(part.__setitem__, slice(begin, begin + length), data))
 
     async def _fetch_range(self, request: FetchRange, holders: Sequence[PeerId]) -> bytes | None:
         """From the first holder that hands it over; None after a pause, for each may only be busy."""

@@ -12,27 +12,25 @@ asks is under limits of the operating system, and this is the fence in front of 
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from crypto.errors import RemoteProtocolError
 from partition.execute.ghosts import Storage, ghost
+from partition.execute.interpret import DTYPES, FORMATS
 from partition.execute.meter import Meter, shown_bytes
 from partition.execute.schema import Signature, check_node
-from partition.model.check import BATCH_NORM
 from partition.model.graph import (
     FLOATING,
     ITEM_BYTES,
     ITEMS_MAX,
     Argument,
     ConstantValue,
-    DataType,
     FormatName,
     Items,
     Node,
@@ -44,7 +42,7 @@ from partition.model.graph import (
     TypeName,
     Value,
 )
-from partition.model.operators import OPERATORS
+from partition.model.operators import BATCH_NORM, OPERATORS
 from partition.model.sizes import evaluate, shape_of
 from partition.stage import Admitted, StageSpecification, arena_bytes
 
@@ -67,9 +65,7 @@ _LOSSES = frozenset(
 
 _CLAMPS = frozenset(("aten.clamp.Tensor", "aten.clip.Tensor"))
 
-DTYPES: Mapping[DataType, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in ITEM_BYTES})
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FORMATS = {"contiguous": torch.contiguous_format, "preserve": torch.preserve_format}
 
 # torch writes a traceback for each operator it cannot run on fake tensors. Here that is a refusal like any
 # other, and what a stranger wrote has no place in a log.
@@ -271,7 +267,7 @@ class _DryRun:
             case TypeName(dtype):
                 return DTYPES[dtype]
             case FormatName(name):
-                return _FORMATS[name]
+                return FORMATS[name]
             case Items(items):
                 return [self._given(item) for item in items]
         return argument

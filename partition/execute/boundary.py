@@ -1,8 +1,8 @@
 """The boundary of a stage: payloads to checked tensors on the device, and back.
 
 What comes in is a stranger's claim: types and shapes must be those of the graph at the payload's own sizes,
-and floating numbers finite, since one that is not would spoil the sums of every sample. Only minus infinity
-may pass forward, because it is what attention masks are filled with. Integers are not
+and what goes forward finite, since a number that is not would spoil the sums of every sample; but for minus
+infinity, which attention masks are filled with. Gradients may be anything (`Norm` tells). Integers are not
 checked here: an index that names nothing makes its operator raise. Under autocast a tensor that the graph
 calls floating may be bfloat16.
 """

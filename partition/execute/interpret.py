@@ -41,7 +41,7 @@ from partition.model.graph import (
     TypeName,
     Value,
 )
-from partition.model.operators import OPERATORS, Operator
+from partition.model.operators import BATCH_NORM, OPERATORS, Operator
 from partition.model.sizes import evaluate
 
 DTYPES: Mapping[DataType, torch.dtype] = MappingProxyType(
@@ -58,9 +58,8 @@ DTYPES: Mapping[DataType, torch.dtype] = MappingProxyType(
         "bool": torch.bool,
     }
 )
-_FORMATS = {"contiguous": torch.contiguous_format, "preserve": torch.preserve_format}
+FORMATS = {"contiguous": torch.contiguous_format, "preserve": torch.preserve_format}
 
-_BATCH_NORM = "aten.batch_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
 
 
@@ -320,12 +319,12 @@ class _Compiler:
         name = f"{operator.name} of {self.graph.owners[node.owner] or 'the model'}"
         arguments = list(node.arguments)
         counts = False
-        if operator.name == _BATCH_NORM:
+        if operator.name == BATCH_NORM:
             counts = self._counts(node, name)
         elif operator.name == _INSTANCE_NORM and arguments[3:5] != [None, None]:
             raise RemoteProtocolError(f"{name}: running statistics of an instance norm are not supported")
         # A batch norm without running statistics uses the batch's own, evaluating too.
-        if not self._train and not (operator.name == _BATCH_NORM and arguments[3] is None):
+        if not self._train and not (operator.name == BATCH_NORM and arguments[3] is None):
             for index, content in operator.evaluate:
                 if index < len(arguments):
                     arguments[index] = content
@@ -372,7 +371,7 @@ def _plain(item: Item) -> Any:
         case TypeName(dtype):
             return DTYPES[dtype]
         case FormatName(form):
-            return _FORMATS[form]
+            return FORMATS[form]
     return item
 
 

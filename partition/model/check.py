@@ -38,7 +38,7 @@ from partition.model.graph import (
     Value,
     arguments_of,
 )
-from partition.model.operators import OPERATORS
+from partition.model.operators import BATCH_NORM, OPERATORS
 from partition.model.sizes import evaluate, shape_of
 
 TENSOR_BYTES_MAX = 2**53
@@ -50,7 +50,6 @@ METRICS_MAX = 16
 """As many numbers as a stage's answer carries beside the loss."""
 
 METADATA = "__metadata__"
-BATCH_NORM = "aten.batch_norm.default"
 INSTANCE_NORM = "aten.instance_norm.default"
 _STATISTICS = (3, 4)
 """The arguments of both norms that hold the running mean and variance."""

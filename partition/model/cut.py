@@ -17,12 +17,10 @@ from itertools import accumulate
 from crypto.errors import RemoteProtocolError
 from partition.model.crossing import Chooser
 from partition.model.flow import Flow, flow_of, places
-from partition.model.graph import Graph, StageGraph
+from partition.model.graph import TENSORS_MAX, Graph, StageGraph
 from partition.model.stages import Part, assemble
 from partition.model.work import Work
 
-TENSORS_MAX = 64
-"""Over one cut: as many as a bundle holds. `partition.codec` says so too, but importing it brings numpy."""
 REFERENCE_BATCH = 8
 REFERENCE_SIZE = 512
 """The symbols' values at which bytes are weighed, where their bounds allow: a cut depends on no run."""

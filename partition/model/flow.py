@@ -23,12 +23,11 @@ from partition.model.graph import (
     arguments_of,
     values_of,
 )
-from partition.model.operators import OPERATORS
+from partition.model.operators import BATCH_NORM, OPERATORS
 
 SHARED_ROW_BYTES_MAX = 1 << 20
 """A frozen parameter up to this size (a table of frequencies) may be held by every stage that wants what is
 computed from it; a larger one stays where it is, and its value travels."""
-BATCH_NORM = "aten.batch_norm.default"
 RUNNING_MEAN, TRAINING, MOMENTUM = 3, 5, 6
 """Places among the arguments of batch norm."""
 

@@ -40,6 +40,8 @@ TABLE_MAX = 65_536
 ENTRIES_MAX = 8
 SYMBOLS_MAX = 8
 PORTS_MAX = 64
+TENSORS_MAX = 64
+"""In one bundle, over one cut. A U-Net cut in its middle carries five."""
 LAYERS_MAX = 512
 """Places for a plan to cut; the solver's time grows with their square."""
 ARGUMENTS_MAX = 64

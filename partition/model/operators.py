@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+BATCH_NORM = "aten.batch_norm.default"
+"""The one operator whose running statistics a step moves; several parts treat it by name."""
+
 Cost = Literal[
     "free",
     "elementwise",

@@ -47,7 +47,7 @@ _KEEPS_OUTPUT = frozenset(_OUTPUT.split())
 _KEEPS_CONDITION = ("where", "masked_fill")
 _INDEX_BYTES = 8
 _NATIVE_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
-_DROPOUTS = ("dropout", "feature_dropout", "native_dropout", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 _ATTENTION_DROPOUT = 4
 """The place of `dropout_p` among the arguments of scaled dot product attention."""

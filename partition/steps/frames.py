@@ -13,7 +13,8 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from partition.codec import SIZES_MAX, TENSORS_MAX, Codec, Digest, Payload, Side, TensorHeader
+from partition.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader
+from partition.model.graph import TENSORS_MAX
 from partition.plan.plan import Count, Hash
 
 FRAME_PURPOSE = "frame"

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from partition.execute.schema import Rule, signature
-from partition.model.check import BATCH_NORM
 from partition.model.graph import (
     DataType,
     Expression,
@@ -33,7 +32,7 @@ from partition.model.graph import (
     Value,
     encode_graph,
 )
-from partition.model.operators import OPERATORS
+from partition.model.operators import BATCH_NORM, OPERATORS
 from tests.partition.graphs import ONES, UNIFORM
 from tests.partition.hostile_forms import Form, forms
 from tests.partition.hostile_stage import Case, Outcome

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.execute.admit import DTYPES, admit
-from partition.execute.interpret import compile_entry
+from partition.execute.admit import admit
+from partition.execute.interpret import DTYPES, compile_entry
 from partition.execute.meter import Meter
 from partition.model.check import check_graph
 from partition.model.cut import cut, legal_positions

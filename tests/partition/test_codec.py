@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import TENSORS_MAX, Array, Codec, Payload, TensorHeader, Typed, pack, typed, unpack
-from partition.model.graph import ITEM_BYTES, DataType
+from partition.codec import Array, Codec, Payload, TensorHeader, Typed, pack, typed, unpack
+from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
 _HELD_AS = {"bfloat16": "uint16"}

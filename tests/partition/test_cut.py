@@ -1,6 +1,5 @@
 """Where a graph may be cut, and that the pieces together are the whole."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +7,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from partition import codec
 from partition.model.check import check_graph
 from partition.model.cut import (
-    TENSORS_MAX,
     crossing_bytes,
     crossings,
     cut,
@@ -25,6 +22,7 @@ from partition.model.graph import (
     encode_graph,
     graph_hash,
 )
+from tests.partition.effort import lines_run
 from tests.partition.graphs import GraphBuilder
 
 NAME = b"n" * 32
@@ -359,19 +357,15 @@ def test_many_stages_and_many_states_do_not_multiply() -> None:
     graph = build.finish()
     legal = legal_positions(graph)
 
-    def seconds(positions: Sequence[int]) -> float:
-        began = time.process_time()
-        cut(graph, NAME, positions)
-        return time.process_time() - began
+    def lines(positions: Sequence[int]) -> int:
+        return lines_run(lambda: cut(graph, NAME, positions))
 
-    # The quickest of three, since a busy machine only adds.
-    few, many = (min(seconds(positions) for _ in range(3)) for positions in (legal[-1:], legal))
+    few, many = lines(legal[-1:]), lines(legal)
     assert len(legal) > 250
     assert many < 9 * few
 
 
 def test_no_more_tensors_cross_than_a_bundle_holds() -> None:
-    assert TENSORS_MAX == codec.TENSORS_MAX
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()

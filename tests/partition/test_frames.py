@@ -16,12 +16,12 @@ from partition.codec import (
     DIMENSIONS_MAX,
     SIDE_MAX,
     SIZES_MAX,
-    TENSORS_MAX,
     TensorHeader,
     pack,
     typed,
     unpack,
 )
+from partition.model.graph import TENSORS_MAX
 from partition.steps import frames
 from partition.steps.frames import FRAME_PURPOSE, HEADER_BYTES_MAX, Frame, FrameHeader, make_frame, open_frame
 
