@@ -16,6 +16,7 @@ import trio
 
 from crypto.contact import Address
 from crypto.identity import PeerId
+from crypto.noise import Data
 
 T = TypeVar("T")
 
@@ -40,13 +41,23 @@ class Inbox(Protocol):
 class Stream(Protocol):
     """An authenticated, encrypted, ordered stream of messages with one peer.
 
-    Raises `node.errors.StreamClosed` from `send` and `receive` once either side has closed.
+    A message may have a payload: bytes that nobody decodes, such as tensors, and that are not copied on
+    the way. Raises `node.errors.StreamClosed` from all but `aclose` once either side has closed.
     """
 
     @property
     def peer(self) -> PeerId: ...
-    async def send(self, message: bytes | memoryview) -> None: ...
-    async def receive(self) -> bytes: ...
+
+    async def send(self, message: Data, *payload: Data) -> None:
+        """The pieces of `payload` arrive as one; their memory must not change until this returns."""
+
+    async def receive(self) -> bytes:
+        """The next message. One with a payload breaks the protocol and ends the stream."""
+
+    async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
+        """The next message and its payload: read-only, empty for none, in memory that is used again once
+        nothing refers to it. A longer payload than `payload_bytes_max` ends the stream."""
+
     async def aclose(self) -> None: ...
 
 

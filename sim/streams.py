@@ -11,8 +11,9 @@ import trio
 
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
+from crypto.noise import Data
 from node.errors import StreamClosed
-from node.transport.records import MESSAGE_BYTES_MAX
+from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from sim.network import Links, after, instant, nearest_instant
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
@@ -57,7 +58,7 @@ class _Pipe:
     def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
         self._latency_seconds = latency_seconds
         self._bytes_per_second = bytes_per_second
-        self._queue: deque[tuple[float, bytes]] = deque()
+        self._queue: deque[tuple[float, bytes, bytes]] = deque()
         self._queued_bytes = 0
         self._free_at = 0.0
         self._ends_at = math.inf
@@ -65,7 +66,7 @@ class _Pipe:
         self._reader = Alarm()
         self._writers = trio.lowlevel.ParkingLot()
 
-    async def put(self, data: bytes) -> None:
+    async def put(self, message: bytes, payload: bytes) -> None:
         """The writer sends; waits while the window is full."""
         await trio.lowlevel.checkpoint()
         while self._queued_bytes >= WINDOW_BYTES_MAX and self._ends_at == math.inf:
@@ -76,14 +77,15 @@ class _Pipe:
         if self._broken_at < math.inf:
             return  # on its way to a reader that has gone, which the writer cannot know yet
         # The link carries one message after the other, so due times never go back.
-        self._free_at = max(self._free_at, now) + len(data) / self._bytes_per_second
+        size_bytes = len(message) + len(payload)
+        self._free_at = max(self._free_at, now) + size_bytes / self._bytes_per_second
         due = after(instant(self._free_at), self._latency_seconds)
-        self._queue.append((due, data))
-        self._queued_bytes += len(data)
+        self._queue.append((due, message, payload))
+        self._queued_bytes += size_bytes
         self._reader.no_later_than(due)
 
-    async def get(self) -> bytes:
-        """The reader takes the next message when it is due."""
+    async def get(self) -> tuple[bytes, bytes]:
+        """The reader takes the next message and its payload when they are due."""
         while True:
             # Always a checkpoint, also when a message waits already.
             await self._reader.sleep_until(self._queue[0][0] if self._queue else self._ends_at)
@@ -91,10 +93,10 @@ class _Pipe:
             if self._broken_at < math.inf or (not self._queue and self._ends_at <= now):
                 raise StreamClosed("the stream is closed")
             if self._queue and self._queue[0][0] <= now:
-                _, data = self._queue.popleft()
-                self._queued_bytes -= len(data)
+                _, message, payload = self._queue.popleft()
+                self._queued_bytes -= len(message) + len(payload)
                 self._writers.unpark_all()
-                return data
+                return message, payload
 
     def end(self) -> None:
         """The writer closes: the reader finds out after the last message."""
@@ -125,15 +127,25 @@ class SimStream:
     def peer(self) -> PeerId:
         return self._peer
 
-    async def send(self, message: bytes | memoryview) -> None:
-        if len(message) > MESSAGE_BYTES_MAX:
+    async def send(self, message: Data, *payload: Data) -> None:
+        whole = b"".join(payload)
+        if len(message) > MESSAGE_BYTES_MAX or len(whole) > PAYLOAD_BYTES_MAX:
             raise LocalProtocolError(
-                f"a message of {len(message)} bytes, at most {MESSAGE_BYTES_MAX} allowed"
+                f"a message of {len(message)} bytes and a payload of {len(whole)}, at most"
+                f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
-        await self._outgoing.put(bytes(message))
+        await self._outgoing.put(bytes(message), whole)
 
     async def receive(self) -> bytes:
-        return await self._incoming.get()
+        message, _ = await self.receive_with_payload(0)
+        return message
+
+    async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
+        message, payload = await self._incoming.get()
+        if len(payload) > payload_bytes_max:
+            self.close()
+            raise StreamClosed(f"a payload of {len(payload)} bytes, at most {payload_bytes_max} allowed")
+        return message, memoryview(payload)
 
     async def aclose(self) -> None:
         self.close()

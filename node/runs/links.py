@@ -8,10 +8,12 @@ node itself take the same way without a socket, so that no code has a second pat
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import trio
 
 from crypto.identity import PeerId
+from crypto.noise import Data
 from node.errors import StreamClosed, Unreachable
 from node.seams import Network, Stream
 
@@ -23,14 +25,18 @@ RETRY_SECONDS_MAX = 2.0
 
 
 class Links:
-    """All outgoing links of one protocol. `run` owns their tasks."""
+    """All outgoing links of one protocol. `run` owns their tasks.
+
+    `deliver(peer, message)`, or `deliver(peer, message, payload)` where one was sent, takes what this node
+    says to itself, in the form in which a stream's receiver would have it.
+    """
 
     def __init__(
         self,
         network: Network,
         protocol: str,
         *,
-        deliver: Callable[[PeerId, bytes], Awaitable[None]],
+        deliver: Callable[..., Awaitable[None]],
         on_reconnected: Callable[[PeerId], None],
         on_stuck: Callable[[PeerId], None],
     ) -> None:
@@ -49,20 +55,26 @@ class Links:
             task_status.started()
             await trio.sleep_forever()
 
-    def send(self, peer: PeerId, message: bytes) -> None:
-        """Queue a message; it is sent in order."""
+    def send(self, peer: PeerId, message: bytes, *payload: Data) -> None:
+        """Queue a message, and a payload of any number of pieces; they are sent in order.
+
+        Nothing is copied here: from now on nobody may change the payload's memory.
+        """
         link = self._links.get(peer)
         if link is None:
             assert self._nursery is not None, "Links.run was not started"
             link = self._links[peer] = _Link()
             self._nursery.start_soon(self._serve, peer, link)
-        if link.waiting_bytes + len(message) > QUEUE_BYTES_MAX:
+        # As bytes, whatever a tensor's view counts in.
+        queued: tuple[Data, ...] = (message, *[memoryview(piece).cast("B") for piece in payload])
+        size_bytes = sum(map(len, queued))
+        if link.waiting_bytes + size_bytes > QUEUE_BYTES_MAX:
             # Never drop one message in silence, for it would be waited for; a broken link is mended.
             link.break_off()
             self._on_stuck(peer)
             return
-        link.queue.append(message)
-        link.waiting_bytes += len(message)
+        link.queue.append(queued)
+        link.waiting_bytes += size_bytes
         link.more.set()
 
     def forget(self, peer: PeerId) -> None:
@@ -77,7 +89,7 @@ class Links:
     async def _serve(self, peer: PeerId, link: "_Link") -> None:
         with link.scope:
             if peer == self._network.peer:
-                await link.drain(lambda message: self._deliver(peer, message))
+                await link.drain(partial(self._deliver_here, peer))
             pause = RETRY_SECONDS_MIN
             while True:
                 try:
@@ -97,6 +109,13 @@ class Links:
                     with trio.move_on_after(1) as scope:
                         scope.shield = True
                         await stream.aclose()
+
+    async def _deliver_here(self, peer: PeerId, message: Data, *payload: Data) -> None:
+        if payload:
+            whole = payload[0] if len(payload) == 1 else b"".join(payload)
+            await self._deliver(peer, message, memoryview(whole).toreadonly())
+        else:
+            await self._deliver(peer, message)
 
 
 async def _drain_until_closed(link: "_Link", stream: Stream) -> None:
@@ -120,7 +139,7 @@ class _Link:
     """One peer's queue."""
 
     def __init__(self) -> None:
-        self.queue: deque[bytes] = deque()
+        self.queue: deque[tuple[Data, ...]] = deque()
         self.waiting_bytes = 0
         self.more = trio.Event()
         self.scope = trio.CancelScope()
@@ -134,14 +153,14 @@ class _Link:
         self.has_lost = True
         self.stream_scope.cancel()
 
-    async def drain(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+    async def drain(self, send: Callable[..., Awaitable[None]]) -> None:
         """Send what is queued, for ever; a message leaves the queue once it was sent."""
         while True:
             while self.queue:
-                message = self.queue[0]
-                await send(message)
-                if self.queue and self.queue[0] is message:
-                    self.waiting_bytes -= len(self.queue.popleft())
+                queued = self.queue[0]
+                await send(*queued)
+                if self.queue and self.queue[0] is queued:
+                    self.waiting_bytes -= sum(map(len, self.queue.popleft()))
             self.more = trio.Event()
             if not self.queue:
                 await self.more.wait()

@@ -21,12 +21,13 @@ from node.seams import Clock, Handler
 from node.transport.book import AddressBook
 from node.transport.inbox import QueueInbox
 from node.transport.listen import bind, dialable
+from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
 from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
 from node.transport.udp import Datagrams, address_of
 
 INBOUND_MAX = 512
-"""Connections from others at once; each may cost its buffer of 256 KiB."""
+"""Connections from others at once; each costs a buffer of 128 KiB."""
 INBOUND_PER_PEER_MAX = 64
 """So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
 HALF_OPEN_MAX = 64
@@ -71,6 +72,7 @@ class RealNetwork:
         self._router = Router(self._counters)
         self._book = AddressBook()
         self._assembly = Assembly()
+        self._pool = Pool()
         # All that are open, so that none outlives `run`; a dict for its order.
         self._streams: dict[SecureStream, None] = {}
         self._addresses: tuple[Address, ...] = ()
@@ -240,7 +242,9 @@ class RealNetwork:
         return stream
 
     def _make_stream(self, transport: trio.SocketStream, session: Session) -> SecureStream:
-        stream = SecureStream(transport, session, self._assembly, self._counters, self._streams.pop)
+        stream = SecureStream(
+            transport, session, self._assembly, self._pool, self._counters, self._streams.pop
+        )
         self._streams[stream] = None
         return stream
 

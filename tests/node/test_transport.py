@@ -126,11 +126,16 @@ async def test_garbage_is_counted_and_the_node_lives() -> None:
             for garbage in (b"", b"x", os.urandom(200), os.urandom(4_000)):
                 stranger.sendto(garbage, raw_address(bob))
         await until(lambda: bob.counters["datagrams_refused_malformed"] == 4)
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x01\xff\xff", b"\x01\x01\x00\x20" + os.urandom(40)):
+        for garbage in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x01\x01\x00\x20",
+            b"\x02\x01\xff\xff",
+            b"\x02\x01\x00\x20" + os.urandom(40),
+        ):
             connection = await trio.open_tcp_stream(*raw_address(bob))
             await connection.send_all(garbage)
             await hang_up(connection)
-        await until(lambda: bob.counters["handshakes_refused"] == 3)
+        await until(lambda: bob.counters["handshakes_refused"] == 4)
         acquaint(alice, bob)
         alice.send(bob.peer, PING, b"still there?")
         assert await arrival(bob) == (alice.peer, b"still there?")

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -17,7 +18,14 @@ from crypto.identity import Identity, PeerId
 from crypto.noise import CipherState
 from node.transport.book import OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
 from node.transport.inbox import QueueInbox
-from node.transport.records import MESSAGE_BYTES_MAX, RECORD_PLAIN_BYTES_MAX, RecordReader, RecordWriter
+from node.transport.pool import POOLED_BYTES_MIN, Pool
+from node.transport.records import (
+    MESSAGE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    RECORD_PLAIN_BYTES_MAX,
+    RecordReader,
+    RecordWriter,
+)
 from node.transport.router import HELLO_BYTES_MAX, Answer, Hello, Router
 from node.transport.tcp import Assembly, Credentials
 from tests.node.nets import PING, echo
@@ -73,31 +81,106 @@ def test_half_received_messages_share_one_limit() -> None:
     assembly.change(100)
 
 
-def read_all(reader: RecordReader, data: bytes, step: int) -> list[bytes]:
-    messages: list[bytes] = []
+def read_all(
+    reader: RecordReader, data: bytes, step: int, payload_bytes_max: int = 0
+) -> list[tuple[bytes, memoryview]]:
+    messages = []
     while data:
         space = reader.space()
         count = min(step, len(space), len(data))
         space[:count] = data[:count]
         reader.filled(count)
         data = data[count:]
-        while (message := reader.next_message()) is not None:
+        while (message := reader.next_message(payload_bytes_max)) is not None:
             messages.append(message)
     return messages
 
 
+def make_cipher() -> CipherState:
+    return CipherState("AESGCM", b"k" * 32)
+
+
 def pair() -> tuple[RecordWriter, RecordReader]:
-    return RecordWriter(CipherState("AESGCM", b"k" * 32)), RecordReader(CipherState("AESGCM", b"k" * 32))
+    return RecordWriter(make_cipher()), RecordReader(make_cipher(), Pool())
 
 
-@given(sizes=st.lists(st.integers(0, 200_000), max_size=6), step=st.sampled_from([977, 65_537, 10**6]))
-def test_records_carry_messages_in_whatever_pieces_they_come(sizes: list[int], step: int) -> None:
+EDGE = RECORD_PLAIN_BYTES_MAX
+SIZES = st.one_of(st.integers(0, 200_000), st.sampled_from([EDGE - 8, EDGE - 7, EDGE, 2 * EDGE]))
+
+
+@given(
+    sizes=st.lists(st.tuples(SIZES, st.lists(SIZES, max_size=3)), max_size=5),
+    step=st.sampled_from([977, 65_537, 10**6]),
+)
+def test_records_carry_messages_and_payloads_in_whatever_pieces_they_come(
+    sizes: list[tuple[int, list[int]]], step: int
+) -> None:
     writer, reader = pair()
-    messages = [bytes((number,)) * size for number, size in enumerate(sizes)]
-    data = b"".join(bytes(chunk) for message in messages for chunk in writer.chunks(message))
-    assert read_all(reader, data, step) == messages
+    sent = [
+        (bytes((number,)) * size, [bytes((100 + index,)) * piece for index, piece in enumerate(pieces)])
+        for number, (size, pieces) in enumerate(sizes)
+    ]
+    data = b"".join(bytes(chunk) for message, pieces in sent for chunk in writer.chunks(message, *pieces))
+    arrived = [(message, bytes(payload)) for message, payload in read_all(reader, data, step, 10**6)]
+    assert arrived == [(message, b"".join(pieces)) for message, pieces in sent]
     assert not reader.inside
     assert reader.held_bytes == 0
+
+
+def test_a_long_payload_is_read_through_a_borrowed_buffer_that_is_counted_and_given_back() -> None:
+    writer, reader = pair()
+    tensor = np.arange(500_000, dtype=np.float32).reshape(1_000, 500)
+    first, *rest = [bytes(chunk) for chunk in writer.chunks(b"tensor", tensor.data)]
+    assert read_all(reader, first, 65_537, tensor.nbytes) == []
+    assert reader.held_bytes > len(first)
+    ((message, payload),) = read_all(reader, b"".join(rest), 10**6, tensor.nbytes)
+    assert message == b"tensor"
+    assert payload.readonly
+    assert np.array_equal(np.frombuffer(payload, np.float32).reshape(tensor.shape), tensor)
+    assert reader.held_bytes == 0
+
+
+def test_a_payload_over_what_the_receiver_allows_is_refused_before_it_takes_memory() -> None:
+    writer, reader = pair()
+    data = b"".join(bytes(chunk) for chunk in writer.chunks(b"", bytes(10), bytes(11)))
+    with pytest.raises(RemoteProtocolError, match="a payload of 21"):
+        read_all(reader, data, 10**6, 20)
+    assert reader.held_bytes == 0
+    with pytest.raises(LocalProtocolError, match="payload"):
+        next(writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX), b"x"))
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def test_the_pool_lends_memory_again_once_nothing_refers_to_it() -> None:
+    pool, length = Pool(4 * POOLED_BYTES_MIN), POOLED_BYTES_MIN + 1
+    view = pool.lend(length)
+    assert len(view) == length
+    place = address_of(view)
+    array = np.frombuffer(view.toreadonly()[8:16], np.uint8)
+    del view
+    other = pool.lend(length)
+    assert address_of(other) != place
+    del array
+    again = pool.lend(length)
+    assert address_of(again) == place
+
+
+def test_the_pool_keeps_no_more_than_its_limit_and_what_was_used_last() -> None:
+    pool, length = Pool(4 * POOLED_BYTES_MIN), POOLED_BYTES_MIN
+    views = [pool.lend(length) for _ in range(6)]
+    places = [address_of(view) for view in views]
+    while views:
+        del views[0]
+    # Six are wanted at once again, so that no address can come back by chance.
+    views = [pool.lend(length) for _ in range(6)]
+    assert [address_of(view) for view in views[:4]] == places[:1:-1]
+    del views
+    whole = pool.lend(4 * length)
+    del whole
+    assert len(pool.lend(4 * length)) == 4 * length
 
 
 @given(st.binary(min_size=2, max_size=500))
@@ -111,24 +194,32 @@ def test_random_bytes_as_records_are_refused_or_wait_for_more(data: bytes) -> No
         assert reader.inside
 
 
+def head(message_bytes: int, payload_bytes: int = 0) -> bytes:
+    return message_bytes.to_bytes(4, "big") + payload_bytes.to_bytes(4, "big")
+
+
 @pytest.mark.parametrize(
     "records",
     [
         [b""],
         [b"\0\0\0"],
-        [b"\0\0\0\x05abc"],
-        [b"\0\0\0\x01abc"],
-        [b"\0\0\0\0", b""],
-        [b"\0\x01\0\0" + bytes(RECORD_PLAIN_BYTES_MAX - 4), b"in crumbs"],
-        [(MESSAGE_BYTES_MAX + 1).to_bytes(4, "big") + bytes(RECORD_PLAIN_BYTES_MAX - 4)],
+        [head(5) + b"abc"],
+        [head(1) + b"abc"],
+        [head(0), b""],
+        [head(65_536) + bytes(EDGE - 8), b"in crumbs"],
+        [head(MESSAGE_BYTES_MAX + 1) + bytes(EDGE - 8)],
+        [head(0, 65_536), b"in crumbs"],
+        [head(0, 3), b"four"],
+        [head(0, 3) + b"abc"],
+        [head(0, 100_001)],
     ],
 )
 def test_authentic_records_that_break_the_framing_are_refused(records: list[bytes]) -> None:
-    cipher = CipherState("AESGCM", b"k" * 32)
+    cipher = make_cipher()
     sealed = [cipher.encrypt(record) for record in records]
     data = b"".join(len(record).to_bytes(2, "big") + record for record in sealed)
     with pytest.raises(RemoteProtocolError):
-        read_all(pair()[1], data, 10**6)
+        read_all(pair()[1], data, 10**6, 100_000)
 
 
 @given(st.binary(max_size=HELLO_BYTES_MAX + 10))

@@ -16,7 +16,7 @@ from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream
 from node.transport import tcp
 from node.transport.network import INBOUND_PER_PEER_MAX
-from node.transport.records import MESSAGE_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
+from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
 from tests.node.nets import (
     BULK,
     PING,
@@ -50,6 +50,75 @@ async def test_messages_of_every_size_come_back_whole_over_a_stream(cipher: str)
             await stream.send(b"x")
         with pytest.raises(StreamClosed, match="this side"):
             await stream.receive()
+
+
+async def echo_all(stream: Stream) -> None:
+    while True:
+        await stream.send(*await stream.receive_with_payload(PAYLOAD_BYTES_MAX))
+
+
+async def test_payloads_of_every_size_come_back_beside_their_messages() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo_all)
+    edge = RECORD_PLAIN_BYTES_MAX
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream: Stream = await alice.open(bob.peer, BULK)
+        kept = []
+        for size in (0, 1, edge, edge + 1, 3_000_000, 3_000_000, 0):
+            message, payload = os.urandom(size // 3), os.urandom(size)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.send, message, payload[:7], memoryview(payload)[7:])
+                back = await stream.receive_with_payload(size)
+            assert back[0] == message
+            assert bytes(back[1]) == payload
+            kept.append((back[1], payload))
+        # What is still referred to is not written over by what comes later.
+        assert all(bytes(back) == payload for back, payload in kept)
+
+
+async def test_a_payload_that_nobody_asked_for_or_too_long_ends_the_stream_and_is_counted() -> None:
+    alice, bob = make_network("a"), make_network("b")
+
+    async def allow_ten(stream: Stream) -> None:
+        await stream.receive_with_payload(10)
+
+    bob.handle(PING, echo)
+    bob.handle(BULK, allow_ten)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        for number, protocol in enumerate((PING, BULK), start=1):
+            stream = await alice.open(bob.peer, protocol)
+            await stream.send(b"message", bytes(11))
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            assert bob.counters["streams_broken"] == number
+
+
+async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_counted() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    endings: list[str] = []
+
+    async def wait_for_all(stream: Stream) -> None:
+        try:
+            await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
+        except StreamClosed as closed:
+            endings.append(str(closed))
+
+    bob.handle(BULK, wait_for_all)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        chunks = stream._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
+        for _ in range(2):
+            await stream._transport.send_all(next(chunks))
+        await until(lambda: bob._assembly._bytes > 2**20)
+        # What has come is held, and a buffer to read through; not what was only said to come.
+        assert bob._assembly._bytes < 4 * 2**20
+        stream.close()
+        await until(lambda: bool(endings))
+        assert bob._assembly._bytes == 0
+    assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
 async def test_a_closed_stream_ends_the_other_side_after_its_last_message() -> None:

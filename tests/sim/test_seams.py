@@ -14,6 +14,7 @@ from crypto.encoding import encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from node.errors import StageFailed, StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream
+from node.transport.records import PAYLOAD_BYTES_MAX
 from partition.model.cut import cut_layers
 from partition.model.graph import encode_graph, graph_hash
 from partition.stage import Export, Exported, StageSpecification
@@ -163,6 +164,36 @@ def test_a_stream_delivers_in_order_with_latency() -> None:
                 await stream.send(memoryview(bytes([number])))
             assert [await stream.receive() for _ in range(5)] == [bytes([number]) for number in range(5)]
             assert SimClock().monotonic() == 0.3
+
+    simulate(scenario)
+
+
+def test_a_payload_comes_beside_its_message_unless_it_is_too_long() -> None:
+    async def scenario() -> None:
+        one, other, _ = attach(medium())
+
+        async def answer(stream: Stream) -> None:
+            while True:
+                message, payload = await stream.receive_with_payload(4)
+                assert payload.readonly
+                await stream.send(message, payload)
+
+        other.handle(TALK, answer)
+        async with running(one, other):
+            stream = await one.open(B, TALK)
+            await stream.send(b"message", b"pay", memoryview(b"load")[:1])
+            message, payload = await stream.receive_with_payload(4)
+            assert message == b"message"
+            assert bytes(payload) == b"payl"
+            await stream.send(b"message", b"payload")
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            stream = await one.open(B, TALK)
+            await stream.send(b"message", b"p")
+            with pytest.raises(StreamClosed, match="a payload of 1 bytes, at most 0"):
+                await stream.receive()
+            with pytest.raises(LocalProtocolError):
+                await stream.send(b"", bytes(PAYLOAD_BYTES_MAX), b"x")
 
     simulate(scenario)
 

@@ -1,0 +1,61 @@
+"""Memory for payloads that come, used again: touching new pages costs more than decrypting into them.
+
+Measured for 16 MiB: 9 ms for the first touch of fresh pages, 1.6 ms for AES-256-GCM. A loan ends by itself,
+when nothing refers to its memory any more, so nobody can read what the next payload has overwritten.
+"""
+
+import mmap
+import threading
+import weakref
+
+import numpy as np
+
+POOL_BYTES_MAX = 256 * 2**20
+"""What the pool keeps, idle or lent again: sixteen activations of 16 MiB. What is lent beyond it is given
+back to the system. It also bounds what a peer can hold by a length alone, for such memory has pages."""
+POOLED_BYTES_MIN = 2**17
+"""Below, the allocator has warm memory of its own."""
+
+
+class Pool:
+    """Lends memory. Loans may end in any thread, or inside another call of the pool (a collected circle)."""
+
+    def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._idle: list[mmap.mmap] = []
+        self._lock = threading.RLock()
+
+    def lend(self, length: int) -> memoryview:
+        """`length` writable bytes of unknown content; what was not used before has no pages until touched.
+
+        The loan ends when the last view of it, and the last array on one, is gone. Raises OSError: no room.
+        """
+        if length < POOLED_BYTES_MIN:
+            return memoryview(bytearray(length))
+        # Powers of two, so that payloads of nearly one size share; an untouched tail costs nothing.
+        size_bytes = 1 << (length - 1).bit_length()
+        memory = self._take_idle(size_bytes)
+        kept = memory is not None
+        if memory is None:
+            memory = mmap.mmap(-1, size_bytes)
+        # Every view of a view refers to the object it was first made of: when that is gone, all are.
+        owner = np.frombuffer(memory, np.uint8)
+        weakref.finalize(owner, self._take_back, memory, kept).atexit = False
+        return owner.data[:length]
+
+    def _take_idle(self, size_bytes: int) -> mmap.mmap | None:
+        with self._lock:
+            # The latest first: some of it may still be in the processor's cache.
+            for index in reversed(range(len(self._idle))):
+                if len(self._idle[index]) == size_bytes:
+                    return self._idle.pop(index)
+        return None
+
+    def _take_back(self, memory: mmap.mmap, kept: bool) -> None:
+        with self._lock:
+            self._idle.append(memory)
+            if not kept:
+                self._bytes += len(memory)
+            while self._bytes > self._bytes_max and self._idle:
+                self._bytes -= len(self._idle.pop(0))

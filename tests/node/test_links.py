@@ -1,0 +1,42 @@
+"""Links: the queue to each peer, with and without payloads, over the real network and to the node itself."""
+
+import numpy as np
+import trio
+
+from crypto.identity import PeerId
+from node.runs.links import Links
+from node.seams import Stream
+from tests.node.nets import BULK, acquaint, make_network, running
+
+Arrived = tuple[PeerId, bytes, bytes]
+
+
+async def test_a_link_carries_messages_and_payloads_in_order_to_others_and_to_itself() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    put, take = trio.open_memory_channel[Arrived](10)
+
+    async def deliver(peer: PeerId, message: bytes, payload: memoryview | None = None) -> None:
+        await put.send((peer, message, bytes(payload or b"")))
+
+    async def serve(stream: Stream) -> None:
+        while True:
+            await deliver(stream.peer, *await stream.receive_with_payload(10**6))
+
+    bob.handle(BULK, serve)
+    links = Links(alice, BULK, deliver=deliver, on_reconnected=lambda _: None, on_stuck=lambda _: None)
+    tensor = np.arange(100_000, dtype=np.float32).reshape(100, 1_000)
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        acquaint(alice, bob)
+        await nursery.start(links.run)
+        for peer in (bob.peer, alice.peer):
+            links.send(peer, b"no payload")
+            links.send(peer, b"one piece", tensor.data)
+            links.send(peer, b"two pieces", b"two ", memoryview(b"pieces"))
+            with trio.fail_after(20):
+                arrived = [await take.receive() for _ in range(3)]
+            assert arrived == [
+                (alice.peer, b"no payload", b""),
+                (alice.peer, b"one piece", tensor.tobytes()),
+                (alice.peer, b"two pieces", b"two pieces"),
+            ]
+        nursery.cancel_scope.cancel()
