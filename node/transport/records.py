@@ -139,11 +139,10 @@ class RecordReader:
 
     def space(self) -> memoryview:
         """Where the next bytes go; never empty."""
-        if self._long is not None and self._long.missing_bytes > _LONG_READ_BYTES:
-            if self._buffer is self._own_buffer:
-                self._move(self._pool.lend(_LONG_READ_BYTES))
-        else:
+        if self._long is None:
             self._give_back()
+        elif self._buffer is self._own_buffer and self._long.missing_bytes > _LONG_READ_BYTES:
+            self._move(self._pool.lend(_LONG_READ_BYTES))
         if len(self._buffer) - self._end < _RECORD_BYTES_MAX:
             self._move(self._buffer)
         return self._buffer[self._end :]
