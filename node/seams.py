@@ -6,7 +6,7 @@ in `transport`, `storage`, `executor` and `RealClock` here, the simulated ones i
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -135,6 +135,17 @@ class Storage(Protocol):
 
     def copy_in(self, name: str, path: Path) -> None:
         """Put a file of this machine, of any size, in place of what was there. Raises OSError."""
+
+    def write_soon(self, name: str, data: bytes | memoryview) -> None:
+        """As `write`, but sure to survive a crash of the machine only after `sync`: until then it may be
+        damaged or gone, so only for what its reader can check. Raises OSError."""
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make what `write_soon` wrote under these names survive; those that are not there are passed
+        over."""
+
+    def sizes(self, under: str) -> dict[str, int]:
+        """The blobs whose names begin with `under` and a slash, with their lengths in bytes."""
 
 
 class RealClock:

@@ -15,7 +15,7 @@ large for a packet travels by a stream.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -277,6 +277,15 @@ class MemoryStorage:
 
     def copy_in(self, name: str, path: Path) -> None:
         self._blobs[name] = path.read_bytes()
+
+    def write_soon(self, name: str, data: bytes | memoryview) -> None:
+        self._blobs[name] = bytes(data)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """What it holds survives as long as it does."""
+
+    def sizes(self, under: str) -> dict[str, int]:
+        return {name: len(blob) for name, blob in self._blobs.items() if name.startswith(f"{under}/")}
 
 
 def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStorage | None = None) -> Seams:

@@ -2,7 +2,8 @@
 
 A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced:
 after a crash there is the old blob or the new one, never half (the rename of POSIX, rename(2)).
-It holds keys, contacts, small tables, the graphs of runs and the weights they began and ended with.
+It holds keys, contacts, small tables, the graphs of runs and the weights they began and ended with, and
+blobs named for their hash (`node.storage.blobs`), which are synced many at a time.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -66,8 +67,52 @@ class FolderStorage:
         with path.open("rb") as source:
             self._put(name, lambda file: shutil.copyfileobj(source, file, COPY_BYTES))
 
-    def _put(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
+    def write_soon(self, name: str, data: bytes | memoryview) -> None:
+        """As `write`, but it survives a crash of the machine for sure only after `sync`."""
+        self._put(name, lambda file: file.write(data), durable=False)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make what `write_soon` wrote survive; names that are not there are passed over."""
+        folders: dict[Path, None] = {}
+        for name in names:
+            path = self.file(name)
+            try:
+                _sync(path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            folders |= dict.fromkeys(self._folders(path))
+        for folder in folders:
+            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _folders(self, path: Path) -> list[Path]:
+        """All above a file up to the data folder: a new folder is an entry of the one above it."""
+        return [folder for folder in path.parents if folder.is_relative_to(self.path)]
+
+    def sizes(self, under: str) -> dict[str, int]:
+        """The blobs whose names begin with `under` and a slash, with their lengths; links are not
+        followed."""
+        found: dict[str, int] = {}
+        waiting = [under]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                entries = list(os.scandir(self.file(folder)))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
+                name = f"{folder}/{entry.name}"
+                if not _PART.fullmatch(entry.name) or name.endswith(_TEMPORARY_SUFFIX):
+                    continue  # none of ours, or what a crash left half written
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(name)
+                elif entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        found[name] = entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def _put(self, name: str, fill: Callable[[IO[bytes]], object], *, durable: bool = True) -> None:
         target = self.file(name)
+        is_new = not target.parent.is_dir()
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         half = target.with_name(target.name + _TEMPORARY_SUFFIX)
         # A half file left by a crash may have any mode; a new one surely has ours.
@@ -77,12 +122,15 @@ class FolderStorage:
             with os.fdopen(descriptor, "wb") as file:
                 fill(file)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
         except BaseException:
             half.unlink(missing_ok=True)  # of a full disk it may hold what was left
             raise
         half.replace(target)
-        _sync_folder(target.parent)
+        if durable:
+            for folder in self._folders(target) if is_new else [target.parent]:
+                _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def delete(self, name: str) -> None:
         """Remove the blob; nothing happens where there is none."""
@@ -137,8 +185,8 @@ def _unusable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"data folder {short_path(path)}: {reason}", _OTHER_FOLDER)
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
