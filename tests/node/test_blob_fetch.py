@@ -1,0 +1,510 @@
+"""Blobs fetched from several peers: shared work, and peers that die midway, lie, stall, refuse or babble.
+
+Most of it in virtual time on the simulated network; the same over real sockets at the end.
+"""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.executor import RealExecutor
+from node.runs import blobs as protocol
+from node.runs.blobs import (
+    BLOBS_PROTOCOL,
+    Absent,
+    BlobServer,
+    BlobSink,
+    BlobsMissing,
+    Busy,
+    Found,
+    Want,
+    fetch_all,
+)
+from node.seams import Handler, RealClock, Seams, Stream
+from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
+from node.storage.folder import FolderStorage
+from sim.network import LinkModel, Links
+from sim.seams import Medium, MemoryStorage, simulated_seams
+from tests.node.nets import acquaint, make_network, running
+from tests.stack import simulate
+
+Data = Mapping[bytes, bytes]
+
+
+def some_blobs(count: int, size: int = 1_000) -> Data:
+    rng = Random(count)
+    several = [rng.randbytes(size) for _ in range(count)]
+    return {hash_of(data): data for data in several}
+
+
+def sizes_of(data: Data) -> dict[bytes, int]:
+    return {name: len(each) for name, each in data.items()}
+
+
+@dataclass
+class Peer:
+    """One simulated node with blobs, and whom it refused."""
+
+    seams: Seams
+    blobs: Blobs
+    refused: list[tuple[PeerId, str]] = field(default_factory=list)
+
+    @property
+    def id(self) -> PeerId:
+        return self.seams.network.peer
+
+    def refuse(self, peer: PeerId, error: RemoteProtocolError) -> None:
+        self.refused.append((peer, str(error)))
+
+    def hold(self, data: Data, *names: bytes) -> None:
+        for name in names or data:
+            self.blobs.put(data[name])
+
+    async def fetch(self, wanted: Mapping[bytes, int], *holders: "Peer") -> Mapping[PeerId, int]:
+        return await fetch_all(
+            self.seams.network,
+            wanted,
+            [holder.id for holder in holders],
+            sink=BlobSink(self.blobs, self.seams.executor),
+            refuse=self.refuse,
+        )
+
+
+class Group:
+    """Peers of one simulation."""
+
+    def __init__(self, nursery: trio.Nursery, medium: Medium) -> None:
+        self.medium = medium
+        self.peers: list[Peer] = []
+        self._nursery = nursery
+
+    async def add(self, handler: Handler | None = None) -> Peer:
+        """A peer that serves its blobs, or answers by `handler` instead."""
+        name = PeerId(bytes([len(self.peers) + 1]) * 32)
+        seams = simulated_seams(self.medium, name, 1, MemoryStorage())
+        peer = Peer(seams, Blobs(seams.storage))
+        if handler is None:
+            BlobServer(seams, peer.blobs, refuse=peer.refuse)
+        else:
+            seams.network.handle(BLOBS_PROTOCOL, handler)
+        await self._nursery.start(seams.network.run)
+        for other in self.peers:
+            other.seams.network.learn(name, seams.network.addresses)
+            seams.network.learn(other.id, other.seams.network.addresses)
+        self.peers.append(peer)
+        return peer
+
+
+@asynccontextmanager
+async def peers(model: LinkModel | None = None) -> AsyncIterator[Group]:
+    async with trio.open_nursery() as nursery:
+        yield Group(nursery, Medium(Links(model or LinkModel(), 1)))
+        nursery.cancel_scope.cancel()
+
+
+def scenario(test: Callable[[Group], Awaitable[None]], model: LinkModel | None = None) -> None:
+    async def main() -> None:
+        async with peers(model) as group:
+            await test(group)
+
+    simulate(main)
+
+
+async def asked(stream: Stream) -> bytes:
+    want: Want = decode(await stream.receive(), Want, bytes_max=64)
+    return want.name
+
+
+def test_all_holders_share_the_work_and_what_is_here_already_stays_there() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(90)
+        one = await group.add()
+        holders = [await group.add() for _ in range(3)]
+        for holder in holders:
+            holder.hold(data)
+        names = list(data)
+        one.hold(data, *names[:30])
+        delivered = await one.fetch(sizes_of(data), *holders, one)
+        assert all(one.blobs.get(name) == data[name] for name in names)
+        assert sum(delivered.values()) == 60 * 1_000
+        assert set(delivered) == {holder.id for holder in holders}
+        assert min(delivered.values()) >= 10 * 1_000
+        assert await one.fetch(sizes_of(data), *holders) == {}
+        assert one.refused == []
+
+    scenario(test)
+
+
+def test_requests_do_not_wait_for_each_other() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(40)
+        one, holder = await group.add(), await group.add()
+        holder.hold(data)
+        began = trio.current_time()
+        await one.fetch(sizes_of(data), holder)
+        # A trip is 50 ms: the handshake's four, and ten rounds of four requests each at most.
+        assert trio.current_time() - began <= 0.2 + 0.1 * (40 / protocol.IN_FLIGHT_MAX) + 0.01
+
+    scenario(test)
+
+
+def test_holders_that_each_have_a_part_make_up_the_whole() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(60)
+        names = list(data)
+        one = await group.add()
+        first, second, none = [await group.add() for _ in range(3)]
+        first.hold(data, *names[:30])
+        second.hold(data, *names[30:])
+        delivered = await one.fetch(sizes_of(data), none, first, second)
+        assert delivered == {first.id: 30_000, second.id: 30_000}
+
+    scenario(test)
+
+
+def test_what_nobody_has_is_named_and_the_rest_is_here() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(10)
+        names = list(data)
+        one, two, three = [await group.add() for _ in range(3)]
+        two.hold(data, *names[:4])
+        three.hold(data, *names[2:8])
+        with pytest.raises(BlobsMissing, match="2 blobs could not be had") as error:
+            await one.fetch(sizes_of(data), two, three)
+        assert set(error.value.missing) == set(names[8:])
+        assert isinstance(error.value, Unreachable)
+        assert one.blobs.missing(names) == names[8:]
+        with pytest.raises(BlobsMissing, match="nobody is known"):
+            await one.fetch(sizes_of(data))
+
+    scenario(test)
+
+
+def test_a_peer_that_has_nothing_of_it_is_not_asked_for_everything() -> None:
+    async def test(group: Group) -> None:
+        questions = 0
+
+        async def empty(stream: Stream) -> None:
+            nonlocal questions
+            while True:
+                await asked(stream)
+                questions += 1
+                await stream.send(encode(Absent()))
+
+        wanted = sizes_of(some_blobs(2 * protocol.MISSES_MAX, 10))
+        one, other = await group.add(), await group.add(empty)
+        with pytest.raises(BlobsMissing, match="it is not there"):
+            await one.fetch(wanted, other)
+        assert questions <= protocol.MISSES_MAX + protocol.IN_FLIGHT_MAX
+
+    scenario(test)
+
+
+def test_a_holder_that_dies_midway_leaves_its_share_to_the_others() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(200)
+        one = await group.add()
+        holders = [await group.add() for _ in range(3)]
+        for holder in holders:
+            holder.hold(data)
+
+        async def kill() -> None:
+            await trio.sleep(0.6)
+            group.medium.kill(holders[0].id)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            delivered = await one.fetch(sizes_of(data), *holders)
+        assert one.blobs.missing(data) == []
+        assert 0 < delivered[holders[0].id] < min(delivered[holder.id] for holder in holders[1:])
+
+    scenario(test)
+
+
+def misbehaving(reply: Callable[[bytes], bytes]) -> Handler:
+    async def serve(stream: Stream) -> None:
+        while True:
+            await stream.send(reply(await asked(stream)))
+
+    return serve
+
+
+LIES = {
+    "another blob": lambda name: encode(Found(b"something else")),
+    "too much": lambda name: encode(Found(bytes(BLOB_BYTES_MAX))),
+    "more than a message may be": lambda name: bytes(protocol.REPLY_BYTES_MAX + 1),
+    "no message": lambda name: b"\xc1\xc1",
+    "empty": lambda name: b"",
+    "another message": lambda name: encode(Want(name)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_holder_that_sends_anything_else_is_dropped_counted_and_replaced(lie: str) -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(20)
+        one, good = await group.add(), await group.add()
+        bad = await group.add(misbehaving(LIES[lie]))
+        good.hold(data)
+        delivered = await one.fetch(sizes_of(data), bad, good)
+        assert delivered == {good.id: 20_000}
+        assert [peer for peer, _ in one.refused] == [bad.id]
+        with pytest.raises(BlobsMissing):
+            await one.fetch({bytes(32): 100}, bad)
+
+    scenario(test)
+
+
+def test_a_blob_with_the_right_hash_and_more_bytes_than_were_said_is_not_taken() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(1)
+        one, other = await group.add(), await group.add()
+        other.hold(data)
+        with pytest.raises(BlobsMissing):
+            await one.fetch(dict.fromkeys(data, 999), other)
+        assert one.blobs.bytes_here == 0
+        assert len(one.refused) == 1
+
+    scenario(test)
+
+
+def test_what_a_silent_holder_owes_is_soon_asked_of_another() -> None:
+    async def test(group: Group) -> None:
+        async def silent(stream: Stream) -> None:
+            await trio.sleep_forever()
+
+        data = some_blobs(20)
+        one, good, bad = await group.add(), await group.add(), await group.add(silent)
+        good.hold(data)
+        began = trio.current_time()
+        await one.fetch(sizes_of(data), bad, good)
+        assert one.blobs.missing(data) == []
+        assert trio.current_time() - began < 2 * protocol.HEDGE_SECONDS, "nobody waits for it to be given up"
+        began = trio.current_time()
+        with pytest.raises(BlobsMissing, match="no answer in 30 s"):
+            await one.fetch({bytes(32): 1}, bad)
+        assert trio.current_time() - began < protocol.STALL_SECONDS_MAX + 1
+        assert one.refused == [], "to be slow is no crime"
+
+    scenario(test)
+
+
+def test_a_blob_that_comes_twice_is_no_harm() -> None:
+    async def test(group: Group) -> None:
+        data = some_blobs(9)
+
+        async def slow(stream: Stream) -> None:
+            while True:
+                name = await asked(stream)
+                await trio.sleep(protocol.HEDGE_SECONDS + 0.3)
+                await stream.send(encode(Found(data[name])))
+
+        one = await group.add()
+        holders = [await group.add(slow) for _ in range(2)]
+        delivered = await one.fetch(sizes_of(data), *holders)
+        assert one.blobs.missing(data) == []
+        assert sum(delivered.values()) >= 9_000
+        assert one.refused == []
+
+    scenario(test)
+
+
+def test_holders_that_refuse_or_are_not_there_are_passed_over() -> None:
+    async def test(group: Group) -> None:
+        async def busy(stream: Stream) -> None:
+            await asked(stream)
+            await stream.send(encode(Busy()))
+
+        async def hang_up(stream: Stream) -> None:
+            return
+
+        data = some_blobs(5)
+        one, good = await group.add(), await group.add()
+        others = [await group.add(handler) for handler in (busy, hang_up)]
+        gone = await group.add()
+        group.medium.kill(gone.id)
+        good.hold(data)
+        delivered = await one.fetch(sizes_of(data), *others, gone, good)
+        assert delivered == {good.id: 5_000}
+        with pytest.raises(BlobsMissing, match=r"(?=.*busy)(?=.*closed)(?=.*not running)"):
+            await one.fetch({bytes(32): 1}, *others, gone)
+
+    scenario(test)
+
+
+def test_only_some_of_many_holders_are_asked_at_once_and_the_others_stand_by() -> None:
+    async def test(group: Group) -> None:
+        open_now = most = 0
+
+        async def watched(stream: Stream) -> None:
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            try:
+                while True:
+                    await asked(stream)
+                    await stream.send(encode(Absent()))
+            finally:
+                open_now -= 1
+
+        data = some_blobs(30)
+        one = await group.add()
+        empty = [await group.add(watched) for _ in range(3 * protocol.PARALLEL_MAX)]
+        last = await group.add()
+        last.hold(data)
+        assert await one.fetch(sizes_of(data), *empty, last) == {last.id: 30_000}
+        assert 1 < most <= protocol.PARALLEL_MAX
+
+    scenario(test)
+
+
+def test_a_full_disk_ends_the_fetch_with_its_error() -> None:
+    class Full(MemoryStorage):
+        def write_soon(self, name: str, data: bytes | memoryview) -> None:
+            raise OSError("no space left")
+
+    async def test(group: Group) -> None:
+        data = some_blobs(20)
+        one, two, three = [await group.add() for _ in range(3)]
+        two.hold(data)
+        three.hold(data)
+        one.blobs = Blobs(Full())
+        with pytest.raises(OSError, match="no space left"):
+            await one.fetch(sizes_of(data), two, three)
+
+    scenario(test)
+
+
+# The server
+
+
+def test_a_damaged_blob_is_not_here_and_a_stream_goes_on() -> None:
+    async def test(group: Group) -> None:
+        one, two = await group.add(), await group.add()
+        name = two.blobs.put(b"whole")
+        two.seams.storage.write(f"blobs/{name.hex()[:2]}/{name.hex()}", b"holed")
+        other = two.blobs.put(b"another")
+        stream = await one.seams.network.open(two.id, BLOBS_PROTOCOL)
+        for each in (name, bytes(32), other):
+            await stream.send(encode(Want(each)))
+        replies: list[object] = [
+            decode(await stream.receive(), protocol.Reply, bytes_max=100) for _ in range(3)
+        ]
+        assert replies == [Absent(), Absent(), Found(b"another")]
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("request_bytes", [b"", b"\xff", encode(Want(b"short")), bytes(65)])
+def test_a_stranger_that_babbles_is_counted_and_cut_off(request_bytes: bytes) -> None:
+    async def test(group: Group) -> None:
+        one, two = await group.add(), await group.add()
+        stream = await one.seams.network.open(two.id, BLOBS_PROTOCOL)
+        await stream.send(request_bytes)
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        assert [peer for peer, _ in two.refused] == [one.id]
+
+    scenario(test)
+
+
+def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
+    async def test(group: Group) -> None:
+        server = await group.add()
+        name = server.blobs.put(b"x")
+        clients = [await group.add() for _ in range(12)]
+
+        async def ask(client: Peer) -> tuple[Stream, object]:
+            stream = await client.seams.network.open(server.id, BLOBS_PROTOCOL)
+            await stream.send(encode(Want(name)))
+            reply: object = decode(await stream.receive(), protocol.Reply, bytes_max=100)
+            return stream, reply
+
+        first = [await ask(clients[0]) for _ in range(protocol.UPLOADS_PER_PEER_MAX + 1)]
+        assert [reply for _, reply in first] == [Found(b"x")] * protocol.UPLOADS_PER_PEER_MAX + [Busy()]
+        others = [
+            (await ask(client))[1] for client in clients[1:] for _ in range(protocol.UPLOADS_PER_PEER_MAX)
+        ]
+        assert others.count(Found(b"x")) == protocol.UPLOADS_MAX - protocol.UPLOADS_PER_PEER_MAX
+        await trio.sleep(protocol.IDLE_SECONDS_MAX + 1)
+        with pytest.raises(StreamClosed):
+            await first[0][0].receive()
+        assert (await ask(clients[-1]))[1] == Found(b"x")
+
+    scenario(test)
+
+
+def test_a_peer_that_never_reads_loses_its_place() -> None:
+    async def test(group: Group) -> None:
+        server, slow = [await group.add() for _ in range(2)]
+        name = server.blobs.put(bytes(BLOB_BYTES_MAX))
+        streams = [await slow.seams.network.open(server.id, BLOBS_PROTOCOL) for _ in range(4)]
+        for stream in streams:
+            for _ in range(10):
+                await stream.send(encode(Want(name)))
+        await trio.sleep(protocol.SEND_SECONDS_MAX + 2)
+        again = await slow.seams.network.open(server.id, BLOBS_PROTOCOL)
+        await again.send(encode(Want(name)))
+        assert isinstance(decode(await again.receive(), protocol.Reply, bytes_max=1 << 22), Found)
+
+    scenario(test)
+
+
+# Real sockets
+
+
+async def test_over_real_sockets_one_dies_one_lies_one_stalls_and_all_of_it_comes(tmp_path: Path) -> None:
+    executor = RealExecutor(2)
+    data = some_blobs(60, 200_000)
+    networks = [make_network(letter) for letter in "abcdef"]
+    asker, good, better, dying, lying, stalling = networks
+    refused: list[PeerId] = []
+
+    def refuse(peer: PeerId, error: RemoteProtocolError) -> None:
+        refused.append(peer)
+
+    def blobs_in(name: str) -> Blobs:
+        return Blobs(FolderStorage(tmp_path / name))
+
+    for network, name in ((good, "good"), (better, "better")):
+        blobs = blobs_in(name)
+        for each in data.values():
+            blobs.put(each)
+        seams = Seams(network, RealClock(), Random(1), os.urandom, executor, FolderStorage(tmp_path / name))
+        BlobServer(seams, blobs, refuse=refuse)
+
+    async def die(stream: Stream) -> None:
+        for _ in range(3):
+            await stream.send(encode(Found(data[await asked(stream)])))
+
+    async def stall(stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    dying.handle(BLOBS_PROTOCOL, die)
+    lying.handle(BLOBS_PROTOCOL, misbehaving(LIES["another blob"]))
+    stalling.handle(BLOBS_PROTOCOL, stall)
+    mine = blobs_in("mine")
+    async with running(*networks):
+        acquaint(*networks)
+        delivered = await fetch_all(
+            asker,
+            sizes_of(data),
+            [stalling.peer, lying.peer, dying.peer, good.peer, better.peer],
+            sink=BlobSink(mine, executor),
+            refuse=refuse,
+        )
+    assert mine.missing(data) == []
+    assert all(mine.get(name) == each for name, each in data.items())
+    assert delivered[dying.peer] <= 3 * 200_000
+    assert refused == [lying.peer]
+    assert blobs_in("mine").missing(data) == []
