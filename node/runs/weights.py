@@ -4,9 +4,7 @@ The trainer collects each stage's parameters once at the end; each member then f
 checks its BLAKE3 hash, so that any of them can hand it over when the others have gone.
 """
 
-import json
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 
@@ -17,6 +15,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.runs.manifest import Run
 from node.runs.requests import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch
+from node.runs.safetensors_file import file_metadata, file_pieces, state_dict
 from node.seams import Network, Seams, Storage
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import shape_of
@@ -30,8 +29,6 @@ EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
 """A row of the header: name, type, shape and place."""
 FETCH_SECONDS_MAX = 300.0
-_ITEM_BYTES = {SAFETENSORS_TYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
-_ALIGNMENT = 8
 
 
 def weights_name(run: str) -> str:
@@ -101,41 +98,14 @@ def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
         for name, tensor in tensors:
             # Of what is tied, the first stage speaks for it.
             found.setdefault(name, (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"])))
-    wanted: dict[str, tuple[str, list[int], bytes]] = {}
     for row in graph.parameters:
         # Stages say it under the first of its names.
         tensor = found.get(row.names[0])
         if tensor is None or tensor[:2] != (SAFETENSORS_TYPES[row.type.dtype], list(shape_of(row.type, ()))):
             raise Unreachable("refused", f"no stage handed {row.names[0]} over as the model has it")
-        wanted |= dict.fromkeys(row.names, tensor)
-    for constant in graph.constants:
-        kind = constant.type
-        wanted |= dict.fromkeys(
-            constant.names, (SAFETENSORS_TYPES[kind.dtype], list(shape_of(kind, ())), constant.data)
-        )
-    count = run.manifest.steps * run.manifest.microbatches
-    for name in graph.counters:
-        wanted[name] = (SAFETENSORS_TYPES["int64"], [], count.to_bytes(8, "little"))
-    metadata = {"format": "pt", "peerloom.run": run.id.hex(), "peerloom.model": run.manifest.model}
-    return _write(wanted, metadata)
-
-
-def _write(tensors: Mapping[str, tuple[str, list[int], bytes]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file: the length of a JSON header, the header, the data (the format's README).
-
-    By hand, because the package writes from arrays, and numpy has no bfloat16.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    # The widest items first, so that every tensor lies aligned.
-    order = sorted(tensors, key=lambda name: (-_ITEM_BYTES[tensors[name][0]], name))
-    offset = 0
-    for name in order:
-        dtype, shape, data = tensors[name]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return b"".join([struct.pack("<Q", len(text)), text, *(tensors[name][2] for name in order)])
+    entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
+    metadata = file_metadata(run.id, run.manifest.model)
+    return b"".join(file_pieces(entries, metadata, lambda row: [found[graph.parameters[row].names[0]][2]]))
 
 
 async def fetch_weights(seams: Seams, run: str, holders: Sequence[PeerId], digest: str) -> bytes:

@@ -1,0 +1,107 @@
+"""A model's state dict as a safetensors file, written a piece at a time: the whole model is never in memory.
+
+What stands in it follows from the graph: parameters and statistics under all their names, constants that have
+one, and how many micro-batches each batch norm has seen. Where the numbers come from is the caller's affair.
+By hand, because the package writes from whole arrays, and numpy has no bfloat16.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.sizes import shape_of
+from partition.model.stored import SAFETENSORS_TYPES
+
+TURN_BYTES = 64 << 20
+"""How much is written in one turn of a thread."""
+_ITEM_BYTES = {SAFETENSORS_TYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
+_ALIGNMENT = 8
+_HALF = ".half"
+
+Read = Callable[[int], Iterable[bytes | memoryview]]
+"""The bytes of a row of `Graph.parameters`, in pieces."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a state dict: `dtype` as safetensors calls it, and where its bytes come from, a row of
+    `Graph.parameters` or the bytes themselves."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    source: int | bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def state_dict(graph: Graph, microbatches: int) -> dict[str, Entry]:
+    """All of a model's state dict, after so many micro-batches."""
+    entries: dict[str, Entry] = {}
+    for number, row in enumerate(graph.parameters):
+        entry = Entry(SAFETENSORS_TYPES[row.type.dtype], shape_of(row.type, ()), number)
+        entries |= dict.fromkeys(row.names, entry)
+    for constant in graph.constants:
+        kind = constant.type
+        entry = Entry(SAFETENSORS_TYPES[kind.dtype], shape_of(kind, ()), constant.data)
+        entries |= dict.fromkeys(constant.names, entry)
+    for name in graph.counters:
+        entries[name] = Entry(SAFETENSORS_TYPES["int64"], (), microbatches.to_bytes(8, "little"))
+    return entries
+
+
+def file_metadata(run: bytes, model: str) -> dict[str, str]:
+    """What the file of a run says of itself."""
+    return {"format": "pt", "peerloom.run": run.hex(), "peerloom.model": model}
+
+
+def file_pieces(
+    entries: Mapping[str, Entry], metadata: Mapping[str, str], read: Read
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file: the length of a JSON header, the header, the data (the format's README)."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    # The widest items first, so that every tensor lies aligned.
+    order = sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
+    offset = 0
+    for name in order:
+        entry = entries[name]
+        end = offset + entry.size_bytes
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield struct.pack("<Q", len(text)) + text
+    for name in order:
+        source = entries[name].source
+        if isinstance(source, bytes):
+            yield source
+        else:
+            yield from read(source)
+
+
+def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | None]:
+    """Write a file that takes its name only when it is whole: None after each turn, lastly its length.
+
+    Raises OSError.
+    """
+    half = path.with_name(path.name + _HALF)
+    size, turn = 0, TURN_BYTES
+    try:
+        with half.open("wb") as file:
+            for piece in pieces:
+                size += file.write(piece)
+                if size >= turn:
+                    turn = size + TURN_BYTES
+                    yield None
+        half.replace(path)
+    except BaseException:
+        with suppress(OSError):  # what went wrong is said by the error on its way
+            half.unlink(missing_ok=True)
+        raise
+    yield size
