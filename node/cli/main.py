@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli import identity, leave, model, peers, runs, status, train
+from node.cli import checkpoint, identity, leave, model, peers, runs, status, train
 from node.cli.demo.command import demo
 from node.cli.place import AsJson, DataDir
 from node.cli.render import show, show_error
@@ -29,6 +29,7 @@ app.command("id")(identity.identity)
 app.command("train")(train.train)
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("leave")(leave.leave)
 
 _ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
