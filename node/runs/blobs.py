@@ -27,7 +27,7 @@ from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs
 
 BLOBS_PROTOCOL = "/peerloom/blobs/1"
 REQUEST_BYTES_MAX = 64
-REPLY_BYTES_MAX = BLOB_BYTES_MAX + 64
+REPLY_BYTES_MAX = 64
 UPLOADS_MAX = 32
 """Streams served at once; each has one blob in memory."""
 UPLOADS_PER_PEER_MAX = 4
@@ -66,7 +66,9 @@ class Want(msgspec.Struct, frozen=True, tag="want", array_like=True):
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
-    data: Annotated[bytes, msgspec.Meta(max_length=BLOB_BYTES_MAX)]
+    """So many bytes are the next message: apart, so that neither end copies them."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
 class Absent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
@@ -126,15 +128,13 @@ class BlobServer:
             if idle.cancelled_caught:
                 return
             want: Want = decode(request, Want, bytes_max=REQUEST_BYTES_MAX)
-            reply = await self._executor.run(partial(self._find, want.name))
+            data = await self._executor.run(partial(self._blobs.get, want.name))
             with trio.move_on_after(SEND_SECONDS_MAX) as slow:
-                await stream.send(reply)
+                await stream.send(encode(Absent() if data is None else Found(len(data))))
+                if data is not None:
+                    await stream.send(data)
             if slow.cancelled_caught:
                 return
-
-    def _find(self, name: bytes) -> bytes:
-        data = self._blobs.get(name)
-        return encode(Absent() if data is None else Found(data))
 
 
 class Sink(Protocol):
@@ -268,7 +268,7 @@ class _Fetch:
             while self._open:
                 await self._ask(holder, stream)
                 if holder.owes:
-                    await self._on_reply(holder, await _in_time(stream.receive, STALL_SECONDS_MAX))
+                    await self._receive(holder, stream)
                 elif self._asked:
                     with trio.move_on_after(HEDGE_SECONDS):
                         await self._changed.wait()
@@ -303,9 +303,11 @@ class _Fetch:
                 return name
         return None
 
-    async def _on_reply(self, holder: _Holder, data: bytes) -> None:
+    async def _receive(self, holder: _Holder, stream: Stream) -> None:
+        """The next answer, which is to the oldest question."""
         name, peer = holder.owes[0], holder.peer
-        reply: Reply = decode(data, Reply, bytes_max=REPLY_BYTES_MAX)
+        head = await _in_time(stream.receive, STALL_SECONDS_MAX)
+        reply: Reply = decode(head, Reply, bytes_max=REPLY_BYTES_MAX)
         match reply:
             case Busy():
                 raise _Dropped("busy: too many fetch at once")
@@ -314,7 +316,10 @@ class _Fetch:
                     self._open[name].add(peer)
                 holder.misses += 1
             case Found():
-                await self._on_found(name, peer, reply.data)
+                data = await _in_time(stream.receive, STALL_SECONDS_MAX)
+                if len(data) != reply.size_bytes:
+                    raise RemoteProtocolError("a blob of another size than announced")
+                await self._on_found(name, peer, data)
         holder.owes.popleft()
         self._release(name, peer)
         self._wake()

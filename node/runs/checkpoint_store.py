@@ -13,6 +13,7 @@ Everything here waits for the disk and goes by no network, so a command can use 
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,21 @@ class CheckpointStore:
         for stage, state in enumerate(kept.checkpoint.stages):
             part = self.blobs.get(state.part) if stage not in held else None
             if part is not None:
-                self.expect_part(run, step, stage, state, part, is_guest=False)
+                # Of a stage that was never held here, a checkpoint may say anything.
+                with suppress(RemoteProtocolError):
+                    self.expect_part(run, step, stage, state, part, is_guest=False)
+
+    def check_held(self, checkpoint: Checkpoint) -> bool:
+        """Whether what is held of a step, at least one stage, is this checkpoint's."""
+        held = self.stage_pins(run_text(checkpoint.run), checkpoint.step)
+        for stage, (name, *_) in held.items():
+            if stage >= len(checkpoint.stages) or checkpoint.stages[stage].part != name:
+                return False
+            try:
+                check_part(decode_part(self.blobs.get(name) or b""), checkpoint.stages[stage])
+            except RemoteProtocolError:
+                return False
+        return bool(held)
 
     # Out of it
 

@@ -377,6 +377,9 @@ class Copies:
                     request.run, step, stage, request.state, holders, is_guest=not self._ours(request.run)
                 )
                 is_whole = True
+        except RemoteProtocolError as error:
+            # Whoever asks passes on what a replica says of itself, and may not know better.
+            return Declined(str(error)[:REASON_LENGTH_MAX])
         finally:
             if not is_whole:
                 # What half came is of no use to anybody, and takes the place of what may.
@@ -407,10 +410,7 @@ class Copies:
             reason = self._admits(author, found.id) if author != self._network.peer else None
             if reason is not None:
                 return Declined(f"its author: {reason}"[:REASON_LENGTH_MAX])
-            if any(
-                stage >= len(checkpoint.stages) or hashes[0] != checkpoint.stages[stage].part
-                for stage, hashes in held.items()
-            ):
+            if not await checkpoints.call(partial(store.check_held, checkpoint)):
                 return Declined("another state of this step is kept here")
             await self._learn_graph(checkpoint.graph, [found.requester, *holders])
             add = partial(store.add, data, is_guest=not self._ours(found.id))

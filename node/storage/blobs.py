@@ -31,6 +31,8 @@ BLOB_BYTES_MAX = 2 << 20
 chunks (`node.runs.checkpoint_format`) has 1.5."""
 GUEST_BYTES_MAX = 16 << 30
 """What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
+GUEST_PINS_MAX = 4_096
+"""However little each names: every blob is a file."""
 PIN_BYTES_MAX = 16 << 20
 """One pin's file, which is this node's own: four times the hashes of the largest stage."""
 _FOLDER = "blobs"
@@ -180,12 +182,12 @@ class Blobs:
             before = self._pins.get(label)
             self._forget(label)
             self._remember(label, pin)
-            if is_guest and self._guest_bytes > self.guest_bytes_max:
-                wanted = self._guest_bytes
+            reason = self._excess() if is_guest else None
+            if reason is not None:
                 self._forget(label)
                 if before is not None:
                     self._remember(label, before)
-                raise NoRoom(f"{wanted} bytes for others, at most {self.guest_bytes_max} are given")
+                raise NoRoom(reason)
         try:
             self.sync(sizes)
             self._storage.write(f"{_PINS}/{label}", encode(pin))
@@ -195,6 +197,13 @@ class Blobs:
                 if before is not None:
                     self._remember(label, before)
             raise
+
+    def _excess(self) -> str | None:
+        if self._guest_bytes > self.guest_bytes_max:
+            return f"{self._guest_bytes} bytes for others, at most {self.guest_bytes_max} are given"
+        if sum(pin.is_guest for pin in self._pins.values()) > GUEST_PINS_MAX:
+            return f"{GUEST_PINS_MAX} states of others are kept here already"
+        return None
 
     def unpin(self, label: str) -> None:
         """Let go of what `label` holds; nothing happens where it holds nothing."""

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from crypto.errors import LocalProtocolError
 from node.seams import Storage
+from node.storage import blobs as blobs_file
 from node.storage import folder
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, NoRoom, hash_of
 from node.storage.folder import FolderStorage
@@ -136,6 +137,20 @@ def test_guests_have_a_budget_that_our_own_pins_do_not_touch(storage: Storage) -
     assert Blobs(storage).guest_bytes == blobs.guest_bytes
     blobs.unpin("mine")
     assert blobs.guest_bytes == 16, "what we let go of is theirs again"
+
+
+def test_guests_have_only_so_many_pins_however_little_they_name(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs_file, "GUEST_PINS_MAX", 2)
+    blobs = Blobs(storage)
+    blobs.pin("mine", {})
+    blobs.pin("guest/1", {}, is_guest=True)
+    blobs.pin("guest/2", {}, is_guest=True)
+    blobs.pin("guest/2", sizes(b"x"), is_guest=True)
+    with pytest.raises(NoRoom, match="2 states of others"):
+        blobs.pin("guest/3", {}, is_guest=True)
+    assert blobs.labels() == ["guest/1", "guest/2", "mine"]
 
 
 def test_a_pin_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,24 @@ async def test_what_was_begun_before_a_crash_is_gone_after_it_and_damaged_pins_a
     assert store.recover() == 0
 
 
+async def test_a_checkpoint_that_lies_of_a_stage_not_held_here_does_not_stop_a_start(
+    storage: Storage,
+) -> None:
+    checkpoints, of = checkpoints_in(storage), saved()
+    await save(checkpoints, of)
+    kept = checkpoints.store.find(of.run.text)
+    assert kept is not None
+    one, two = kept.checkpoint.stages
+    lie = msgspec.structs.replace(two, part=one.part, part_bytes=one.part_bytes)
+    checkpoints.store.drop_stage(of.run.text, 4, 1)
+    await checkpoints.seal(of.run, of.plan, step=4, samples=1, stages=[one, lie], is_guest=False)
+    store = checkpoints_in(storage).store
+    store.recover()
+    found = store.find(of.run.text)
+    assert found is not None
+    assert found.stages_here == (0,)
+
+
 async def test_another_runs_state_that_is_too_large_for_the_budget_is_not_kept(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage, guest_bytes_max=1_000), saved()
     with pytest.raises(NoRoom):

@@ -277,6 +277,20 @@ def test_a_stage_whose_holders_are_gone_is_declined_and_its_place_is_free_again(
     scenario("abc", test)
 
 
+def test_a_replica_that_says_what_its_state_is_not_has_no_copies() -> None:
+    async def test(group: Swarm, several: Keepers) -> None:
+        a, b, c = (several[name] for name in "abc")
+        of = run_by(a)
+        states = [await a.snapshot(of, 0), await b.snapshot(of, 1)]
+        lie = msgspec.structs.replace(states[1], digest=bytes(32))
+        wanted = [[a.peer, c.peer]] * 2
+        have = await a.copies.spread(of.run.id, 4, [states[0], lie], [[a.peer], [b.peer]], wanted)
+        assert [sorted(each) for each in have] == [sorted(wanted[0]), []]
+        assert c.refused == [], "who passed it on could not know"
+
+    scenario("abc", test)
+
+
 def test_strangers_may_not_have_a_node_keep_anything() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
@@ -338,6 +352,10 @@ def test_a_conclusion_that_does_not_match_is_refused() -> None:
         name = await a.seal(of, other_states)
         network = a.node.network
         reply = await ask(network, c.peer, Conclude(of.run.id, 4, name), seconds=30)
+        assert reply == Declined("another state of this step is kept here")
+        lie = msgspec.structs.replace(states[0], digest=bytes(32))
+        liar = await a.seal(of, [lie, states[1]])
+        reply = await ask(network, c.peer, Conclude(of.run.id, 4, liar), seconds=30)
         assert reply == Declined("another state of this step is kept here")
         nothing = await ask(network, c.peer, Conclude(of.run.id, 3, name), seconds=30)
         assert nothing == Declined("nothing of it is kept here")
