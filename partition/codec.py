@@ -1,28 +1,54 @@
 """Tensors on the wire: a bundle of numpy arrays to a self-describing, digested payload, and back.
 
 What crosses a stage's boundary is often more than one tensor (a skip connection, a mask) and the sizes they
-depend on, so a payload is a bundle: its tensors one after the other, little-endian, in C order, plain or as
-one zstd frame. The digest covers `data` as sent, so a relay or a sender that keeps frames can check them
-without decompressing. bfloat16 has no numpy type and travels as uint16. int8 blocks come later as a codec.
+depend on, so a payload is a bundle: its tensors one after the other, little-endian, in C order. With the
+codec `raw` that is all. With any other each tensor has a word of eight bytes before it: how it was made
+smaller (zstd or not, and by the payload's lossy codec or not), and its length. So every tensor is sent as
+what pays for it, and whole numbers, what is not finite and what is short stay exact. How is
+`partition.codecs`.
 
-Everything in a payload is a stranger's claim. `unpack` checks the digest, then what the shapes claim against
-the receiver's bound, and only then decompresses, never to more than that claim.
+The digest covers `data` as sent, so a relay or a sender that keeps frames can check them without decoding.
+bfloat16 has no numpy type and is held as uint16.
+
+Everything in a payload is a stranger's claim. `unpack` checks the digest, then what the shapes claim
+against the receiver's bound, then the exact length of each tensor, and only then allocates, never more than
+a few times that bound.
 """
 
+import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import numpy as np
-import zstandard
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
+from partition.codecs import tiles
+from partition.codecs.blocks import Int4, Int8
+from partition.codecs.feedback import Feedback
+from partition.codecs.floats import Bfloat16, Float16
+from partition.codecs.lossless import restore, shrink
+from partition.codecs.tiles import ON_WIRE, Coder
+from partition.codecs.tiles import Array as Array
+from partition.codecs.tiles import Rounding as Rounding
+from partition.model.graph import FLOATING, ITEM_BYTES, TENSORS_MAX, DataType
 
-Codec = Literal["raw", "zstd"]
-Array = np.ndarray[Any, np.dtype[Any]]
+Codec = Literal[
+    "raw",
+    "zstd",
+    "float16",
+    "float16+zstd",
+    "bfloat16",
+    "bfloat16+zstd",
+    "int8",
+    "int8+zstd",
+    "int4",
+    "int4+zstd",
+]
+"""What a sender was asked for; the least lossy first. `raw` and `zstd` are exact."""
+CODECS: tuple[Codec, ...] = get_args(Codec)
 Typed = tuple[DataType, Array]
 """A tensor as numpy holds it, and its real type: they differ for bfloat16 only."""
 
@@ -30,21 +56,19 @@ DIMENSIONS_MAX = 8
 SIDE_MAX = 2**31 - 1
 SIZES_MAX = 8
 DIGEST_BYTES = 32
-ZSTD_LEVEL = 1
-"""Level 3 gains little on activations and costs twice the time (measured on GPT activations)."""
+CODED_ITEMS_MIN = 64
+"""A shorter tensor is sent exactly: nothing is to be gained."""
 
-_ON_WIRE: dict[DataType, str] = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "bfloat16": "<u2",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "i1",
-    "uint8": "u1",
-    "bool": "?",
+_CODERS: dict[str, Coder] = {
+    "float16": Float16(),
+    "bfloat16": Bfloat16(),
+    "int8": Int8(),
+    "int4": Int4(),
 }
+_WORD = struct.Struct("<II")
+"""Before each tensor: marks, and the length of what follows."""
+_CODED, _ZSTD, _APART = 1, 2, 4
+_MARKS = {0, _CODED, _ZSTD, _ZSTD | _APART, _CODED | _ZSTD, _CODED | _ZSTD | _APART}
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=SIDE_MAX)]
 Shape = Annotated[tuple[Side, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
@@ -84,19 +108,34 @@ def pack(tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = ()) -> P
     Raises: LocalProtocolError: an array of another type than said, without elements, or of more than 8
     dimensions.
     """
-    headers, parts = [], []
-    for dtype, array in tensors:
-        if array.size == 0 or array.ndim > DIMENSIONS_MAX:
-            raise LocalProtocolError(f"a tensor of shape {array.shape} cannot be sent")
-        on_wire = np.dtype(_ON_WIRE[dtype])
-        if array.dtype != on_wire:
-            raise LocalProtocolError(f"a tensor of type {array.dtype} cannot be sent as {dtype}")
-        headers.append(TensorHeader(dtype, tuple(array.shape)))
-        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return pack_measured(tensors, codec, sizes)[0]
+
+
+def pack_measured(
+    tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = (), feedback: Feedback | None = None
+) -> tuple[Payload, Rounding]:
+    """Encode a bundle, and say what the codec rounded off. With `feedback` int4 makes up for it next time;
+    the keys there are the tensors' places in the bundle.
+
+    Raises: LocalProtocolError, as `pack`.
+    """
+    headers: list[TensorHeader] = []
+    parts: list[bytes | memoryview] = []
+    rounding = Rounding()
+    for place, (dtype, array) in enumerate(tensors):
+        headers.append(_header(dtype, array))
+        flat = np.ascontiguousarray(array).reshape(-1)
+        if codec == "raw":
+            parts.append(flat.view(np.uint8).data)
+            continue
+        if feedback is not None and codec.startswith("int4"):
+            marks, part, rounded = _pack_owing(dtype, flat, codec, feedback, place)
+        else:
+            marks, part, rounded = _pack_one(dtype, flat, codec)
+        parts += [_WORD.pack(marks, len(part)), part]
+        rounding += rounded
     data = b"".join(parts)
-    if codec == "zstd":
-        data = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
-    return Payload(tuple(sizes), tuple(headers), codec, blake3(data).digest(), data)
+    return Payload(tuple(sizes), tuple(headers), codec, blake3(data).digest(), data), rounding
 
 
 def typed(array: Array) -> Typed:
@@ -109,37 +148,120 @@ def typed(array: Array) -> Typed:
 
 
 def unpack(payload: Payload, *, bytes_max: int) -> list[Typed]:
-    """Decode a payload to read-only arrays of together at most `bytes_max` bytes.
+    """Decode a payload to arrays of together at most `bytes_max` bytes.
+
+    Those that are read-only share the memory of `payload.data`, the others are nobody else's.
 
     Raises:
         RemoteProtocolError: a wrong digest, tensors larger than `bytes_max`, or data that is not
-            exactly what shapes and types claim.
+            exactly what shapes, types and codec claim. Coded tensors are finite, exact ones as they are.
     """
     if blake3(payload.data).digest() != payload.digest:
         raise RemoteProtocolError("a tensor with a wrong digest")
     size = payload.size_bytes
     if size > bytes_max:
         raise RemoteProtocolError(f"a tensor of {size} bytes, at most {bytes_max} allowed")
-    data = payload.data if payload.codec == "raw" else _decompress(payload.data, size)
-    if len(data) != size:
-        raise RemoteProtocolError(f"a tensor of {len(data)} bytes that claims {size}")
+    segments = _segments(payload)
     arrays: list[Typed] = []
-    offset = 0
-    for tensor in payload.tensors:
-        count = prod(tensor.shape)
-        if tensor.dtype == "bool" and np.frombuffer(data, np.uint8, count, offset).max() > 1:
+    for header, (marks, part) in zip(payload.tensors, segments, strict=True):
+        flat = _unpack_one(header, payload.codec, marks, part)
+        if header.dtype == "bool" and flat.view(np.uint8).max() > 1:
             raise RemoteProtocolError("a tensor of bool with other bytes than 0 and 1")
-        array = np.frombuffer(data, dtype=_ON_WIRE[tensor.dtype], count=count, offset=offset)
-        arrays.append((tensor.dtype, array.reshape(tensor.shape)))
-        offset += tensor.size_bytes
+        arrays.append((header.dtype, flat.reshape(header.shape)))
     return arrays
 
 
-def _decompress(data: bytes, size: int) -> bytes:
-    try:
-        # zstandard allocates what the frame's own header claims, so that claim is checked first.
-        if zstandard.get_frame_parameters(data).content_size != size:
-            raise RemoteProtocolError(f"a zstd frame that does not claim the {size} bytes of its tensor")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise RemoteProtocolError(f"broken zstd data: {error}") from None
+def coded_bytes(dtype: DataType, count: int, codec: Codec) -> int:
+    """How many bytes `codec` makes of a tensor of ordinary numbers, without its word and before any zstd."""
+    coder = _coder(dtype, codec, count)
+    return count * ITEM_BYTES[dtype] if coder is None else coder.coded_bytes(count)
+
+
+def _header(dtype: DataType, array: Array) -> TensorHeader:
+    if array.size == 0 or array.ndim > DIMENSIONS_MAX:
+        raise LocalProtocolError(f"a tensor of shape {array.shape} cannot be sent")
+    if array.dtype != np.dtype(ON_WIRE[dtype]):
+        raise LocalProtocolError(f"a tensor of type {array.dtype} cannot be sent as {dtype}")
+    return TensorHeader(dtype, tuple(array.shape))
+
+
+def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
+    """What makes so many items of this type smaller; None where nothing may or does."""
+    if dtype not in FLOATING or count < CODED_ITEMS_MIN:
+        return None
+    coder = _CODERS.get(codec.removesuffix("+zstd"))
+    return None if coder is None or coder.coded_bytes(count) >= count * ITEM_BYTES[dtype] else coder
+
+
+def _pack_one(dtype: DataType, flat: Array, codec: Codec) -> tuple[int, bytes | memoryview, Rounding]:
+    """Marks, bytes and what was rounded off of one tensor."""
+    plain = flat.view(np.uint8)
+    coder = _coder(dtype, codec, len(flat))
+    found = None if coder is None else tiles.encode(coder, flat, dtype)
+    if coder is None or found is None:
+        return *_shrunk(0, plain, ITEM_BYTES[dtype], codec), Rounding()
+    coded, rounding = found
+    return *_shrunk(_CODED, coded, coder.item_bytes, codec), rounding
+
+
+def _shrunk(marks: int, data: Array, item_bytes: int, codec: Codec) -> tuple[int, bytes | memoryview]:
+    found = shrink(data, item_bytes) if codec.endswith("zstd") else None
+    if found is None:
+        return marks, data.data
+    frame, is_apart = found
+    return marks | _ZSTD | (_APART if is_apart else 0), frame
+
+
+def _pack_owing(
+    dtype: DataType, flat: Array, codec: Codec, feedback: Feedback, place: int
+) -> tuple[int, bytes | memoryview, Rounding]:
+    """As `_pack_one`, with what was rounded off before, and remembering what is now."""
+    coder = _coder(dtype, codec, len(flat))
+    if coder is None:
+        return _pack_one(dtype, flat, codec)
+    wanted = tiles.widen(flat, dtype)
+    feedback.add_to(place, wanted)
+    found = tiles.encode(coder, wanted, "float32")
+    if found is None:
+        return _pack_one(dtype, flat, codec)
+    coded, _ = found
+    rounding = feedback.keep(place, wanted, tiles.decode(coder, coded, len(flat), "float32"))
+    return *_shrunk(_CODED, coded, coder.item_bytes, codec), rounding
+
+
+def _segments(payload: Payload) -> list[tuple[int, memoryview]]:
+    """Marks and bytes of every tensor; the lengths are those of `data`, and checked against nothing else."""
+    data = memoryview(payload.data)
+    segments = []
+    offset = 0
+    for header in payload.tensors:
+        marks, length = 0, header.size_bytes
+        if payload.codec != "raw":
+            if len(data) - offset < _WORD.size:
+                raise RemoteProtocolError("a payload that ends before its tensors do")
+            marks, length = _WORD.unpack_from(data, offset)
+            offset += _WORD.size
+        segments.append((marks, data[offset : offset + length]))
+        offset += length
+    if offset != len(data):
+        raise RemoteProtocolError(f"a payload of {len(data)} bytes that claims {offset}")
+    return segments
+
+
+def _unpack_one(header: TensorHeader, codec: Codec, marks: int, part: memoryview) -> Array:
+    """A flat array of the header's type."""
+    count = prod(header.shape)
+    coder = _coder(header.dtype, codec, count) if marks & _CODED else None
+    size = header.size_bytes if coder is None else coder.coded_bytes(count)
+    item_bytes = ITEM_BYTES[header.dtype] if coder is None else coder.item_bytes
+    is_zstd = bool(marks & _ZSTD)
+    if marks not in _MARKS or (marks & _CODED and coder is None) or (is_zstd and not codec.endswith("zstd")):
+        raise RemoteProtocolError(f"a tensor marked {marks} in a payload of {codec}")
+    if len(part) >= size if is_zstd else len(part) != size:
+        raise RemoteProtocolError(f"a tensor of {len(part)} bytes that claims {size}")
+    data = np.frombuffer(part, np.uint8)
+    if is_zstd:
+        data = restore(part, size, item_bytes, is_apart=bool(marks & _APART))
+    if coder is not None:
+        return tiles.decode(coder, data, count, header.dtype)
+    return data.view(ON_WIRE[header.dtype])

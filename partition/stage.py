@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from partition.codec import Codec, Digest, Payload
+from partition.codec import Codec, Digest, Payload, Rounding
 from partition.model.graph import FLOATING, ITEM_BYTES, Parameter, StageGraph
 from partition.model.sizes import check_sizes, evaluate, shape_of
 
@@ -131,8 +131,8 @@ class StageSpecification(msgspec.Struct, frozen=True):
     operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
     step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
     input and computes it again for the backward pass. `memory_bytes_max` and `flops_max` (for one
-    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `codec` is what the
-    stage's answers are packed with. `threads` and `device` are the replica's own affair.
+    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `threads` and
+    `device` are the replica's own affair.
 
     Raises:
         ValueError: vectors, a micro-batch or a type that no stage can have.
@@ -148,7 +148,6 @@ class StageSpecification(msgspec.Struct, frozen=True):
     recompute: bool = False
     threads: Annotated[int, msgspec.Meta(ge=1, le=THREADS_MAX)] = 1
     device: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{1,16}(:[0-9]{1,3})?\Z")] = "cpu"
-    codec: Codec = "raw"
     memory_bytes_max: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] = 1 << 40
     flops_max: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
@@ -256,7 +255,7 @@ def boundary_bytes(specification: StageSpecification) -> int:
 def message_bytes_max(specification: StageSpecification) -> int:
     """The longest request or answer of a correct stage: the parameters, or one micro-batch."""
     constants = sum(len(constant.data) for constant in specification.graph.constants)
-    # Under autocast a boundary may be half of this, never more.
+    # Under autocast a boundary may be half of this, never more; and a codec never makes it longer.
     tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))
     graph = specification.graph
     names = [row.names[0] for row in graph.parameters]
@@ -290,7 +289,8 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Compute one micro-batch of the entry point `train`: `input` is the stage's inputs in their order.
 
     The last stage needs labels; when `train`, it goes back at once. Any other stage keeps what its
-    `Backward` will need. With `train` false nothing is kept and nothing is random.
+    `Backward` will need. With `train` false nothing is kept and nothing is random. `codec` is what the
+    answer is packed with: the link that it takes decides.
     """
 
     step: Number
@@ -298,13 +298,15 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     train: bool
     input: Payload
     labels: Payload | None = None
+    codec: Codec = "raw"
 
 
 class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer: `output` from all but the last stage, `gradient` of the inputs from the last one.
 
     `samples` is the batch, or what the graph counts instead (tokens). `loss` and `metrics` are *sums* over
-    them, in the graph's order; 0 and () except at the last stage.
+    them, in the graph's order; 0 and () except at the last stage. `rounding` is what the codec took from the
+    tensors of the answer.
     """
 
     output: Payload | None
@@ -312,20 +314,23 @@ class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     loss: float
     samples: int
     metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)] = ()
+    rounding: Rounding = Rounding()
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The gradients of the loss by the outputs that have one, in their order."""
+    """The gradients of the loss by the outputs that have one, in their order. `codec` as in `Forward`."""
 
     step: Number
     microbatch: Number
     gradient: Payload
+    codec: Codec = "raw"
 
 
 class BackwardDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`gradient` is for the stage before; None from the first stage."""
+    """`gradient` is for the stage before; None from the first stage. `rounding` as in `Forwarded`."""
 
     gradient: Payload | None
+    rounding: Rounding = Rounding()
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -366,11 +371,15 @@ class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run an entry point without gradients, over the states of a session; an unknown session begins anew."""
+    """Run an entry point without gradients, over the states of a session; an unknown session begins anew.
+
+    `codec` as in `Forward`.
+    """
 
     session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
     entry: Annotated[str, msgspec.Meta(max_length=64)]
     input: Payload
+    codec: Codec = "raw"
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -167,7 +167,7 @@ def simple_cnn(dtype: Precision = "float64") -> Model:
 
 
 def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **changes: Any) -> Manifest:
-    """Five steps of simple-cnn on digits over 2 stages x 2 replicas, without compression."""
+    """Five steps of simple-cnn on digits over 2 stages x 2 replicas."""
     captured = captured or simple_cnn(dtype)
     fields: dict[str, Any] = {
         "model": "simple-cnn",
@@ -183,7 +183,7 @@ def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **c
         "autocast": "off",
         "recompute": False,
         "seed": 7,
-        "codec": "raw",
+        "frames": "exact",
         "stages": 2,
         "replicas": 2,
         "created_milliseconds": 1,

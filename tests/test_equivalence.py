@@ -3,9 +3,11 @@
 ARCHITECTURE, a step. Whole nodes, simulated network and time, real arithmetic.
 """
 
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import trio
@@ -81,6 +83,33 @@ def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, momen
 
     simulate(scenario)
     assert replayed == [4], "one replica held half of the step's eight micro-batches"
+
+
+def test_with_int8_frames_a_replay_is_the_same_and_the_result_is_near() -> None:
+    results: list[Tensors] = []
+    expected: list[Tensors] = []
+
+    def with_deaths(deaths: int) -> Callable[[], Awaitable[None]]:
+        async def scenario() -> None:
+            async with swarm("abcde") as group:
+
+                async def disturb(event: Event) -> None:
+                    if deaths and isinstance(event, StepCommitted) and event.step == 1:
+                        await trio.sleep(0.5 * event.seconds)
+                        group.kill(victim_of(group, 0))
+
+                run, _ = await train(group, "e", manifest(frames="int8"), disturb)
+                results.append(weights(group, "e", run))
+                expected.append(reference(run))
+
+        return scenario
+
+    simulate(with_deaths(0))
+    simulate(with_deaths(1))
+    assert_equal(results[1], results[0], "float64")
+    for name, array in expected[0].items():
+        assert np.abs(results[0][name] - array).max() < 0.02
+    assert any(np.abs(results[0][name] - array).max() > 1e-6 for name, array in expected[0].items())
 
 
 def test_a_dead_trainer_is_replaced_and_the_result_is_the_same() -> None:
@@ -191,7 +220,6 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
         data=data.digest,
         test_samples=len(data.test_labels),
         optimizer=CLIPPED,
-        codec="zstd",
         stages=3,
     )
     results: list[Tensors] = []

@@ -134,7 +134,6 @@ def make_specification(
             recompute=manifest.recompute,
             threads=machine.threads,
             device=machine.device,
-            codec=manifest.codec,
             memory_bytes_max=max(1, machine.memory_bytes),
         )
     except ValueError as error:

@@ -15,6 +15,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from node.errors import UsageError
+from partition.codecs.choice import Frames
 from partition.model.graph import SYMBOLS_MAX
 from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings, Schedule
 
@@ -31,7 +32,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
 
     `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
-    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing.
+    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
+    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss.
     """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 200
@@ -49,7 +51,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     recompute: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     dtype: Literal["float32", "float64"] = "float32"
-    compress: bool = True
+    frames: Frames = "exact"
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -125,7 +127,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     autocast: Literal["off", "bfloat16"]
     recompute: bool
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    codec: Literal["raw", "zstd"]
+    frames: Frames
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)]
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)]
     created_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

@@ -157,7 +157,10 @@ class RunMember:
         except BaseException:
             await opened.aclose()
             raise
-        shell = ReplicaShell(service.signer, plan, specification, parts, opened, executor, service.send)
+        frames = self.run.manifest.frames
+        shell = ReplicaShell(
+            service.signer, plan, specification, parts, opened, executor, service.send, frames
+        )
         self._replica = shell
         self._replica_scope = trio.CancelScope()
         self._start_task(lambda: self._host(shell, self._replica_scope))

@@ -23,6 +23,7 @@ from node.runs.requests import GroupPart
 from node.seams import Executor, Stage
 from partition import stage as api
 from partition.codec import Payload
+from partition.codecs.choice import Frames, narrowest
 from partition.plan.plan import Plan
 from partition.steps import replica as core
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, Frame, make_frame
@@ -54,9 +55,12 @@ class ReplicaShell:
         stage: Stage,
         executor: Executor,
         send: Send,
+        frames: Frames = "exact",
     ) -> None:
         entry = specification.graph.entry(TRAIN)
         self.core = core.Replica(signer.peer, plan, awaits_gradient=bool(entry.backward_outputs))
+        self._forward_codec = narrowest(frames, is_gradient=self.core.stage == len(plan.stages) - 1)
+        self._backward_codec = narrowest(frames, is_gradient=True)
         self._signer = signer
         self._dtype = specification.dtype
         self._shares = parts
@@ -167,7 +171,7 @@ class ReplicaShell:
 
     async def _forward(self, work: core.ForwardReady) -> None:
         done = await self._stage.call(
-            api.Forward(work.step, work.microbatch, work.train, work.input, work.labels)
+            api.Forward(work.step, work.microbatch, work.train, work.input, work.labels, self._forward_codec)
         )
         assert isinstance(done, api.Forwarded)
         sends = self.core.forwarded(
@@ -181,7 +185,9 @@ class ReplicaShell:
         self._pass_on(sends)
 
     async def _backward(self, work: core.BackwardReady) -> None:
-        done = await self._stage.call(api.Backward(work.step, work.microbatch, work.gradient))
+        done = await self._stage.call(
+            api.Backward(work.step, work.microbatch, work.gradient, self._backward_codec)
+        )
         assert isinstance(done, api.BackwardDone)
         frame = self._frame(work, done.gradient, -1, "gradient", train=True)
         self._pass_on(self.core.backwarded(work, gradient=frame))

@@ -54,7 +54,7 @@ def make_manifest(
         autocast=train.autocast,
         recompute=train.recompute,
         seed=train.seed,
-        codec="zstd" if train.compress else "raw",
+        frames=train.frames,
         stages=run_file.plan.stages,
         replicas=run_file.plan.replicas,
         created_milliseconds=int(created * 1000),

@@ -130,7 +130,7 @@ class TrainerShell:
 
     def _pack(self, array: Array) -> Payload:
         manifest = self._run.manifest
-        return pack([typed(array)], manifest.codec, (len(array), *manifest.sizes))
+        return pack([typed(array)], "zstd", (len(array), *manifest.sizes))
 
     def _frame(self, feed: core.FeedReady, payload: Payload, stage: int, direction: Direction) -> Frame:
         return make_frame(

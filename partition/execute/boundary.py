@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.codec import Payload, Typed, pack, unpack
+from partition.codec import Codec, Payload, Rounding, Typed, pack_measured, unpack
+from partition.codecs.feedback import Feedback
 from partition.execute.interpret import DTYPES
 from partition.model.graph import FLOATING, ITEM_BYTES, Constant, DataType, TensorType
 from partition.model.sizes import check_sizes, evaluate, shape_of
-from partition.stage import StageSpecification
+from partition.stage import StageSpecification, boundary_bytes
 
 _NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items()}
 
@@ -30,7 +31,8 @@ class Boundary:
         self._graph = specification.graph
         self._sizes_max = specification.sizes_max
         self._is_half = specification.autocast == "bfloat16"
-        self._codec = specification.codec
+        # The gradients of one micro-batch, which as float32 take twice what they do as bfloat16.
+        self._feedback = Feedback(2 * boundary_bytes(specification))
         self._device = device
         self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -71,8 +73,9 @@ class Boundary:
             self._check(header.dtype, header.shape, kind, shape)
         tensors = []
         for dtype, array in unpack(payload, bytes_max=payload.size_bytes):
-            # The copy is writable and aligned, and does not keep the whole message in memory.
-            tensor = torch.from_numpy(array.copy())
+            # The copy is writable and aligned, and does not keep the whole message in memory. What was
+            # decoded is nobody else's anyway.
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
             if dtype == "bfloat16":
                 tensor = tensor.view(torch.bfloat16)
             tensor = tensor.to(self._device)
@@ -84,9 +87,13 @@ class Boundary:
         return tensors
 
     def give(
-        self, tensors: Sequence[torch.Tensor], kinds: Sequence[TensorType], sizes: tuple[int, ...]
-    ) -> Payload:
-        """A payload of tensors that the next stage would take.
+        self,
+        tensors: Sequence[torch.Tensor],
+        kinds: Sequence[TensorType],
+        sizes: tuple[int, ...],
+        codec: Codec,
+    ) -> tuple[Payload, Rounding]:
+        """A payload of tensors that the next stage would take, and what the codec took from them.
 
         Raises:
             RemoteProtocolError: one that is not what the graph says, without elements, or not finite.
@@ -97,11 +104,20 @@ class Boundary:
                 raise RemoteProtocolError("an output has no elements")
             if not may_cross(tensor):
                 raise RemoteProtocolError("an output is not finite")
-        return self.give_gradients(tensors, sizes)
+        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes)
 
-    def give_gradients(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Payload:
-        """A payload of tensors that need no check: they have the shapes of what was taken."""
-        return pack([_typed(tensor) for tensor in tensors], self._codec, sizes)
+    def give_gradients(
+        self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], codec: Codec
+    ) -> tuple[Payload, Rounding]:
+        """The same of tensors that need no check: they have the shapes of what was taken.
+
+        All go up to replicas whose sums are added, so what int4 owes one link may be paid over another.
+        """
+        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes, self._feedback)
+
+    def forget(self) -> None:
+        """The gradients given so far count no longer, nor what was rounded off them."""
+        self._feedback.clear()
 
     def _check(
         self, dtype: DataType | None, shape: tuple[int, ...], kind: TensorType, expected: tuple[int, ...]

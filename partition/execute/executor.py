@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import Payload
+from partition.codec import Codec, Payload, Rounding
 from partition.execute.boundary import Boundary, is_finite, tensor_of
 from partition.execute.interpret import DTYPES, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
@@ -135,6 +135,7 @@ class StageExecutor:
             case Backward():
                 return self._backward(request)
             case Discard():
+                self._boundary.forget()
                 self._forget()
                 return Done()
             case Norm():
@@ -174,7 +175,8 @@ class StageExecutor:
             raise RemoteProtocolError("the statistics of a batch norm are not finite")
         if entry.loss is not None:
             return self._close(request, entry, program, inputs, results, sizes)
-        output = self._boundary.give(results.outputs, self._kinds(entry, entry.outputs), sizes)
+        kinds = self._kinds(entry, entry.outputs)
+        output, rounding = self._boundary.give(results.outputs, kinds, sizes, request.codec)
         if request.train:
             self._count(request)
             if entry.backward_outputs:
@@ -183,7 +185,7 @@ class StageExecutor:
                 # No gradient comes back here, so this is all there is.
                 self._add_statistics(program, results, request.microbatch)
                 self._vectors["gradients"].give()
-        return Forwarded(output, None, 0.0, sizes[0], ())
+        return Forwarded(output, None, 0.0, sizes[0], (), rounding)
 
     def _close(
         self,
@@ -204,14 +206,14 @@ class StageExecutor:
             if counted != int(counted) or not 0 <= counted <= SAMPLES_MAX:
                 raise RemoteProtocolError(f"a count of {counted} samples")
             samples = int(counted)
-        gradient = None
+        gradient, rounding = None, Rounding()
         if request.train:
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch left it without types
             self._add_statistics(program, results, request.microbatch)
             self._count(request)
-            gradient = self._gradients(entry, inputs, sizes)
-        return Forwarded(None, gradient, numbers[0], samples, tuple(numbers[1:]))
+            gradient, rounding = self._gradients(entry, inputs, sizes, request.codec)
+        return Forwarded(None, gradient, numbers[0], samples, tuple(numbers[1:]), rounding)
 
     def _backward(self, request: Backward) -> BackwardDone:
         program = self._program(TRAIN, True)
@@ -241,7 +243,7 @@ class StageExecutor:
             tensors, given = zip(*pairs, strict=True)
             torch.autograd.backward(tensors, given)
         self._add_statistics(program, results, request.microbatch)
-        return BackwardDone(self._gradients(entry, held.inputs, held.sizes))
+        return BackwardDone(*self._gradients(entry, held.inputs, held.sizes, request.codec))
 
     def _compute(
         self,
@@ -270,16 +272,16 @@ class StageExecutor:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _gradients(
-        self, entry: StageEntry, inputs: list[torch.Tensor], sizes: tuple[int, ...]
-    ) -> Payload | None:
+        self, entry: StageEntry, inputs: list[torch.Tensor], sizes: tuple[int, ...], codec: Codec
+    ) -> tuple[Payload | None, Rounding]:
         """What goes back to the stage before, after this one's gradients were added up."""
         self._vectors["gradients"].give()
         if not entry.backward_inputs:
-            return None
+            return None, Rounding()
         given = dict(zip(entry.inputs, inputs, strict=True))
         leaves = [given[number] for number in entry.backward_inputs]
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        return self._boundary.give_gradients(gradients, sizes)
+        return self._boundary.give_gradients(gradients, sizes, codec)
 
     def _labels(
         self, entry: StageEntry, payload: Payload | None, sizes: tuple[int, ...]
@@ -331,7 +333,8 @@ class StageExecutor:
         try:
             with torch.no_grad(), self._precision():
                 results = program.run(self._parameters, self._constants, states, inputs, [], sizes)
-            output = self._boundary.give(results.outputs, self._kinds(entry, entry.outputs), sizes)
+            kinds = self._kinds(entry, entry.outputs)
+            output, _ = self._boundary.give(results.outputs, kinds, sizes, request.codec)
             self._sessions.keep(request.session, states, results.updates)
         except RemoteProtocolError as error:
             if not program.in_place or not self._sessions.has(request.session):
@@ -426,6 +429,7 @@ class StageExecutor:
             for row, array in arrays.items():
                 self._parameters[row].copy_(torch.tensor(array))
         self._vectors["parameters"].give()
+        self._boundary.forget()
         self._forget()
 
     def _reload(self) -> None:
@@ -433,6 +437,7 @@ class StageExecutor:
             raise RemoteProtocolError("a parameter is not finite")
         self._vectors["parameters"].take()
         self._vectors["moments"].take()
+        self._boundary.forget()
         self._forget()
 
     # Tables

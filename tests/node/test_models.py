@@ -344,6 +344,13 @@ def test_a_model_without_a_loss_cannot_be_trained() -> None:
         bind_data(msgspec.structs.replace(graph, entries=(entry,)), load_digits(), 4, NAME)
 
 
+def test_frames_are_exact_unless_a_person_allows_more() -> None:
+    assert run_file("").train.frames == "exact"
+    assert run_file("[train]\nframes = 'int8'").train.frames == "int8"
+    with pytest.raises(UsageError, match=r'train\.frames = "int7": want one of "bfloat16", "exact"'):
+        run_file("[train]\nframes = 'int7'")
+
+
 def test_the_largest_optimizer_fits_a_manifest() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         optimizer = run_file(

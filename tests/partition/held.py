@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from partition.codec import Array, Payload, pack, typed
+from partition.codec import Array, Payload, Rounding, pack, typed
+from partition.codecs.choice import Frames, narrowest
 from partition.execute import StageExecutor
 from partition.model.cut import cut, legal_positions
 from partition.model.graph import Graph, StageGraph, encode_graph, graph_hash
@@ -84,11 +85,22 @@ def spread(graph: Graph, stages: int) -> tuple[StageGraph, ...]:
 
 
 class Row:
-    """A row of stages, `replicas` of each, with the sums that a run makes between them."""
+    """A row of stages, `replicas` of each, with the sums that a run makes between them.
+
+    `frames` is what goes from stage to stage, None for raw; what that takes is added up.
+    """
 
     def __init__(
-        self, stages: Sequence[StageGraph], sizes_max: Sequence[int], replicas: int = 1, **changes: Any
+        self,
+        stages: Sequence[StageGraph],
+        sizes_max: Sequence[int],
+        replicas: int = 1,
+        frames: Frames | None = None,
+        **changes: Any,
     ) -> None:
+        self.rounding_forward = self.rounding_backward = Rounding()
+        self._activations = narrowest(frames, is_gradient=False) if frames else "raw"
+        self._gradients = narrowest(frames, is_gradient=True) if frames else "raw"
         self.chains = [[Held(stage, sizes_max, **changes) for stage in stages] for _ in range(replicas)]
 
     def forward(self, step: int, number: int, inputs: Payload, labels: Payload, *, train: bool) -> Forwarded:
@@ -97,14 +109,19 @@ class Row:
         values: Payload | None = inputs
         for stage in chain[:-1]:
             assert values is not None
-            values = stage.ask(Forward(step, number, train, values), Forwarded).output
+            forwarded = stage.ask(Forward(step, number, train, values, None, self._activations), Forwarded)
+            values = forwarded.output
+            self.rounding_forward += forwarded.rounding
         assert values is not None
-        closed = chain[-1].ask(Forward(step, number, train, values, labels), Forwarded)
+        closed = chain[-1].ask(Forward(step, number, train, values, labels, self._gradients), Forwarded)
         gradient = closed.gradient
+        self.rounding_backward += closed.rounding
         if train:
             for stage in reversed(chain[:-1]):
                 assert gradient is not None
-                gradient = stage.ask(Backward(step, number, gradient), BackwardDone).gradient
+                done = stage.ask(Backward(step, number, gradient, self._gradients), BackwardDone)
+                gradient = done.gradient
+                self.rounding_backward += done.rounding
         assert gradient is None
         return closed
 

@@ -1,6 +1,8 @@
 """Payloads: every tensor comes back as it was, and every lie in one ends in RemoteProtocolError."""
 
 import contextlib
+import struct
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import Array, Codec, Payload, TensorHeader, Typed, pack, typed, unpack
+from partition.codec import CODECS, Array, Codec, Payload, TensorHeader, Typed, pack, typed, unpack
 from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
@@ -48,7 +50,7 @@ def test_a_bundle_comes_back_bit_for_bit(bundle: list[Typed], codec: Codec, size
 
 @given(
     st.binary(max_size=200),
-    st.sampled_from(["raw", "zstd"]),
+    st.sampled_from(CODECS),
     st.lists(
         st.builds(
             TensorHeader,
@@ -90,18 +92,142 @@ def test_a_bundle_above_the_bound_is_refused_before_it_is_decompressed() -> None
         unpack(payload, bytes_max=7_999_999)
 
 
-def test_a_frame_that_grows_beyond_its_shapes_is_refused() -> None:
-    data = zstandard.ZstdCompressor().compress(bytes(1 << 24))
-    payload = Payload((), floats(2), "zstd", blake3(data).digest(), data)
-    with pytest.raises(RemoteProtocolError, match="does not claim"):
-        unpack(payload, bytes_max=_LARGE)
+def claimed(codec: Codec, *tensors: tuple[TensorHeader, int, bytes]) -> Payload:
+    """A payload of tensors with these marks and bytes, whatever they are."""
+    data = b"".join(struct.pack("<II", marks, len(part)) + part for _, marks, part in tensors)
+    return Payload((), tuple(header for header, _, _ in tensors), codec, blake3(data).digest(), data)
 
 
-def test_a_frame_of_unknown_size_is_refused() -> None:
-    data = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(8))
-    payload = Payload((), floats(2), "zstd", blake3(data).digest(), data)
-    with pytest.raises(RemoteProtocolError, match="does not claim"):
-        unpack(payload, bytes_max=_LARGE)
+CODED, ZSTD, APART = 1, 2, 4
+EIGHT, MANY = TensorHeader("float32", (2,)), TensorHeader("float32", (1_000,))
+BLOCKS = bytes(16 * 2 + 16 * 64)
+"""1,000 zeros as int8."""
+
+
+def test_a_tensor_of_zeros_is_taken() -> None:
+    (found,) = unpack(claimed("int8", (MANY, CODED, BLOCKS)), bytes_max=4_000)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize(
+    ("codec", "header", "marks", "part", "reason"),
+    [
+        ("zstd", EIGHT, ZSTD, zstandard.ZstdCompressor().compress(bytes(1 << 24)), "claims 8"),
+        ("zstd", MANY, ZSTD, zstandard.ZstdCompressor().compress(bytes(1 << 24)), "does not claim"),
+        (
+            "zstd",
+            MANY,
+            ZSTD,
+            zstandard.ZstdCompressor(write_content_size=False).compress(bytes(4_000)),
+            "does not claim",
+        ),
+        ("zstd", MANY, ZSTD, zstandard.ZstdCompressor().compress(bytes(4_000))[:-1], "broken"),
+        ("zstd", MANY, ZSTD, zstandard.ZstdCompressor().compress(bytes(4_000)) + b"1", "broken"),
+        ("zstd", MANY, ZSTD, b"", "broken"),
+        ("zstd", EIGHT, 0, bytes(7), "7 bytes that claims 8"),
+        ("zstd", EIGHT, 0, bytes(9), "9 bytes that claims 8"),
+        ("zstd", MANY, CODED, BLOCKS, "marked 1"),
+        ("zstd", EIGHT, APART, bytes(8), "marked 4"),
+        ("int8", EIGHT, 8, bytes(8), "marked 8"),
+        ("int8", MANY, ZSTD, zstandard.ZstdCompressor().compress(bytes(4_000)), "marked 2"),
+        ("int8", EIGHT, CODED, bytes(66), "marked 1"),
+        ("int8", TensorHeader("int64", (1_000,)), CODED, BLOCKS, "marked 1"),
+        ("int8", MANY, CODED, BLOCKS[1:], "claims 1056"),
+        ("int8", MANY, CODED, BLOCKS + b"1", "claims 1056"),
+        ("int8", MANY, CODED, b"\xff\x7f" + BLOCKS[2:], "a scale"),
+        ("int8", MANY, CODED, b"\0\x80" + BLOCKS[2:], "a scale"),
+        ("int8", MANY, CODED, b"\x81\x7b" + BLOCKS[2:], "a scale"),
+        ("int8", MANY, CODED, BLOCKS[:-1] + b"\x80", "a code"),
+        ("int4", MANY, CODED, bytes(16 * 2 + 16 * 32), "a code"),
+        ("int4", MANY, CODED, bytes(16 * 2) + b"\x88" * 511 + b"\x08", "a code"),
+        ("bfloat16", MANY, CODED, bytes(1_998) + b"\x80\x7f", "not finite"),
+        ("float16", MANY, CODED, bytes(1_998) + b"\0\x7c" + bytes(2), "not finite"),
+        ("float16", MANY, CODED, bytes(2_000) + b"\0\x7f", "a scale"),
+        ("float16", MANY, CODED, bytes(2_000) + b"\x80\xff", "a scale"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_no_encoder_writes_is_refused(
+    codec: Codec, header: TensorHeader, marks: int, part: bytes, reason: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        unpack(claimed(codec, (header, marks, part)), bytes_max=_LARGE)
+
+
+def test_numbers_beyond_the_type_are_refused() -> None:
+    scale = b"\0\x47"  # 2^15, and 127 of them are no float16
+    part = scale * 16 + b"\x7f" * 1_024
+    with pytest.raises(RemoteProtocolError, match="beyond float16"):
+        unpack(claimed("int8", (TensorHeader("float16", (1_000,)), CODED, part)), bytes_max=_LARGE)
+
+
+def resealed(payload: Payload, data: bytes) -> Payload:
+    return msgspec.structs.replace(payload, data=data, digest=blake3(data).digest())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_payload_that_is_longer_or_shorter_than_its_tensors_is_refused(codec: Codec) -> None:
+    payload = pack([typed(np.arange(1_000.0)), typed(np.arange(3))], codec)
+    for data in (payload.data + b"\0", payload.data[:-1], payload.data[:4], b""):
+        with pytest.raises(RemoteProtocolError):
+            unpack(resealed(payload, data), bytes_max=_LARGE)
+
+
+@given(st.sampled_from(CODECS), st.data())
+def test_changed_bytes_are_refused_or_decoded_to_the_same_shapes(codec: Codec, draw: st.DataObject) -> None:
+    array = np.arange(-100, 100, dtype=np.float32)
+    payload = pack([typed(array), typed(np.arange(20) % 2 == 0)], codec)
+    data = bytearray(payload.data)
+    for _ in range(draw.draw(st.integers(1, 4))):
+        data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
+    with contextlib.suppress(RemoteProtocolError):
+        (_, floating), (_, boolean) = unpack(resealed(payload, bytes(data)), bytes_max=820)
+        assert (floating.shape, floating.dtype.name, boolean.dtype.name) == ((200,), "float32", "bool")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoding_takes_a_few_times_the_bound_at_most(codec: Codec) -> None:
+    array = np.zeros(1 << 20, np.float32)
+    payload = pack([typed(array)], codec)
+    tracemalloc.start()
+    unpack(payload, bytes_max=array.nbytes)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.6 * array.nbytes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_no_plain_float_stays_exact(codec: Codec) -> None:
+    mask = np.triu(np.full((80, 80), -np.inf, np.float32), 1)
+    gradient = np.full(300, 1e-3)
+    gradient[7] = np.nan
+    bundle = [
+        typed(mask),
+        typed(gradient),
+        typed(np.full(300, np.finfo(np.float32).min)),
+        typed(np.full(300, 60_000, np.float16)),
+        typed(np.arange(300)),
+        typed(np.arange(300) % 2 == 0),
+        typed(np.array(1.1)),
+    ]  # fmt: skip
+    for (_, array), (_, back) in zip(bundle, unpack(pack(bundle, codec), bytes_max=_LARGE), strict=True):
+        assert (back.shape, back.dtype) == (array.shape, array.dtype)
+        assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_codec_makes_a_bundle_longer_than_a_word_for_each_tensor(codec: Codec) -> None:
+    rng = np.random.default_rng(3)
+    for count in (1, 2, 5, 16, 17, 63, 64, 65, 200):
+        bundle = [typed(rng.standard_normal(count, np.float32)), typed(rng.integers(0, 9, count))]
+        assert len(pack(bundle, codec).data) <= 12 * count + 16
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_tensors_are_the_same_bytes(codec: Codec) -> None:
+    array = np.random.default_rng(5).standard_normal((300, 257), np.float32)
+    # Elsewhere in memory and not in order there, as a view of a larger one is.
+    other = np.asfortranarray(np.concatenate((array, array)))[:300]
+    assert pack([typed(array)], codec) == pack([typed(other)], codec)
 
 
 def test_a_bool_that_is_neither_is_refused() -> None:

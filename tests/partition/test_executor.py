@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from partition.codec import Array, Payload, pack
+from partition.codec import CODECS, Array, Payload, Rounding, pack
 from partition.model.cut import cut
 from partition.model.graph import Graph, encode_graph, graph_hash
 from partition.stage import (
@@ -267,6 +267,44 @@ def test_a_replayed_microbatch_gives_the_same_bytes_and_a_discarded_one_leaves_n
     assert not any(end.arenas["gradients"])
     assert end.ask(request, Forwarded) == closed
     assert bytes(end.arenas["gradients"]) == sums
+
+
+def test_each_answer_is_packed_as_its_request_says_and_tells_what_that_took() -> None:
+    first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
+    inputs, labels = data("gpt", 0, 1)
+    shorter = []
+    for number, codec in enumerate(CODECS):
+        once = first.ask(Forward(0, number, True, inputs, None, codec), Forwarded)
+        assert once.output is not None
+        assert once.output.codec == codec
+        closed = last.ask(Forward(0, number, True, once.output, labels, codec), Forwarded)
+        assert closed.gradient is not None
+        assert closed.gradient.codec == codec
+        done = first.ask(Backward(0, number, closed.gradient, codec), BackwardDone)
+        assert done == BackwardDone(None)
+        is_exact = codec in ("raw", "zstd")
+        for rounding in (once.rounding, closed.rounding):
+            assert (rounding == Rounding()) is is_exact
+            assert rounding.relative < 0.2
+        shorter.append(len(once.output.data))
+    assert shorter[-2] < shorter[-4] < shorter[4] < shorter[0]
+
+
+def test_what_int4_owes_is_paid_with_the_next_gradient_and_forgotten_with_the_step() -> None:
+    first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
+    inputs, labels = data("gpt", 0, 1)
+    values = first.ask(Forward(0, 0, True, inputs), Forwarded).output
+    assert values is not None
+
+    def gradient(held: Held, number: int) -> Payload | None:
+        return held.ask(Forward(0, number, True, values, labels, "int4"), Forwarded).gradient
+
+    found = [gradient(last, 0), gradient(last, 1)]
+    last.ask(Discard(), Done)
+    again = [gradient(last, 1), gradient(last, 0)]
+    assert again[0] != found[1], "it owed nothing this time"
+    last.ask(Discard(), Done)
+    assert [gradient(last, 0), gradient(last, 1)] == found
 
 
 def test_statistics_count_once_and_only_what_went_back() -> None:
