@@ -92,8 +92,9 @@ def seconds_of(
 def calibrate(clock: Callable[[], float], sample: Array) -> dict[Codec, Cost]:
     """Time every codec on this machine: some 0.1 s on one core, for an executor and not an event loop.
 
-    `clock` gives seconds. `sample` is a float32 activation, 1 MiB or so of it: a real one, since it decides
-    what zstd is worth; of normal numbers it can make little. The fastest of a few rounds counts.
+    `clock` gives seconds; `time.thread_time` counts only this thread's. `sample` is 1 MiB or so of a float32
+    activation: a real one, since it decides what zstd is worth, and of normal numbers that can make little.
+    The fastest of a few rounds counts.
     """
     long = sample.reshape(-1)
     return {codec: _measure(clock, codec, long) for codec in CODECS}
