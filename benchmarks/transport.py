@@ -3,7 +3,8 @@
 Two processes on loopback for each case, in turns, medians; a ratio is the median of the ratios within a
 round, so that what else the machine does falls out. "Plain sockets" are blocking ones with one buffer made
 before: nothing in Python is faster. The activation is a frame as the stages send it: packed, digested,
-signed, encrypted, and checked at both ends; plain sockets send the same number of bytes and no more.
+signed, encrypted, and checked at both ends, in the very messages of the pipeline; plain sockets send the same
+number of bytes and no more.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import trio
@@ -31,12 +32,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from crypto.contact import make_address
 from crypto.encoding import decode, encode
-from crypto.facts import Fact, IdentitySigner, Signer
+from crypto.facts import IdentitySigner, Signer
 from crypto.identity import Identity
+from node.runs.requests import PIPELINE_BYTES_MAX, PipelineMessage
 from node.seams import RealClock, Stream
 from node.transport.network import RealNetwork
 from partition.codec import Array, pack, unpack
-from partition.steps.frames import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
 
 BULK_BYTES = 64 * 2**20
 ECHO_BYTES = 16 * 2**20
@@ -285,20 +287,20 @@ async def send_activation(stream: Stream, signer: Signer, activation: Array) -> 
         payload,
         plan=bytes(32),
         step=0,
+        attempt=0,
         microbatch=0,
         stage=0,
         direction="input",
         train=True,
     )
-    await stream.send(encode(frame.header), frame.data)
+    await stream.send(encode(frame), payload.data)
 
 
 async def receive_activation(stream: Stream, signer: Signer) -> Array:
     """Receive, check the signature, the digest and the shapes."""
-    message, data = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
-    header: Fact = decode(message, Fact, bytes_max=HEADER_BYTES_MAX)
-    # A view serves as well as bytes: all that is done with it is to digest it and to look into it.
-    opened = open_frame(signer, stream.peer, Frame(header, cast("bytes", data)))
+    data, payload = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
+    message: Frame = decode(data, PipelineMessage, bytes_max=PIPELINE_BYTES_MAX)
+    opened = open_frame(signer, stream.peer, message, payload)
     ((_, activation),) = unpack(opened.payload, bytes_max=PAYLOAD_BYTES_MAX)
     return activation
 

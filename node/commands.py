@@ -28,7 +28,6 @@ from node.runs.weights import WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.services.membership import Membership
-from partition.plan.plan import planner_of
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
@@ -120,13 +119,10 @@ class Commands:
 
     async def _submit(self, run: Run) -> None:
         node = self._node
-        planner = planner_of(node.membership.live)
         try:
-            await node.runs.submit(run, planner)
+            await node.runs.submit(run)
         except NotPlaced as error:
             raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
-        except Unreachable as error:
-            raise RunFailed(f"the planner of run {run.text[:8]} did not answer: {error.detail}") from None
 
     async def _make_run(self, run_file: RunFile, arguments: Mapping[str, Any], name: str) -> Run:
         """Take what the command captured, and sign a manifest for it. Raises UsageError."""
@@ -141,7 +137,10 @@ class Commands:
         base = Path(str(arguments.get("path", name))).parent
         dataset = await node.seams.executor.run(lambda: datasets.load(run_file.data, base, window=window))
         if run_file.data != datasets.DIGITS_NAME:
-            node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, base), window)
+            try:
+                await node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, base))
+            except OSError as error:
+                raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
         created = node.seams.clock.wall()
         manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
         try:

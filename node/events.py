@@ -96,7 +96,11 @@ class RunAccepted(Event, frozen=True, kw_only=True):
 
 
 class RunPlanned(Event, frozen=True, kw_only=True):
-    """A plan came into force. `stages` holds one tuple of peers (the replicas) per stage."""
+    """A plan came into force. `stages` holds one tuple of peers (the replicas) per stage.
+
+    `trainer` is the one that commits, `trainers` are all that feed. `planner` is first in line to propose
+    what follows. `restored_step` is where a checkpoint took the run back to, None where nothing was lost.
+    """
 
     run: str
     plan: str
@@ -105,6 +109,33 @@ class RunPlanned(Event, frozen=True, kw_only=True):
     planner: PeerId
     layers: tuple[tuple[int, int], ...]
     stages: tuple[tuple[PeerId, ...], ...]
+    trainers: tuple[PeerId, ...] = ()
+    restored_step: int | None = None
+
+
+class RunChanged(Event, frozen=True, kw_only=True):
+    """A run is in another state (`node.runs.states`), and why."""
+
+    run: str
+    state: str
+    reason: str
+
+
+class RunResumed(Event, frozen=True, kw_only=True):
+    """The first step under a new plan is open.
+
+    `replayed` micro-batches are computed again because whoever had summed them is gone, `lost_steps` steps
+    because a checkpoint is older. `filled` replicas took their state from others; nothing was computed for
+    `seconds`.
+    """
+
+    run: str
+    height: int
+    step: int
+    replayed: int
+    lost_steps: int
+    filled: tuple[PeerId, ...]
+    seconds: float
 
 
 class StageLeased(Event, frozen=True, kw_only=True):
@@ -126,7 +157,13 @@ class ReplicaDropped(Event, frozen=True, kw_only=True):
 
 
 class StepCommitted(Event, frozen=True, kw_only=True):
-    """A step is final. `loss` is the mean over the step's samples."""
+    """A step is final. `loss` is the mean over the step's samples.
+
+    For each stage: `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what
+    they sent towards the last stage and `returned_bytes` towards the first. `bubble` is the share of all
+    replicas' time that was not computing. `replayed` frames went out a second time. `rounding` is the
+    relative error that codecs added to activations and to gradients.
+    """
 
     run: str
     step: int
@@ -134,6 +171,22 @@ class StepCommitted(Event, frozen=True, kw_only=True):
     samples: int
     seconds: float
     replicas: int
+    utilisation: tuple[float, ...] = ()
+    bubble: float = 0.0
+    sent_bytes: tuple[int, ...] = ()
+    returned_bytes: tuple[int, ...] = ()
+    replayed: int = 0
+    rounding: tuple[float, ...] = ()
+
+
+class CheckpointKept(Event, frozen=True, kw_only=True):
+    """The state of a run after `step` steps is on the disks of `copies` members, every stage of it."""
+
+    run: str
+    step: int
+    checkpoint: str
+    copies: int
+    size_bytes: int
 
 
 class RunEvaluated(Event, frozen=True, kw_only=True):

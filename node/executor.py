@@ -1,12 +1,16 @@
 """The real Executor seam: functions in threads, stages in processes. The event loop never computes."""
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 import trio
 
 from node.runs.host import StageHost
+from partition.codec import Codec
+from partition.codecs.choice import Cost, calibrate
 
 T = TypeVar("T")
 
@@ -23,6 +27,10 @@ class RealExecutor:
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:  # noqa: ARG002 - simulated only
         """Run `function` in a thread; it cannot be cancelled once it runs, so it should be short."""
         return await trio.to_thread.run_sync(function, limiter=self._limiter)
+
+    async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
+        """Try every codec in a thread, by that thread's own time: some 0.1 s."""
+        return await self.run(lambda: calibrate(time.thread_time, sample))
 
     async def open_stage(self, specification: bytes) -> StageHost:
         """Start a stage process; see `StageHost.open` for what it raises."""

@@ -24,7 +24,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import PeerId
 from gossip.member import Profile
 from node import state as views
-from node.commands import Commands
+from node.commands import CheckpointCommands, Commands
 from node.config import Config, Join
 from node.control import ControlServer
 from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
@@ -32,12 +32,17 @@ from node.events import (
     CapacityMeasured,
     Event,
     MemberJoined,
+    MemberRefuted,
+    MemberSuspected,
     NodeStarted,
     NodeStopped,
     StrangerRefused,
 )
 from node.executor import RealExecutor
 from node.runs.admission import Machine
+from node.runs.blobs import BlobServer
+from node.runs.checkpoints import Checkpoints
+from node.runs.copies import Copies
 from node.runs.manifest import Run
 from node.runs.placement import Offer
 from node.runs.runs import Runs
@@ -47,6 +52,7 @@ from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
+from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
@@ -132,15 +138,19 @@ class Node:
         await nursery.start(self.network.run)
         await self._measure()
         self._publish(self._started(keys))
+        self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._make_services()
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
         if self._network is None:
             # The control channel is for people at this machine; a simulated node is on none.
-            control = ControlServer(Commands(self).handlers, storage, self._entropy)
+            checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
+            handlers = {**Commands(self).handlers, **checkpoints.handlers}
+            control = ControlServer(handlers, storage, self._entropy)
             await nursery.start(control.run)
         nursery.start_soon(self.joining.run)
+        nursery.start_soon(self._tell_of_checkpoints)
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
 
@@ -196,7 +206,7 @@ class Node:
             self.signer,
             Profile(self.config.name, self.network.addresses, metadata),
             self.config.swarm.preset,
-            publish=self._publish,
+            publish=self._publish_membership,
             refuse=self._refuse,
             met=self._met,
             gone=self._gone,
@@ -210,16 +220,30 @@ class Node:
             found=self._found,
             is_alone=lambda: len(self.membership.live) < 2,
         )
+        self.checkpoints = Checkpoints(self.seams, self.signer, self._blobs, refuse=self._refuse)
+        self.copies = Copies(
+            self.seams,
+            self.checkpoints,
+            self.discovery,
+            admits=self._admits_copies,
+            ours=lambda run: self.runs.is_ours(run),
+            learn_graph=lambda name, holders: self.runs.models.get(name, holders),
+            refuse=self._refuse,
+        )
+        BlobServer(self.seams, self._blobs, refuse=self._refuse)
         self.runs = Runs(
             self.seams,
             self.signer,
             offers=self._offers,
             live=lambda: self.membership.live,
+            gone=lambda: [member.peer for member in self.membership.members if not member.live],
             accepts=self._accepts,
             publish=self._publish,
             refuse=self._refuse,
             suspect=self.membership.suspect,
             provide=self._provide,
+            checkpoints=self.checkpoints,
+            copies=self.copies,
             machine=Machine(self.capacity.cores, self.capacity.device, self.capacity.memory_free_bytes),
         )
 
@@ -228,6 +252,7 @@ class Node:
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
+            await self.runs.leave()
             await self._save_remembered()
             await self.membership.leave()
         self._publish(NodeStopped(at=self._clock.wall()))
@@ -272,6 +297,14 @@ class Node:
         self._is_met.set()
         self.discovery.met(peer, addresses)
 
+    def _publish_membership(self, event: Event) -> None:
+        self._publish(event)
+        match event:
+            case MemberSuspected():
+                self.runs.member_suspected(event.peer)
+            case MemberJoined() | MemberRefuted():
+                self.runs.members_changed()
+
     def _gone(self, peer: PeerId) -> None:
         self.discovery.gone(peer)
         self.runs.member_lost(peer)
@@ -286,6 +319,9 @@ class Node:
 
     def _accepts(self, run: Run) -> str | None:  # noqa: ARG002 - every run alike, until runs have admission
         return None if self._takes_stages else "takes no stages"
+
+    def _admits_copies(self, peer: PeerId, run: bytes) -> str | None:
+        return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
         """What every live member says it offers, this node included."""
@@ -330,6 +366,10 @@ class Node:
         if live and self._seeds.remember:
             # A disk may take its time to make a write durable.
             await self._executor.run(lambda: write_remembered(self.seams.storage, live))
+
+    async def _tell_of_checkpoints(self) -> None:
+        await self._is_met.wait()  # alone, there is nobody to tell
+        await self.copies.start()
 
     async def _advertise(self) -> None:
         """This node's capacity as a signed record in the DHT, for those outside its membership view."""

@@ -10,13 +10,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import trio
 
 from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.noise import Data
+from partition.codec import Codec
+from partition.codecs.choice import Cost
 
 T = TypeVar("T")
 
@@ -119,6 +122,9 @@ class Executor(Protocol):
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
         """Run `function` elsewhere. `seconds` is what it is modelled to take, for the simulator."""
 
+    async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
+        """What every codec takes on this machine, tried on float32 numbers like those that travel."""
+
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
@@ -143,6 +149,10 @@ class Storage(Protocol):
     def sync(self, names: Iterable[str]) -> None:
         """Make what `write_soon` wrote under these names survive; those that are not there are passed
         over."""
+
+    def spill(self, data: Data) -> memoryview:
+        """The same bytes, read-only, where the system may take their memory: without a name, gone with the
+        last view of them, and never there after a restart. Raises OSError: no room."""
 
     def sizes(self, under: str) -> dict[str, int]:
         """The blobs whose names begin with `under` and a slash, with their lengths in bytes."""

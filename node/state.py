@@ -38,7 +38,7 @@ class MemberView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as this node knows it. `status`: placing, running, degraded, done, failed."""
+    """A run as this node knows it. `status` is one of `node.runs.states`, `reason` why it is."""
 
     run: str
     model: str
@@ -55,6 +55,9 @@ class RunView:
     evaluated: events.RunEvaluated | None = None
     detail: str = ""
     weights: str = ""
+    reason: str = ""
+    steps_lost: int = 0
+    committed: events.StepCommitted | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,24 @@ def _(event: events.RunAccepted, state: State) -> State:
 @_fold.register
 def _(event: events.RunPlanned, state: State) -> State:
     view = state.runs.get(event.run)
-    return state if view is None else _with_run(state, replace(view, status="running", plan=event))
+    return state if view is None else _with_run(state, replace(view, plan=event))
+
+
+@_fold.register
+def _(event: events.RunChanged, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None:
+        return state
+    return _with_run(state, replace(view, status=event.state, reason=event.reason))
+
+
+@_fold.register
+def _(event: events.RunResumed, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None:
+        return state
+    lost = view.steps_lost + event.lost_steps
+    return _with_run(state, replace(view, steps_lost=lost, step=event.step))
 
 
 @_fold.register
@@ -160,7 +180,7 @@ def _(event: events.ReplicaDropped, state: State) -> State:
     if view is None:
         return state
     replayed = view.microbatches_replayed + event.microbatches_replayed
-    return _with_run(state, replace(view, status="degraded", microbatches_replayed=replayed))
+    return _with_run(state, replace(view, microbatches_replayed=replayed))
 
 
 @_fold.register
@@ -169,7 +189,7 @@ def _(event: events.StepCommitted, state: State) -> State:
     if view is None:
         return state
     losses = (*view.losses, event.loss)[-LOSSES_MAX:]
-    return _with_run(state, replace(view, losses=losses, step=event.step + 1))
+    return _with_run(state, replace(view, losses=losses, step=event.step + 1, committed=event))
 
 
 @_fold.register
@@ -292,7 +312,7 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
 
 def run_document(view: RunView) -> dict[str, Any]:
     """One run, with its plan and its loss so far."""
-    plan, evaluated = view.plan, view.evaluated
+    plan, evaluated, committed = view.plan, view.evaluated, view.committed
     return {
         "run": view.run,
         "model": view.model,
@@ -312,6 +332,9 @@ def run_document(view: RunView) -> dict[str, Any]:
             for name, value in zip(view.metrics, evaluated.metrics, strict=False)
         },
         "microbatches_replayed": view.microbatches_replayed,
+        "reason": view.reason,
+        "steps_lost": view.steps_lost,
+        "last_step": None if committed is None else _step_document(committed),
         "weights": view.weights,
         "plan": None
         if plan is None
@@ -320,11 +343,25 @@ def run_document(view: RunView) -> dict[str, Any]:
             "height": plan.height,
             "planner": peer_text(plan.planner),
             "trainer": peer_text(plan.trainer),
+            "trainers": [peer_text(peer) for peer in plan.trainers],
+            "restored_step": plan.restored_step,
             "stages": [
                 {"layers": list(layers), "replicas": [peer_text(peer) for peer in replicas]}
                 for layers, replicas in zip(plan.layers, plan.stages, strict=True)
             ],
         },
+    }
+
+
+def _step_document(event: events.StepCommitted) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "seconds": event.seconds,
+        "samples": event.samples,
+        "utilisation": list(event.utilisation),
+        "bubble": event.bubble,
+        "sent_bytes": list(event.sent_bytes),
+        "returned_bytes": list(event.returned_bytes),
     }
 
 

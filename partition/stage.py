@@ -51,6 +51,8 @@ SAMPLES_MAX = _NUMBER_MAX = 2**53
 """Steps and micro-batches: what every language can count exactly."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
+Sign = Literal[1, -1]
+"""Of a micro-batch's part in the sums: 1 adds it, -1 takes one out that they hold."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -252,10 +254,16 @@ def boundary_bytes(specification: StageSpecification) -> int:
     return largest
 
 
+def payload_bytes_max(specification: StageSpecification) -> int:
+    """The most that the tensors of one request or answer of a correct stage take as they are sent."""
+    # Under autocast a boundary may be half of this, never more.
+    tensors = 2 * boundary_bytes(specification)
+    return tensors + tensors // 128 + _OVERHEAD_BYTES
+
+
 def message_bytes_max(specification: StageSpecification) -> int:
     """The longest request or answer of a correct stage: the parameters, or one micro-batch."""
     constants = sum(len(constant.data) for constant in specification.graph.constants)
-    # Under autocast a boundary may be half of this, never more; and a codec never makes it longer.
     tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))
     graph = specification.graph
     names = [row.names[0] for row in graph.parameters]
@@ -291,6 +299,9 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     The last stage needs labels; when `train`, it goes back at once. Any other stage keeps what its
     `Backward` will need. With `train` false nothing is kept and nothing is random. `codec` is what the
     answer is packed with: the link that it takes decides.
+
+    With the sign -1 it computes one again that the sums hold, to take it out of them: the same draws, the
+    gradients and the share of the statistics negated. Then it counts as never given.
     """
 
     step: Number
@@ -299,14 +310,17 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
     input: Payload
     labels: Payload | None = None
     codec: Codec = "raw"
+    sign: Sign = 1
 
 
 class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer: `output` from all but the last stage, `gradient` of the inputs from the last one.
 
     `samples` is the batch, or what the graph counts instead (tokens). `loss` and `metrics` are *sums* over
-    them, in the graph's order; 0 and () except at the last stage. `rounding` is what the codec took from the
-    tensors of the answer.
+    them, in the graph's order; 0 and () except at the last stage. What is taken out has neither output nor
+    gradient: the neighbours have had theirs. `busy_nanoseconds` is how long the stage's process took,
+    decoding and encoding included, waiting not. `rounding` is what the codec took from the tensors of the
+    answer.
     """
 
     output: Payload | None
@@ -314,23 +328,39 @@ class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     loss: float
     samples: int
     metrics: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)] = ()
+    busy_nanoseconds: Number = 0
     rounding: Rounding = Rounding()
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The gradients of the loss by the outputs that have one, in their order. `codec` as in `Forward`."""
+    """The gradients of the loss by the outputs that have one, in their order; else as in `Forward`."""
 
     step: Number
     microbatch: Number
     gradient: Payload
     codec: Codec = "raw"
+    sign: Sign = 1
 
 
 class BackwardDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`gradient` is for the stage before; None from the first stage. `rounding` as in `Forwarded`."""
+    """`gradient` is for the stage before; None from the first stage, and where one is taken out.
+
+    `busy_nanoseconds` and `rounding` as in `Forwarded`.
+    """
 
     gradient: Payload | None
+    busy_nanoseconds: Number = 0
     rounding: Rounding = Rounding()
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let go of a micro-batch that was forwarded and has not gone back: it counts as never given.
+
+    One that was on its way out stays in the sums.
+    """
+
+    step: Number
+    microbatch: Number
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -368,6 +398,7 @@ class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """`digest` is blake3 of the parameter arena: equal on all replicas of a stage."""
 
     digest: Digest
+    busy_nanoseconds: Number = 0
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -418,8 +449,18 @@ class Reload(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The node has written the arena `parameters` itself: take it from there, as `Import` does."""
 
 
+class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The node has written `parameters` and `moments` as they are after `step` steps: go on from there.
+
+    Forgets the micro-batches and zeroes the sums. The next step is this one, and any other is refused. A
+    stage so restored computes, to the bit, what the one computes that the numbers come from.
+    """
+
+    step: Number
+
+
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Discard`, `EndSession`, `Import` and `Reload`."""
+    """The answer to `Discard`, `EndSession`, `Forget`, `Import`, `Reload` and `Restore`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -428,5 +469,25 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: Reason
 
 
-Request = Forward | Backward | Discard | Norm | Apply | Run | EndSession | Export | Import | Reload
+Request = (
+    Forward
+    | Backward
+    | Forget
+    | Discard
+    | Norm
+    | Apply
+    | Run
+    | EndSession
+    | Export
+    | Import
+    | Reload
+    | Restore
+)
 Reply = Admitted | Forwarded | BackwardDone | Normed | Applied | Ran | Done | Exported | Refused
+
+
+def timed(reply: Reply, busy_nanoseconds: int) -> Reply:
+    """A reply with how long it took, where it is one that says so."""
+    if isinstance(reply, Forwarded | BackwardDone | Applied):
+        return msgspec.structs.replace(reply, busy_nanoseconds=min(busy_nanoseconds, _NUMBER_MAX))
+    return reply

@@ -15,7 +15,7 @@ large for a packet travels by a stream.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import trio
 from crypto.contact import Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
+from crypto.noise import Data
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
 from node.transport.router import ONE_SHOT_BYTES_MAX
@@ -91,6 +92,7 @@ class Medium:
         self.links = links
         self._networks: dict[PeerId, SimNetwork] = {}
         self._places: dict[tuple[str, int], PeerId] = {}
+        self._sides: dict[PeerId, int] = {}
 
     def attach(self, peer: PeerId) -> "SimNetwork":
         """A network for `peer`, at an address of its own; a peer that was killed gets its old one back."""
@@ -112,6 +114,21 @@ class Medium:
         network = self._networks.get(peer)
         if network is not None:
             network.die()
+
+    def split(self, *sides: Collection[PeerId]) -> None:
+        """Nothing passes from one side to another any more until `heal`; whoever is in none is with its
+        like. Streams over the split break: what a kernel would notice late is noticed at once."""
+        self._sides = {peer: number for number, side in enumerate(sides) for peer in side}
+        for network in self._networks.values():
+            network.break_streams()
+
+    def heal(self) -> None:
+        """All can reach each other again."""
+        self._sides = {}
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        """Whether no split lies between the two."""
+        return self._sides.get(one) == self._sides.get(other)
 
     def living(self, peer: PeerId) -> "SimNetwork | None":
         """The network of `peer`, if it is there and alive."""
@@ -177,7 +194,7 @@ class SimNetwork:
         now = nearest_instant(trio.current_time())
         sequence, due = self._medium.links.link(self._peer, peer, protocol).post(now)
         target = self._medium.living(peer)
-        if target is not None and due < math.inf:
+        if target is not None and due < math.inf and self._medium.reaches(self._peer, peer):
             target.expect(self._peer, protocol, due, sequence, bytes(message))
 
     def expect(self, sender: PeerId, protocol: str, due: float, sequence: int, data: bytes) -> None:
@@ -223,6 +240,12 @@ class SimNetwork:
         self._known[peer] = None
         return peer
 
+    def break_streams(self) -> None:
+        """Those that go over a split."""
+        for stream in [s for s in self._streams if not self._medium.reaches(self._peer, s.peer)]:
+            del self._streams[stream]
+            stream.close()
+
     def die(self) -> None:
         """See `Medium.kill`."""
         self.alive = False
@@ -236,6 +259,8 @@ class SimNetwork:
         """Wait for the handshake; the network at the other end."""
         latency_seconds = self._medium.links.latency_seconds(self._peer, peer)
         await sleep_for(HANDSHAKE_TRIPS * latency_seconds)
+        if not self._medium.reaches(self._peer, peer):
+            raise Unreachable("timeout", "nothing comes back from the peer")
         target = self._medium.living(peer)
         if target is None:
             raise Unreachable("refused", "the peer is not running")
@@ -283,6 +308,9 @@ class MemoryStorage:
 
     def sync(self, names: Iterable[str]) -> None:
         """What it holds survives as long as it does."""
+
+    def spill(self, data: Data) -> memoryview:
+        return memoryview(bytes(data))
 
     def sizes(self, under: str) -> dict[str, int]:
         return {name: len(blob) for name, blob in self._blobs.items() if name.startswith(f"{under}/")}

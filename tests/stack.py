@@ -37,7 +37,6 @@ from partition.codec import pack, typed
 from partition.execute import StageExecutor
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph, Stored
-from partition.plan.plan import planner_of
 from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
 from sim.network import LinkModel, Links
@@ -59,6 +58,7 @@ class Swarm:
 
     nodes: dict[str, Node] = field(default_factory=dict)
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
+    storages: dict[str, MemoryStorage] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
     medium: Medium = field(default_factory=lambda: Medium(Links(LinkModel(), 1)))
 
@@ -97,13 +97,15 @@ async def _live(
     before: str | None,
     seed: int,
     stage_seconds: float,
+    storage: MemoryStorage | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
+    """`storage` is that of an earlier life, None for an empty disk."""
     identity = Identity(bytes([seed, ord(name)]) * 16)
-    storage = MemoryStorage()
+    storage = group.storages[name] = storage or MemoryStorage()
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))
-    events = group.events[name] = []
+    events = group.events.setdefault(name, [])
     join = [group.nodes[before].network.addresses[0].short] if before else []
     node = Node(
         config.Config(name=name, swarm=config.Swarm(preset="local"), data_dir=Path("/simulated")),
@@ -212,7 +214,7 @@ async def train(
     run = prepare(node, wanted)
     seen: list[Event] = []
     with group.nodes[watcher or requester].watch() as events:
-        await node.runs.submit(run, planner_of(node.membership.live))
+        await node.runs.submit(run)
         with trio.fail_after(600):
             async for event in events:
                 seen.append(event)

@@ -53,7 +53,7 @@ def handshake(data: bytes) -> None:
 
 def payload(data: bytes) -> None:
     header = codec.TensorHeader("float32", (3, 5))
-    packed = codec.Payload((3,), (header,), "zstd", blake3(data).digest(), data)
+    packed = codec.Payload((3,), (header,), "zstd", blake3(data).digest(), memoryview(data))
     codec.unpack(packed, bytes_max=60)
 
 
@@ -70,7 +70,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "lease": lambda data: decode(data, wire.LeaseBody, bytes_max=512),
     "manifest": lambda data: check_run(SIGNER, fact(data)),
     "plan": decode_plan,
-    "frame": lambda data: open_frame(SIGNER, IDENTITY.peer, Frame(fact(data), data)),
+    "frame": lambda data: open_frame(SIGNER, IDENTITY.peer, Frame(fact(data)), memoryview(data)),
     "payload": payload,
     "graph": decode_graph,
     "stage request": lambda data: decode(data, api.Request, bytes_max=1 << 20),

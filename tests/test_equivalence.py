@@ -140,7 +140,7 @@ def test_a_stage_without_replicas_ends_the_run_and_says_what_was_lost() -> None:
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "failed"
             assert "stage 2 of 2 lost its last replica" in events[-1].detail
-            assert "its parameters are gone" in events[-1].detail
+            assert "no checkpoint holds its parameters" in events[-1].detail
 
     simulate(scenario)
 
@@ -219,6 +219,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
         model="small-gpt",
         data=data.digest,
         test_samples=len(data.test_labels),
+        window=WINDOW,
         optimizer=CLIPPED,
         stages=3,
     )
@@ -226,7 +227,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
 
     async def scenario() -> None:
         async with swarm("abcdefg") as group:
-            group.nodes["g"].runs.learn_data(data.digest, path, WINDOW)
+            await group.nodes["g"].runs.learn_data(data.digest, path)
             run, events = await train_with_a_death(group, wanted, stage)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
             assert evaluated.samples == len(data.test_labels) * WINDOW, "a sample is a token here"

@@ -3,6 +3,7 @@
 Deaths inside of a step, and that its result stays exact, are in `test_equivalence`.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
-from node.errors import Unreachable
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
+from node.runs import ending
 from node.runs import requests as wire
 from node.runs.manifest import Manifest
 from node.runs.placement import NotPlaced
-from partition.plan.plan import planner_of
+from node.runs.service import Service
+from partition.plan.change import Change, successor
+from partition.plan.plan import Plan
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -36,9 +39,10 @@ GIVEN_UP_SECONDS = 60
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same proportions, in less virtual time: every second of it is many probes."""
-    monkeypatch.setattr("node.runs.member.RENEW_SECONDS", 4.0)
-    monkeypatch.setattr("node.runs.member.TRAINER_SILENCE_SECONDS_MAX", 30.0)
-    monkeypatch.setattr("node.runs.member.RunMember.SILENCE_SECONDS_MAX", 48.0)
+    monkeypatch.setattr("node.runs.pulse.RENEW_SECONDS", 4.0)
+    monkeypatch.setattr("node.runs.pulse.COMMITTER_SILENCE_SECONDS_MAX", 30.0)
+    monkeypatch.setattr("node.runs.pulse.PAUSE_SECONDS_MAX", 120.0)
+    monkeypatch.setattr("node.runs.pulse.SILENCE_SECONDS_MAX", 48.0)
 
 
 def small(**changes: Any) -> Manifest:
@@ -107,29 +111,25 @@ def test_a_trainer_that_restarts_too_fast_to_be_missed_is_replaced() -> None:
     simulate(scenario)
 
 
-@pytest.mark.parametrize("request_type", [wire.LeaseRequest, wire.Start, wire.Begin])
-def test_a_planner_that_dies_while_it_places_a_run_leaves_nobody_waiting(
+@pytest.mark.parametrize("request_type", [wire.LeaseRequest, wire.Start])
+def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
     request_type: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
-            planner = group.name_of(min(group.nodes[name].peer for name in "abcd"))
-            requester, *others = (name for name in "abcd" if name != planner)
-            node = group.nodes[planner]
+            node = group.nodes["a"]
             ask = node.runs.ask
 
             async def ask_until(peer: PeerId, request: Any, seconds: float) -> Any:
                 if isinstance(request, request_type):
-                    group.kill(planner)
+                    group.kill("a")
                 return await ask(peer, request, seconds)
 
             monkeypatch.setattr(node.runs, "ask", ask_until)
-            with suppress(NotPlaced, Unreachable):
-                await train(group, requester, small(stages=1, replicas=1))
-            end = await ended(group, requester)
-            assert end.outcome in ("failed", "done")
-            await trio.sleep(GIVEN_UP_SECONDS)
-            for name in (requester, *others):
+            # In a task of the node's, which dies with it.
+            node.runs.start_task(node.runs.submit, prepare(node, small(stages=1, replicas=1)))
+            await trio.sleep(5 * GIVEN_UP_SECONDS)
+            for name in "bcd":
                 assert group.nodes[name].runs.known() == []
                 assert group.nodes[name].runs.has_slot
 
@@ -141,7 +141,7 @@ def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> N
         async with swarm("abc", stage_seconds=60.0) as group:
             node = group.nodes["c"]
             run = prepare(node, small(steps=1, replicas=1, microbatches=1))
-            await node.runs.submit(run, planner_of(node.membership.live))
+            await node.runs.submit(run)
             for name in "abc":
                 end = await ended(group, name, seconds=2_000)
                 assert end.outcome == "done", end.detail
@@ -159,7 +159,7 @@ def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_
                 node = group.nodes[requester]
                 run = prepare(node, small(seed=seed, replicas=1, steps=1))
                 with suppress(NotPlaced):
-                    await node.runs.submit(run, planner_of(node.membership.live))
+                    await node.runs.submit(run)
                 outcomes.append((await ended(group, requester, run.text)).outcome)
 
             async with trio.open_nursery() as nursery:
@@ -192,8 +192,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_run_goes_and_the_run_goes_on() ->
 def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage_has_another() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group, trio.open_nursery() as nursery:
-            planner = group.name_of(min(group.nodes[name].peer for name in "abcde"))
-            victim = next(name for name in "abcd" if name != planner)
+            victim = "b"
 
             async def kill_when_leased() -> None:
                 with group.nodes[victim].watch() as events:
@@ -214,16 +213,15 @@ def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage
     simulate(scenario)
 
 
-def test_a_planner_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() -> None:
+def test_a_requester_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
             run = prepare(group.nodes["c"], small(stages=2, replicas=2))
             outcome: list[str] = []
 
             async def submit() -> None:
-                planner = planner_of(group.nodes["c"].membership.live)
                 with suppress(NotPlaced):
-                    await group.nodes["c"].runs.submit(run, planner)
+                    await group.nodes["c"].runs.submit(run)
                     outcome.append("placed")
 
             # Three are too few for two stages of two replicas; a fourth comes just then.
@@ -232,5 +230,32 @@ def test_a_planner_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() 
             assert (await ended(group, "c")).outcome == "done"
             assert outcome == ["placed"]
             nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_run_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tell = ending.end_for_all
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+
+            async def tell_later(service: Service, plan: Callable[[], Plan], *rest: Any) -> None:
+                change = Change(lost=(plan().stages[0].replicas[0],))
+                following = successor(plan(), change)
+                for node in group.nodes.values():
+                    for mine in list(node.runs.members.values()):
+                        mine._adopt(following, change)
+                await tell(service, plan, *rest)
+
+            monkeypatch.setattr("node.runs.member.end_for_all", tell_later)
+            run, _ = await train(group, "e", small())
+            lost = {name for name in "abcde" if not any(isinstance(e, RunEnded) for e in group.events[name])}
+            assert len(lost) == 1, "who is off the plan waits to be asked again"
+            for name in set("abcde") - lost:
+                assert (await ended(group, name)).outcome == "done"
+                assert_equal(weights(group, name, run), reference(run), "float64")
 
     simulate(scenario)

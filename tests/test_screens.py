@@ -106,6 +106,7 @@ HISTORY: list[events.Event] = [
         planner=peer(2),
         layers=((0, 3), (3, 4)),
         stages=((peer(1), peer(2)), (peer(3),)),
+        trainers=(peer(1),),
     ),
     events.StageLeased(at=NOW - 99, run="0123456789abcdef", stage=0, layers=(0, 3)),
     *(
@@ -117,6 +118,9 @@ HISTORY: list[events.Event] = [
             samples=128,
             seconds=0.5,
             replicas=3,
+            utilisation=(0.9, 0.75),
+            bubble=0.15,
+            rounding=(0.006, 0.005),
         )
         for step in range(12)
     ),
@@ -126,6 +130,20 @@ HISTORY: list[events.Event] = [
     events.MemberLost(at=NOW - 42.0, peer=peer(3), reason="no ack"),
     events.ReplicaDropped(
         at=NOW - 42, run="0123456789abcdef", step=12, stage=1, peer=peer(3), microbatches_replayed=3
+    ),
+    events.RunChanged(at=NOW - 41, run="0123456789abcdef", state="degraded", reason="fewer replicas"),
+    events.RunResumed(
+        at=NOW - 41,
+        run="0123456789abcdef",
+        height=1,
+        step=12,
+        replayed=3,
+        lost_steps=0,
+        filled=(),
+        seconds=1.25,
+    ),
+    events.CheckpointKept(
+        at=NOW - 40, run="0123456789abcdef", step=12, checkpoint="ab" * 32, copies=3, size_bytes=4_200_000
     ),
     events.RunEvaluated(at=NOW - 2, run="0123456789abcdef", accuracy=0.975, loss=0.1, samples=360),
     events.RunEnded(at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab"),
@@ -167,22 +185,25 @@ def test_the_screen_of_a_node() -> None:
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms
         20:33:20   e?[2J ...3ANaba joined (found through lab-2)
         22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
-        22:11:41   run 01234567 planned: plan fedcba98, height 0, by lab-2
+        22:11:41   run 01234567 planned: plan fedcba98, height 0
           stage 1   layers 0-2   lab-1, lab-2
           stage 2   layer 3   e?[2J
           trainer   lab-1
         22:11:41   leased to run 01234567: stage 1
-        step     1  loss 2.3000  256 samples/s  replicas 3  1 min 40 s left
-        step     2  loss 1.1500  256 samples/s  replicas 3  1 min 39 s left
-        step     3  loss 0.7667  256 samples/s  replicas 3  1 min 38 s left
-        step     4  loss 0.5750  256 samples/s  replicas 3  1 min 38 s left
-        step     5  loss 0.4600  256 samples/s  replicas 3  1 min 38 s left
-        step    10  loss 0.2300  256 samples/s  replicas 3  1 min 35 s left
+        step     1  loss 2.3000  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 40 s left
+        step     2  loss 1.1500  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 39 s left
+        step     3  loss 0.7667  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step     4  loss 0.5750  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step     5  loss 0.4600  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 38 s left
+        step    10  loss 0.2300  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 35 s left
         22:12:20   e?[2J suspected by lab-2
         22:12:21   e?[2J is alive after all
         22:12:30   e?[2J suspected by lab-2
         22:12:38   e?[2J lost (no ack)
         22:12:38   e?[2J lost from stage 2 at step 13; 3 microbatches replayed
+        22:12:39   run 01234567 degraded: fewer replicas
+        22:12:39   run 01234567 goes on at step 13 after 1.2 s: 3 microbatches replayed, 0 steps lost
+        22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:19   refused 100 times so far: malformed

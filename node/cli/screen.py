@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from node.cli.render import capacity_text, data_text, labelled, seconds_text, short_address, short_id
+from node.cli.render import (
+    bytes_text,
+    capacity_text,
+    data_text,
+    labelled,
+    seconds_text,
+    short_address,
+    short_id,
+)
 from node.paths import default_data_dir, short_path
 
 Event = Mapping[str, Any]
@@ -98,20 +106,46 @@ class EventScreen:
         return [_at(event, f"run {event['run'][:8]} accepted: {what}, from {self._name(event['requester'])}")]
 
     def _planned(self, event: Event) -> list[str]:
-        plan = f"plan {event['plan'][:8]}, height {event['height']}, by {self._name(event['planner'])}"
+        plan = f"plan {event['plan'][:8]}, height {event['height']}"
+        if event["restored_step"] is not None:
+            plan += f", back to the checkpoint of step {event['restored_step']}"
         lines = [_at(event, f"run {event['run'][:8]} planned: {plan}")]
         for stage, (layers, replicas) in enumerate(zip(event["layers"], event["stages"], strict=True)):
             names = ", ".join(self._name(peer) for peer in replicas)
             lines.append(f"  stage {stage + 1}   {_layers(layers)}   {names}")
-        lines.append(f"  trainer   {self._name(event['trainer'])}")
+        lines.append(f"  trainer   {', '.join(self._name(peer) for peer in event['trainers'])}")
         return lines
+
+    def _changed(self, event: Event) -> list[str]:
+        if event["state"] == "running":
+            return []  # the plan says more
+        return [_at(event, f"run {event['run'][:8]} {event['state']}: {event['reason']}")]
+
+    def _resumed(self, event: Event) -> list[str]:
+        parts = [
+            _counted(event["replayed"], "microbatch", "es") + " replayed",
+            _counted(event["lost_steps"], "step", "s") + " lost",
+        ]
+        if event["filled"]:
+            parts.append(_counted(len(event["filled"]), "replica", "s") + " caught up")
+        return [
+            _at(
+                event,
+                f"run {event['run'][:8]} goes on at step {event['step'] + 1} after {event['seconds']:.1f} s: "
+                + ", ".join(parts),
+            )
+        ]
+
+    def _checkpoint_kept(self, event: Event) -> list[str]:
+        size = bytes_text(event["size_bytes"])
+        line = f"run {event['run'][:8]} checkpoint of step {event['step']}: {size} on {event['copies']} peers"
+        return [_at(event, line)]
 
     def _leased(self, event: Event) -> list[str]:
         return [_at(event, f"leased to run {event['run'][:8]}: stage {event['stage'] + 1}")]
 
     def _dropped(self, event: Event) -> list[str]:
-        count = event["microbatches_replayed"]
-        replayed = f"{count} microbatch{'es' if count != 1 else ''} replayed"
+        replayed = _counted(event["microbatches_replayed"], "microbatch", "es") + " replayed"
         where = f"stage {event['stage'] + 1} at step {event['step'] + 1}"
         return [_at(event, f"{self._name(event['peer'])} lost from {where}; {replayed}")]
 
@@ -122,6 +156,10 @@ class EventScreen:
             return []
         rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
         line = f"step {step:>5}  loss {event['loss']:.4f}  {rate:.0f} samples/s  replicas {event['replicas']}"
+        if event["utilisation"]:
+            line += f"  bubble {100 * event['bubble']:.0f} %"
+        if any(event["rounding"]):
+            line += f"  rounding {max(event['rounding']):.1e}"
         left = (steps - step) * event["seconds"]
         return [line + (f"  {seconds_text(max(1, round(left)))} left" if left > 0 else "")]
 
@@ -141,6 +179,10 @@ class EventScreen:
         return [_at(event, "said goodbye")]
 
 
+def _counted(count: int, what: str, plural: str) -> str:
+    return f"{count} {what}{plural if count != 1 else ''}"
+
+
 _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "CapacityMeasured": EventScreen._measured,
@@ -152,6 +194,9 @@ _RENDERERS = {
     "MemberLeft": EventScreen._left,
     "RunAccepted": EventScreen._accepted,
     "RunPlanned": EventScreen._planned,
+    "RunChanged": EventScreen._changed,
+    "RunResumed": EventScreen._resumed,
+    "CheckpointKept": EventScreen._checkpoint_kept,
     "StageLeased": EventScreen._leased,
     "ReplicaDropped": EventScreen._dropped,
     "StepCommitted": EventScreen._committed,

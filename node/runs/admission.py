@@ -37,13 +37,16 @@ class Machine:
     memory_bytes: int
 
 
-def check_plan(signer: Signer, manifest: Fact, data: bytes, planner: PeerId) -> tuple[Run, Plan]:
-    """A run and a plan of it by `planner` with a part for this node; else RemoteProtocolError."""
+def check_plan(signer: Signer, manifest: Fact, data: bytes, sender: PeerId) -> tuple[Run, Plan]:
+    """A run and a plan of it, by `sender`, with a part for this node; else RemoteProtocolError.
+
+    The first plan is the requester's alone. A later one is brought by somebody of its roster to who is new.
+    """
     run, plan = check_run(signer, manifest), decode_plan(data)
-    asked = (run.id, run.requester, run.manifest.microbatches)
-    if (plan.run, plan.requester, plan.microbatches) != asked:
+    if (plan.run, plan.microbatches) != (run.id, run.manifest.microbatches):
         raise RemoteProtocolError("a plan that is not of its run")
-    if plan.planner != planner or signer.peer not in plan.members:
+    may_bring = sender in plan.roster if plan.height else sender == run.requester == plan.committer
+    if not may_bring or signer.peer not in plan.roster:
         raise RemoteProtocolError("a plan that its sender may not bring here")
     return run, plan
 

@@ -14,7 +14,13 @@ import psutil
 import trio
 
 from node.errors import StageFailed
-from partition.stage import Admitted, StageSpecification, arena_bytes, message_bytes_max
+from partition.stage import (
+    Admitted,
+    StageSpecification,
+    arena_bytes,
+    message_bytes_max,
+    payload_bytes_max,
+)
 
 START_SECONDS = 60.0
 """Until the process has loaded torch, which alone takes five seconds on a busy machine."""
@@ -50,12 +56,14 @@ LIBRARIES_BYTES_ACCELERATOR = 6 << 30
 class Allowance:
     """For one stage's process. The graph itself the node need not keep.
 
-    `arenas` are their bytes by name; `own_bytes` is what the process may take besides them and what it has
-    before it begins; `start_seconds` is how long it may take to be ready.
+    `arenas` are their bytes by name; `payload_bytes_max` is the most of tensors in one request or in one
+    answer, which go through memory that both sides share; `own_bytes` is what the process may take besides
+    all these and what it has before it begins; `start_seconds` is how long it may take to be ready.
     """
 
     arenas: dict[str, int]
     message_bytes_max: int
+    payload_bytes_max: int
     own_bytes: int
     threads: int
     device: str
@@ -93,6 +101,7 @@ def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allow
     return Allowance(
         arenas=arenas,
         message_bytes_max=longest,
+        payload_bytes_max=payload_bytes_max(specification),
         own_bytes=left + left // HEAP_SLACK + overhead,
         threads=specification.threads,
         device=specification.device,

@@ -7,9 +7,11 @@ through the epochs. Only numpy is used: importing scikit-learn takes seconds, it
 
 import gzip
 import importlib.metadata
+import io
 import mmap
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +38,10 @@ _DIGITS_SCALE = 16.0
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs (N, *sample_shape) and labels (N, *label_shape) of whole numbers, for training and held out."""
+    """Inputs (N, *sample_shape) and labels (N, *label_shape) of whole numbers, for training and held out.
+
+    `window` is how many bytes make a sample, where it is text.
+    """
 
     digest: str
     train_inputs: Array
@@ -44,6 +49,7 @@ class Dataset:
     test_inputs: Array
     test_labels: Array
     label_values: int = 0
+    window: int = 0
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -106,7 +112,21 @@ def load_folder(folder: Path) -> Dataset:
     """
     arrays = []
     for name in ("train.npz", "test.npz"):
-        arrays += _read_npz(folder / name)
+        arrays += _read_npz(folder / name, str(folder / name))
+    return _from_arrays(arrays, str(folder))
+
+
+def load_bytes(files: Mapping[Any, bytes], *, window: int) -> Dataset:
+    """The same from the bytes of its files: `text`, or `train.npz` and `test.npz`. Raises UsageError."""
+    if "text" in files:
+        return _from_text(np.frombuffer(files["text"], np.uint8), window, "the data")
+    arrays = []
+    for name in ("train.npz", "test.npz"):
+        arrays += _read_npz(io.BytesIO(files[name]), name)
+    return _from_arrays(arrays, "the data")
+
+
+def _from_arrays(arrays: list[Array], folder: str) -> Dataset:
     train_x, train_y, test_x, test_y = arrays
     for name, train, test in (("x", train_x, test_x), ("y", train_y, test_y)):
         if train.shape[1:] != test.shape[1:]:
@@ -121,9 +141,9 @@ def load_folder(folder: Path) -> Dataset:
     return Dataset(hasher.hexdigest(), train_x, train_y, test_x, test_y)
 
 
-def _read_npz(path: Path) -> list[Array]:
+def _read_npz(file: Path | io.BytesIO, path: str) -> list[Array]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(file, allow_pickle=False) as archive:
             x, y = archive["x"], archive["y"]
     except FileNotFoundError:
         raise UsageError(
@@ -149,6 +169,10 @@ def load_text(path: Path, *, window: int) -> Dataset:
             data = np.frombuffer(bytes(text), np.uint8)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a text that can be read ({error})") from None
+    return _from_text(data, window, str(path))
+
+
+def _from_text(data: Array, window: int, path: str) -> Dataset:
     count = (len(data) - 1) // window
     if count < 2:
         raise UsageError(f"{path}: {len(data)} bytes of text are too few for samples of {window}")
@@ -156,7 +180,7 @@ def load_text(path: Path, *, window: int) -> Dataset:
     labels = data[1 : count * window + 1].reshape(count, window)
     kept = count - max(1, count // TEXT_HELD_OUT)
     digest = blake3(data.data, derive_key_context=f"peerloom text in windows of {window}").hexdigest()
-    return Dataset(digest, inputs[:kept], labels[:kept], inputs[kept:], labels[kept:], TEXT_VALUES)
+    return Dataset(digest, inputs[:kept], labels[:kept], inputs[kept:], labels[kept:], TEXT_VALUES, window)
 
 
 class Batches:

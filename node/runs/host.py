@@ -2,10 +2,11 @@
 
 Why a process: torch is slow to import and holds the interpreter while it computes, and a stage that
 breaks must not take the node with it. Requests go over a socket pair, one at a time in the order of
-the calls; the numbers lie in shared memory without a name. The process gets nothing of the node's but these
-and fences itself in (`node.runs.sandbox`); what it cannot do to itself is done here: while it owes an answer
-it is watched, and one that is frozen, too slow or too large is killed. A node that is killed leaves one empty
-folder behind, which the next stage of any node removes.
+the calls; the numbers lie in shared memory without a name, and the tensors of a micro-batch come and go
+through more of it (`node.runs.exchange`). The process gets nothing of the node's but these and fences itself
+in (`node.runs.sandbox`); what it cannot do to itself is done here: while it owes an answer it is watched, and
+one that is frozen, too slow or too large is killed. A node that is killed leaves one empty folder behind,
+which the next stage of any node removes.
 
 A stage that fails stays failed: whoever opened it closes it and opens another.
 """
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -28,10 +30,12 @@ import trio
 
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
+from crypto.noise import Data
 from node.errors import StageFailed
 from node.runs import sandbox
 from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
-from node.runs.host_process import HEADER, SPECIFICATION_BYTES_MAX, joined, split
+from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, read_header, split
+from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.runs.scratch import Scratch, remove_forgotten
 from partition.stage import (
     REASON_LENGTH_MAX,
@@ -39,6 +43,7 @@ from partition.stage import (
     Refused,
     Reply,
     StageSpecification,
+    timed,
 )
 
 EPITAPH_SECONDS = 2.0
@@ -77,9 +82,11 @@ class StageHost:
         self._stderr = _make_shared_file("stderr", 0)
         self._mappings: dict[str, mmap.mmap] = {}
         ours, theirs = socket.socketpair()
-        descriptors = []
+        both = 2 * allowance.payload_bytes_max
+        descriptors = [_make_shared_file("exchange", both)]
         with theirs:
             try:
+                self._exchange_memory = mmap.mmap(descriptors[0], both)
                 for name, size in allowance.arenas.items():
                     descriptor = _make_shared_file(name, max(1, size))
                     descriptors.append(descriptor)
@@ -150,11 +157,10 @@ class StageHost:
         async with self._lock:
             if self._failure is not None:
                 raise StageFailed(self._failure)
-            message, data = split(request)
-            length, longest = len(message) + len(data), self._allowance.message_bytes_max
-            if length > longest:
-                raise StageFailed(f"a request of {length} bytes, at most {longest} allowed")
-            reply = await self._exchange(message, data, self._answer_seconds if seconds is None else seconds)
+            parts = split(request)
+            if (complaint := self._complaint(parts.header())) is not None:
+                raise StageFailed(f"a request of {complaint}")
+            reply = await self._exchange(parts, self._answer_seconds if seconds is None else seconds)
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         return reply
@@ -186,12 +192,13 @@ class StageHost:
             # Where somebody still holds a view, the memory goes with the last one.
             with contextlib.suppress(BufferError):
                 mapping.close()
+        self._exchange_memory.close()
         if self._stderr >= 0:
             os.close(self._stderr)
             self._stderr = -1
 
     async def _start_up(self, specification: bytes, seconds: float) -> Admitted:
-        reply = await self._exchange(specification, b"", seconds, what="was not ready")
+        reply = await self._exchange(Parts(specification), seconds, what="was not ready")
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         if not isinstance(reply, Admitted):
@@ -199,22 +206,33 @@ class StageHost:
             raise StageFailed(self._failure)
         return reply
 
-    async def _exchange(
-        self, message: bytes, data: bytes, seconds: float, *, what: str = "has not answered"
-    ) -> Reply:
+    def _complaint(self, header: Header) -> str | None:
+        """What is too long about a message, if anything is."""
+        length, longest = header.message + header.behind + header.payloads, self._allowance.message_bytes_max
+        if length > longest:
+            return f"{length} bytes, at most {longest} allowed"
+        if header.payloads > self._allowance.payload_bytes_max:
+            return f"{header.payloads} bytes of tensors, at most {self._allowance.payload_bytes_max} allowed"
+        return None
+
+    async def _exchange(self, parts: Parts, seconds: float, *, what: str = "has not answered") -> Reply:
         """Send one message and wait for the answer; every way out but an answer ends the process."""
         self._watch.begin(seconds, what)
-        longest = self._allowance.message_bytes_max
         try:
-            for part in (HEADER.pack(len(message), len(data)), message, data):
-                await self._send(part)
-            length, data_length = HEADER.unpack(await self._receive(HEADER.size))
-            if length + data_length > longest:
-                raise RemoteProtocolError(
-                    f"an answer of {length + data_length} bytes, at most {longest} allowed"
-                )
-            answer: Reply = decode(await self._receive(length), Reply, bytes_max=longest)
-            reply = joined(answer, await self._receive(data_length))
+            await self._give(parts.payloads)
+            await self._send(parts.header().encode() + parts.message)
+            await self._send(parts.behind)
+            header = read_header(await self._receive(HEADER_BYTES))
+            if (complaint := self._complaint(header)) is not None:
+                raise RemoteProtocolError(f"an answer of {complaint}")
+            message, behind = await self._receive(header.message), await self._receive(header.behind)
+            begin = self._allowance.payload_bytes_max
+            payloads = [
+                await self._take(begin, header.first),
+                await self._take(begin + header.first, header.second),
+            ]
+            answer: Reply = decode(message, Reply, bytes_max=self._allowance.message_bytes_max)
+            reply = timed(joined(answer, behind, payloads), header.busy_nanoseconds)
         except (OSError, trio.ClosedResourceError):
             with trio.CancelScope(shield=True):
                 await self._reap(EPITAPH_SECONDS)
@@ -227,6 +245,33 @@ class StageHost:
             self._fail("a call to the stage was cancelled while it was served")
             raise
         return reply
+
+    async def _give(self, payloads: Sequence[Data]) -> None:
+        """Put a request's tensors where the process looks for them."""
+        begin = 0
+        for payload in payloads:
+            view = memoryview(payload)
+            for start in range(0, len(view), YIELD_BYTES):
+                part = view[start : start + YIELD_BYTES]
+                self._shared()[begin : begin + len(part)] = part
+                begin += len(part)
+                await _yield_after(len(part))
+
+    async def _take(self, begin: int, length: int) -> bytes:
+        """A part of an answer's tensors, copied: what the process writes there later is nobody's answer."""
+        if length <= YIELD_BYTES:
+            return self._shared()[begin : begin + length]
+        copied = io.BytesIO()
+        for start in range(begin, begin + length, YIELD_BYTES):
+            copied.write(memoryview(self._shared())[start : min(start + YIELD_BYTES, begin + length)])
+            await trio.lowlevel.checkpoint()
+        return copied.getvalue()
+
+    def _shared(self) -> mmap.mmap:
+        """The memory for tensors. Raises StageFailed: the stage was closed in between."""
+        if self._failure is not None:
+            raise StageFailed(self._failure)
+        return self._exchange_memory
 
     async def _send(self, message: bytes) -> None:
         view = memoryview(message)

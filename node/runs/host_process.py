@@ -2,12 +2,13 @@
 
 Not for people: `node.runs.host` starts it, in the stage's scratch folder, with the numbers of descriptors,
 its parent's, and the settings that count before the specification is read. It inherits one end of a socket
-pair and a file descriptor of each arena (`partition.stage.ARENAS`). First it loads everything, then it
-fences itself in (`node.runs.sandbox`), and only then it reads what others had a hand in: the specification,
-which it admits or refuses before it touches an arena, and then length-prefixed MessagePack requests, each
-of which it answers. It ends when the other side closes. On Linux the kernel also kills it when its parent
-dies, so a long computation does not outlive a killed node. An error that is not a refusal ends it with a
-traceback on stderr, which the node keeps the end of: a half-computed stage must not go on.
+pair and file descriptors: of the memory through which tensors come and go (`node.runs.exchange`), and of each
+arena (`partition.stage.ARENAS`). First it loads everything, then it fences itself in (`node.runs.sandbox`),
+and only then it reads what others had a hand in: the specification, which it admits or refuses before it
+touches an arena, and then requests, each of which it answers. It ends when the other side closes. On Linux
+the kernel also kills it when its parent dies, so a long computation does not outlive a killed node. An error
+that is not a refusal ends it with a traceback on stderr, which the node keeps the end of: a half-computed
+stage must not go on.
 
 The node's process never imports torch; this one does, once it can no longer be left behind.
 """
@@ -17,111 +18,159 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
-from crypto.encoding import decode, encode
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
+from crypto.noise import Data
 from node.runs import sandbox
+from node.runs.exchange import HEADER_BYTES, Parts, joined, read_header, split
 from partition.model.graph import GRAPH_BYTES_MAX
 from partition.stage import (
     ARENAS,
     REASON_LENGTH_MAX,
-    Exported,
-    Import,
     Refused,
     Reply,
     Request,
     StageSpecification,
     arena_bytes,
     message_bytes_max,
+    payload_bytes_max,
 )
 
 SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
 """The first message: the stage's share of the graph, and some hundred bytes of settings."""
-HEADER = struct.Struct("<QQ")
-"""In front of every message, in both directions: its bytes, and those behind it that are not in MessagePack.
-
-Those are the `data` of an `Import` or `Exported`, which may be gigabytes: decoding copies at one go.
-"""
-
 PART_BYTES_MAX = 1 << 30
 
-_PR_SET_PDEATHSIG = 1
+KEPT_BYTES = 128 << 20
+"""Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
+takes it again, zeroed page by page, for the next: half of what a call costs beside its computing."""
+MAPPED_BYTES = 32 << 20
+"""Pieces of memory below this come from the heap; glibc allows no more."""
 
-Message = TypeVar("Message", Request, Reply)
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def main(arguments: list[str]) -> None:
-    link_descriptor, parent, threads, device, memory_bytes, *arena_descriptors = arguments
+    link_descriptor, parent, threads, device, memory_bytes, *descriptors = arguments
     _die_with(int(parent))
+    _keep_freed_memory()
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = socket.socket(fileno=int(link_descriptor))
+    link = _Link(socket.socket(fileno=int(link_descriptor)))
     from partition.execute import StageExecutor, prepare_process
     from partition.execute.admit import admit
 
     fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=int(memory_bytes))
     prepare_process(int(threads))  # it starts threads, which inherit the fences
-    first = _receive(link, SPECIFICATION_BYTES_MAX)
+    first = link.receive()
     if first is None:
         return
     specification: StageSpecification = decode(
-        first[0], StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
+        first.message, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
     )
     del first
+    exchange, *arenas = map(int, descriptors)
     try:
         admitted = admit(specification)
-        arenas = _map_arenas(specification, [int(number) for number in arena_descriptors])
-        handle = StageExecutor(specification, arenas).handle
+        handle = StageExecutor(specification, _map_arenas(specification, arenas)).handle
     except RemoteProtocolError as error:
-        _send(link, Refused(str(error)[:REASON_LENGTH_MAX]))
+        link.send(split(Refused(str(error)[:REASON_LENGTH_MAX])), 0)
         return
-    _send(link, msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced))
-    bytes_max = message_bytes_max(specification)
-    while (received := _receive(link, bytes_max)) is not None:
-        _send(link, _answer(handle, *received, bytes_max))
-        del received  # not to be kept while the next one comes
+    link.widen(specification, exchange)
+    ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
+    link.send(split(ready), 0)
+    _serve(link, handle, time.perf_counter_ns)
 
 
-def split(message: object) -> tuple[bytes, bytes]:
-    """A request or reply as it travels: in MessagePack, and what stands behind it."""
-    if isinstance(message, Import | Exported):
-        return encode(msgspec.structs.replace(message, data=b"")), message.data
-    return encode(message), b""
+class _Link:
+    """The process's end: a socket, and for tensors the shared memory once it is mapped."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.bytes_max = SPECIFICATION_BYTES_MAX
+        self._socket = link
+        self._requests = self._answers = memoryview(b"")
+
+    def widen(self, specification: StageSpecification, exchange: int) -> None:
+        """From now on there are requests; `exchange` is the descriptor of what their tensors lie in."""
+        size = payload_bytes_max(specification)
+        self.bytes_max = message_bytes_max(specification)
+        whole = _map(exchange, 2 * size)
+        self._requests, self._answers = whole[:size], whole[size:]
+
+    def receive(self) -> Parts | None:
+        """One message, or None when the other side has closed."""
+        found = self._exactly(HEADER_BYTES)
+        if found is None:
+            return None
+        header = read_header(found)
+        length = header.message + header.behind + header.payloads
+        if length > self.bytes_max or header.payloads > len(self._requests):
+            raise RemoteProtocolError(f"a request of {length} bytes, at most {self.bytes_max} allowed")
+        message, behind = self._exactly(header.message), self._exactly(header.behind)
+        if message is None or behind is None:
+            return None
+        first, end = header.first, header.payloads
+        return Parts(message, behind, (bytes(self._requests[:first]), bytes(self._requests[first:end])))
+
+    def send(self, parts: Parts, busy_nanoseconds: int) -> None:
+        """Everything but the payloads, which `give` has put in their place."""
+        self._socket.sendall(parts.header(busy_nanoseconds).encode() + parts.message)
+        self._socket.sendall(parts.behind)
+
+    def give(self, payloads: tuple[Data, ...]) -> None:
+        begin = 0
+        for payload in payloads:
+            self._answers[begin : begin + len(payload)] = payload
+            begin += len(payload)
+
+    def _exactly(self, length: int) -> bytes | None:
+        parts = []
+        while length:
+            # As a rule the whole of it at once: the kernel waits for all, but gives at most 2 GiB.
+            part = self._socket.recv(min(length, PART_BYTES_MAX), socket.MSG_WAITALL)
+            if not part:
+                return None
+            parts.append(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def joined(message: Message, data: bytes) -> Message:
-    """A decoded message with what stood behind it. Raises RemoteProtocolError: it is none that has any."""
-    if isinstance(message, Import | Exported):
-        return msgspec.structs.replace(message, data=data)
-    if data:
-        raise RemoteProtocolError(f"{len(data)} bytes behind a message that has none")
-    return message
+def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> None:
+    """Answer requests until the other side closes. Only what comes between is `busy`, not waiting for it."""
+    while (received := link.receive()) is not None:
+        begun = clock()
+        answer = split(_answer(handle, received, link.bytes_max))
+        link.give(answer.payloads)
+        link.send(answer, clock() - begun)
+        del received, answer  # not to be kept while the next one comes
 
 
-def _answer(handle: Callable[[Request], Reply], message: bytes, data: bytes, bytes_max: int) -> Reply:
+def _answer(handle: Callable[[Request], Reply], received: Parts, bytes_max: int) -> Reply:
     try:
-        request: Request = joined(decode(message, Request, bytes_max=bytes_max), data)
+        decoded: Request = decode(received.message, Request, bytes_max=bytes_max)
+        request = joined(decoded, received.behind, received.payloads)
     except RemoteProtocolError as error:
         return Refused(str(error)[:REASON_LENGTH_MAX])
-    del message, data
     return handle(request)
 
 
 def _map_arenas(specification: StageSpecification, descriptors: list[int]) -> dict[str, memoryview]:
     sizes = arena_bytes(specification)
-    arenas = {}
-    for name, descriptor in zip(ARENAS, descriptors, strict=True):
-        # Nothing of length zero can be mapped, so every file has one byte at least.
-        arenas[name] = memoryview(mmap.mmap(descriptor, max(1, sizes[name])))[: sizes[name]]
-        os.close(descriptor)
-    return arenas
+    return {name: _map(descriptor, sizes[name]) for name, descriptor in zip(ARENAS, descriptors, strict=True)}
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    # Nothing of length zero can be mapped, so every file has one byte at least.
+    view = memoryview(mmap.mmap(descriptor, max(1, size)))[:size]
+    os.close(descriptor)
+    return view
 
 
 def _die_with(parent: int) -> None:
@@ -133,36 +182,13 @@ def _die_with(parent: int) -> None:
         raise SystemExit(0)
 
 
-def _receive(link: socket.socket, bytes_max: int) -> tuple[bytes, bytes] | None:
-    """One message and what stands behind it, or None when the other side has closed."""
-    header = _receive_exactly(link, HEADER.size)
-    if header is None:
-        return None
-    length, data_length = HEADER.unpack(header)
-    if length + data_length > bytes_max:
-        raise RemoteProtocolError(f"a request of {length + data_length} bytes, at most {bytes_max} allowed")
-    message = _receive_exactly(link, length)
-    data = _receive_exactly(link, data_length)
-    return None if message is None or data is None else (message, data)
-
-
-def _receive_exactly(link: socket.socket, length: int) -> bytes | None:
-    parts = []
-    while length:
-        # As a rule the whole of it at once: the kernel waits for all, but gives at most 2 GiB.
-        part = link.recv(min(length, PART_BYTES_MAX), socket.MSG_WAITALL)
-        if not part:
-            return None
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _send(link: socket.socket, reply: Reply) -> None:
-    message, data = split(reply)
-    link.sendall(HEADER.pack(len(message), len(data)))
-    link.sendall(message)
-    link.sendall(data)
+def _keep_freed_memory() -> None:
+    if sys.platform == "linux":
+        # Other libraries than glibc's do not have it, and may not need it.
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+            set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 
 import trio
 
@@ -20,6 +21,8 @@ from node.seams import Network, Stream
 QUEUE_BYTES_MAX = 8 * 1024**3
 """Bytes waiting for one peer. A step's frames (64 of 48 MiB) and a reduction's parts (4 GiB at most) fit;
 past this the peer is stuck."""
+RATE_BYTES = 8 << 20
+"""A link is measured over the last so many bytes, or twice as many."""
 RETRY_SECONDS_MIN = 0.05
 RETRY_SECONDS_MAX = 2.0
 
@@ -76,6 +79,18 @@ class Links:
         link.queue.append(queued)
         link.waiting_bytes += size_bytes
         link.more.set()
+
+    def rate(self, peer: PeerId) -> float | None:
+        """The bytes per second that the link to a peer takes lately; None where too little was sent to say.
+
+        The kernel's buffers take a burst at once, so only what is long beside them tells.
+        """
+        if peer == self._network.peer:
+            return inf
+        link = self._links.get(peer)
+        if link is None or link.bytes_measured < RATE_BYTES or link.seconds_measured <= 0:
+            return None
+        return link.bytes_measured / link.seconds_measured
 
     def forget(self, peer: PeerId) -> None:
         """Nothing more is to be said to the peer: drop its queue and close its stream.
@@ -145,6 +160,8 @@ class _Link:
         self.scope = trio.CancelScope()
         self.stream_scope = trio.CancelScope()
         self.has_lost = False
+        self.bytes_measured = 0.0
+        self.seconds_measured = 0.0
 
     def break_off(self) -> None:
         """Drop what waits and the stream; when it is open again, what was lost is sent again."""
@@ -153,14 +170,25 @@ class _Link:
         self.has_lost = True
         self.stream_scope.cancel()
 
+    def measured(self, size_bytes: int, seconds: float) -> None:
+        """So many bytes went out in so long, while there was more to send or just enough."""
+        self.bytes_measured += size_bytes
+        self.seconds_measured += seconds
+        if self.bytes_measured > 2 * RATE_BYTES:
+            self.bytes_measured /= 2
+            self.seconds_measured /= 2
+
     async def drain(self, send: Callable[..., Awaitable[None]]) -> None:
         """Send what is queued, for ever; a message leaves the queue once it was sent."""
         while True:
             while self.queue:
                 queued = self.queue[0]
+                began = trio.current_time()
                 await send(*queued)
+                self.measured(sum(map(len, queued)), trio.current_time() - began)
                 if self.queue and self.queue[0] is queued:
                     self.waiting_bytes -= sum(map(len, self.queue.popleft()))
+                del queued  # while nothing is to be sent, the last payload's memory is not held
             self.more = trio.Event()
             if not self.queue:
                 await self.more.wait()

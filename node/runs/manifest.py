@@ -17,6 +17,7 @@ from crypto.identity import PeerId
 from node.errors import UsageError
 from partition.codecs.choice import Frames
 from partition.model.graph import SYMBOLS_MAX
+from partition.plan.plan import TRAINERS_MAX
 from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings, Schedule
 
 MANIFEST_PURPOSE = "run-manifest"
@@ -55,10 +56,20 @@ class TrainTable(msgspec.Struct, frozen=True):
 
 
 class PlanTable(msgspec.Struct, frozen=True):
-    """`[plan]` of RUN.toml; 0 lets the planner choose."""
+    """`[plan]` of RUN.toml; 0 stages or replicas let the solver choose.
+
+    `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
+    work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
+    steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
+    its last replica. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`.
+    """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
+    on_lost_quorum: Literal["wait", "fork"] = "wait"
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -111,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds. `sizes` are the graph's
     symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
-    beside the loss.
+    beside the loss. `window` is how many bytes make a sample of text, 0 for other data.
     """
 
     model: Word
@@ -131,6 +142,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)]
     replicas: Annotated[int, msgspec.Meta(ge=0, le=64)]
     created_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    save_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    on_lost_quorum: Literal["wait", "fork"] = "wait"
 
     @property
     def graph_hash(self) -> bytes:

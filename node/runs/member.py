@@ -1,101 +1,110 @@
-"""This node's membership in one run: the plan in force, and the roles it gives to this node.
+"""This node's membership in one run: the chain of plans as it is known here, and the roles the head gives to
+this node.
 
-A member may be a stage's replica, the trainer, both, or only follow (requester, planner). When the
-trainer dies, the live member with the lowest id plans on (the placeholder of `placement`), and the
-new trainer begins from the step that the replicas have reached.
+A member may hold a stage, feed, commit, or only follow. A plan comes into force here when the chain says
+that it was decided; roles change then and only then. What should come next is for `node.runs.succession`.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import msgspec
 import trio
 
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
-from crypto.identity import PeerId
-from node.errors import PeerloomError, StageFailed, Unreachable
-from node.events import Event
-from node.runs.admission import Machine, specify
-from node.runs.data import Dataset
+from crypto.identity import PeerId, short_peer
+from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
+from node.events import RunChanged, StepCommitted
+from node.runs.chain import ChainShell
+from node.runs.committer import CommitterShell, RunEvent
+from node.runs.ending import collect_result, end_for_all, fetch_result
+from node.runs.hosting import Hosting
+from node.runs.keeping import Keeping
 from node.runs.manifest import Run
-from node.runs.models import Models
-from node.runs.placement import START_SECONDS_MAX, NotPlaced, plan_without, start_all
-from node.runs.replica import ReplicaShell
+from node.runs.placement import start
+from node.runs.pulse import SILENCE_SECONDS_MAX, Pulse
 from node.runs.requests import (
     REASON_LENGTH_MAX,
-    Declined,
-    End,
+    Absent,
+    Checkpointed,
+    FetchState,
+    Leaving,
     Notice,
-    Renew,
-    Reply,
-    Request,
+    Saved,
     check_notice,
 )
-from node.runs.submission import fits, make_batches
-from node.runs.trainer import RunEvent, TrainerShell
-from node.runs.weights import collect, fetch_weights, keep
-from node.seams import Seams
-from partition.model.graph import Graph
-from partition.plan.plan import HASH_BYTES, Plan, follows, plan_hash, planner_of
-from partition.steps.messages import ReplicaMessage
+from node.runs.service import Service
+from node.runs.states import Cause, State, after
+from node.runs.succession import Hopeless, Succession
+from node.runs.training import Training
+from partition.plan.agreement import (
+    ChainBroken,
+    ForkFound,
+    ForkOpened,
+    LeftBehind,
+    PlanDecided,
+    QuorumFound,
+    QuorumLost,
+)
+from partition.plan.change import Change, heirs
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.votes import AgreementMessage
+from partition.steps.frames import OpenedFrame
+from partition.steps.messages import Failed, Open, ReplicaMessage
 
-END_SECONDS_MAX = 60.0
-"""A member fetches the weights before it answers an End."""
-RETRY_SECONDS = 1.0
-RENEW_SECONDS = 20.0
-"""How often a trainer says that the run goes on, and hears who has forgotten it: a step may take minutes."""
-RENEW_SECONDS_MAX = 10.0
-TRAINER_SILENCE_SECONDS_MAX = START_SECONDS_MAX + 30
-"""A trainer that lives but says nothing for so long has forgotten the run: it was restarted."""
-
-
-class Service(Protocol):
-    """What a member needs of `node.runs.runs.Runs`."""
-
-    seams: Seams
-    signer: Signer
-    models: Models
-    machine: Machine
-    live: Callable[[], Sequence[PeerId]]
-    publish: Callable[[Event], None]
-    nursery: trio.Nursery | None
-
-    def send(self, peer: PeerId, message: Any) -> None: ...
-    def load_data(self, run: Run) -> Dataset: ...
-    def ended(self, member: "RunMember", outcome: str, detail: str, weights: str) -> None: ...
-    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
+HEIRS = 2
+"""So many of those who would train next fetch the data beforehand."""
+LEAVE_SECONDS_MAX = 60.0
+"""How long a member that wants to leave waits for a plan without it."""
 
 
 class RunMember:
     """One run on this node, from its manifest to its end."""
 
-    SILENCE_SECONDS_MAX: ClassVar[float] = 2 * START_SECONDS_MAX
-    """Nothing heard of a run for so long: its stage is closed and its slot is free again. Time enough for the
-    planner to find another trainer first."""
-
     def __init__(self, service: Service, run: Run) -> None:
         self.run = run
         self.plan: Plan | None = None
-        self.begun = False
+        self.state: State = "submitted"
         self._service = service
+        self._start_task = service.start_task
         self._me = service.signer.peer
-        self._replica: ReplicaShell | None = None
-        self._replica_scope = trio.CancelScope()
-        self._trainer: TrainerShell | None = None
-        self._trainer_scope = trio.CancelScope()
-        self._heard = service.seams.clock.monotonic()
+        self._chain: ChainShell | None = None
+        self._succession: Succession | None = None
+        self._keeping = Keeping(service, run, self._living)
+        self._hosting = Hosting(
+            service,
+            run,
+            holders=self._holders,
+            failed=self._fail_stage,
+            save=self._keeping.save,
+            restore=self._keeping.restore,
+        )
+        self._committer: CommitterShell | None = None
+        self._training: Training | None = None
+        self._life = trio.CancelScope()
+        self._pulse = Pulse(
+            service,
+            run.id,
+            plan=lambda: self.plan,
+            others=self._others,
+            waits=lambda: self.state == "paused",
+            beat=self._on_beat,
+            absent=self._miss,
+            give_up=lambda reason: self.end("failed", reason, ""),
+        )
+        self._stalled_since = service.seams.clock.monotonic()
         self._is_ended = False
-        self._is_opening = False
-        self._is_replanning = False
-        self._starting = trio.Lock()
+        self._is_finishing = False
+        self._is_stuck = False
+        self._step = 0
+        self._decided = trio.Event()
 
     @property
     def hosts(self) -> bool:
         """Whether a stage of this run is open here, or being opened."""
-        return self._is_opening or self._replica is not None
+        return self._hosting.is_opening or self._hosting.replica is not None
 
     @property
     def plan_hash(self) -> bytes | None:
@@ -104,70 +113,166 @@ class RunMember:
 
     # Plans
 
-    def may_follow(self, plan: Plan) -> bool:
-        """Whether `plan` is the next link of this run's chain, or the one in force."""
-        if self.plan is None:
-            return (plan.height, plan.parent) == (0, bytes(HASH_BYTES))
-        return plan == self.plan or follows(plan, self.plan)
+    def begin(self, plan: Plan, durable: bytes = b"", *, is_restarted: bool = False) -> None:
+        """The first plan that this member hears of is in force: keep the chain from here on.
 
-    async def start(self, plan: Plan) -> None:
-        """The plan comes into force here: open this node's stage, if it has one. Raises StageFailed."""
-        async with self._starting:
-            if plan != self.plan:
-                await self._start(plan)
-
-    async def _start(self, plan: Plan) -> None:
-        self._trainer_scope.cancel()
-        self._trainer = None
-        first = self.plan is None
-        self.plan, self.begun = plan, False
-        self._heard = self._service.seams.clock.monotonic()
-        if first:
-            self._start_task(self._give_up_on_silence)
-        stage = plan.stage_of(self._me)
-        if stage is None:
-            await self.close_stage()
-        elif self._replica is not None:
-            self._replica.adopt(plan)
-        else:
-            self._is_opening = True
-            try:
-                await self._open_stage(plan, stage)
-            finally:
-                self._is_opening = False
-
-    async def _open_stage(self, plan: Plan, stage: int) -> None:
+        One that `is_restarted` knows the chain (`durable`) and has lost its stage: it takes up nothing until
+        a new plan gives it something.
+        """
         service = self._service
-        executor = service.seams.executor
-        try:
-            graph = await self._graph()
-            wanted = partial(specify, self.run, graph, plan, stage, service.machine)
-            specification, parts, data = await executor.run(wanted)
-            opened = await executor.open_stage(data)
-        except Unreachable as error:
-            raise StageFailed(error.detail) from None
-        except RemoteProtocolError as error:
-            raise StageFailed(f"no stage can be made of this plan: {error}") from None
-        except OSError as error:
-            raise StageFailed(f"no process can be started: {error}") from None
-        try:
-            await service.models.fill(opened, specification, self._holders())
-            if self._is_ended:
-                raise StageFailed("the run ended before its stage was open")
-        except BaseException:
-            await opened.aclose()
-            raise
-        frames = self.run.manifest.frames
-        shell = ReplicaShell(
-            service.signer, plan, specification, parts, opened, executor, service.send, frames
+        chain = self._chain = ChainShell(
+            self._me,
+            self.run.text,
+            plan,
+            service.seams,
+            durable=durable,
+            may_fork=self.run.manifest.on_lost_quorum == "fork",
+            send=service.send,
+            on_event=self._on_chain_event,
+            refuse=service.refuse,
         )
-        self._replica = shell
-        self._replica_scope = trio.CancelScope()
-        self._start_task(lambda: self._host(shell, self._replica_scope))
+        self._succession = Succession(
+            run=self.run,
+            chain=chain,
+            signer=service.signer,
+            ask=service.ask,
+            live=service.live,
+            gone=service.gone,
+            offers=service.offers,
+            monotonic=service.seams.clock.monotonic,
+            hopeless=self._on_hopeless,
+            wanted=tuple(len(stage.replicas) for stage in plan.stages),
+            restorable=lambda: self._keeping.restorable,
+        )
+        self._start_task(self._live)
+        if is_restarted:
+            self._wake_up(chain.head)
+        else:
+            self._adopt(chain.head)
 
-    async def _graph(self) -> Graph:
-        """The run's model, from here or from another member. Raises Unreachable."""
-        return await self._service.models.get(self.run.manifest.graph_hash, self._holders())
+    def _wake_up(self, plan: Plan) -> None:
+        """After a restart: whatever this node held or fed is gone. All others must know, also those who
+        were restarted themselves; and the run may have gone on."""
+        self.plan = plan
+        self._change("node restarted", "this node was restarted")
+        self._service.follow(plan_hash(plan), self)
+        self._service.publish_plan(self.run, plan)
+        others = [peer for peer in plan.members if peer != self._me]
+        self.catch_up(others)
+        if plan.stage_of(self._me) is not None or self._me in plan.trainers:
+            self._absent(self._me, "it was restarted", others)
+
+    def catch_up(self, peers: Sequence[PeerId]) -> None:
+        """Ask what of the chain is missing here."""
+        if self._chain is not None:
+            for peer in peers:
+                self._chain.tell(peer)
+
+    async def _live(self) -> None:
+        assert self._chain is not None
+        assert self._succession is not None
+        with self._life:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._chain.run)
+                nursery.start_soon(self._succession.think)
+                nursery.start_soon(self._pulse.run)
+                self.members_changed()
+                await trio.sleep_forever()
+
+    async def prepare(self, plan: Plan) -> str | None:
+        """Open the stage that a plan gives to this node, before it is decided. Returns why it could not."""
+        reason = await self._hosting.prepare(plan)
+        self._start_task(partial(self._expire, plan_hash(plan)))
+        return reason
+
+    async def _expire(self, plan: bytes) -> None:
+        """Whoever asked for a stage may have died before its plan was decided."""
+        await trio.sleep(SILENCE_SECONDS_MAX)
+        await self.unprepare(plan)
+
+    async def unprepare(self, plan: bytes) -> None:
+        """That plan did not come about."""
+        if await self._hosting.unprepare(plan) and self.plan is None and not self._is_ended:
+            self._is_ended = True
+            self._service.forgotten(self)
+
+    def _on_chain_event(self, event: Any) -> None:
+        match event:
+            case PlanDecided() if not self._is_ended:
+                self._adopt(event.plan, event.change)
+            case QuorumLost():
+                self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
+            case QuorumFound():
+                self._in_force("a majority is there again")
+            case ForkOpened():
+                if self._succession is not None:
+                    self._succession.changed()
+            case ForkFound() | LeftBehind():
+                self._start_task(partial(self._fall_back, "another branch of the run goes on"))
+            case ChainBroken():
+                reason = (
+                    f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"
+                )
+                self._start_task(partial(self.end, "failed", reason, ""))
+
+    def _adopt(self, plan: Plan, change: Change | None = None) -> None:
+        """A plan has come into force: take the roles it gives to this node, and only these."""
+        before, self.plan = self.plan, plan
+        service = self._service
+        service.follow(plan_hash(plan), self)
+        if self._is_finishing:
+            return  # some have heard the end already: now it is said in this plan's name
+        self._pulse.heard()
+        if before is None or self._committer is None or self._committer.core.phase != "syncing":
+            self._stalled_since = service.seams.clock.monotonic()
+        past, self._committer = self._committer, None
+        self._stop_training()
+        assert self._succession is not None
+        reason = self._succession.why(change.lost if change is not None else ())
+        if before is not None:
+            self._succession.decided()
+        self._decided.set()
+        self._decided = trio.Event()
+        service.publish_plan(self.run, plan)
+        if self._me not in plan.roster:
+            self._start_task(partial(self._fall_back, "the run goes on without this node"))
+            return
+        self._in_force(reason)
+        self._hosting.adopt(plan)
+        if past is not None and plan.committer == self._me:
+            for event in past.dropped(plan):
+                self._publish_and_notify(event)
+        if self._me in plan.trainers:
+            self._train(plan)
+        elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
+            self._start_task(self._keep_data)
+        self._step = plan.step if plan.restored != NOTHING else self._step
+        if plan.committer == self._me and change is not None:
+            newcomers = [*(row.peer for row in change.joined), *change.admitted]
+            self._start_task(partial(self._start_newcomers, plan, [PeerId(peer) for peer in newcomers]))
+
+    def _in_force(self, reason: str) -> None:
+        """The run goes on, with all the replicas it began with or with fewer."""
+        assert self.plan is not None
+        if self._succession is None or self._me not in self.plan.roster:
+            return
+        self._is_stuck = False
+        wanted = zip(self.plan.stages, self._succession.wanted, strict=True)
+        if any(len(stage.replicas) < count for stage, count in wanted):
+            self._change("stage short of replicas", reason or "fewer replicas than it began with")
+        else:
+            self._change("plan in force", reason or f"plan {self.plan.height}")
+
+    def _fail_stage(self, reason: str) -> None:
+        """Say that this node cannot hold its stage: the next plan does without it."""
+        plan = self.plan
+        if plan is not None and not self._is_ended:
+            message = Failed(plan=plan_hash(plan), reason=reason[:REASON_LENGTH_MAX])
+            self._service.send(plan.committer, message)
+
+    async def close_stage(self) -> None:
+        """End this node's stage process, if there is one."""
+        await self._hosting.end()
 
     def _holders(self) -> list[PeerId]:
         """Who may hand over what the run is made of: the requester first, then every other member."""
@@ -175,129 +280,152 @@ class RunMember:
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
         return [self.run.requester, *others]
 
-    async def _host(self, shell: ReplicaShell, scope: trio.CancelScope) -> None:
-        with scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(shell.run)
-                await shell.dropped.wait()
-                nursery.cancel_scope.cancel()
-        if self._replica is shell:
-            await self.close_stage()
+    def _living(self) -> list[PeerId]:
+        """Who could hand something over; whoever was in the run has what it kept of it."""
+        live = self._service.live()
+        return [peer for peer in self._chain.core.acquainted if peer in live] if self._chain else []
 
-    async def close_stage(self) -> None:
-        """End this node's stage process, if there is one."""
-        shell, self._replica = self._replica, None
-        if shell is not None:
-            self._replica_scope.cancel()
-            with trio.CancelScope(shield=True):
-                await shell.aclose()
+    # Training
 
-    async def begin(self) -> str | None:
-        """As the trainer of the plan in force: start feeding. Returns why it cannot, if so."""
-        plan, service = self.plan, self._service
-        if plan is None or plan.trainer != self._me:
-            return "this node is not the trainer of the plan"
-        if self.begun:
-            return None
-        self.begun = True  # before anything is awaited: a second Begin must not make a second trainer
-        manifest = self.run.manifest
-        try:
-            graph = await self._graph()
-            dataset = await service.seams.executor.run(lambda: service.load_data(self.run))
-        except (PeerloomError, NotPlaced, Unreachable) as error:
-            self.begun = False
-            return str(error)
-        if plan != self.plan or self._is_ended:
-            return "another plan is in force"
-        if not fits(dataset, manifest, graph):
-            self.begun = False
-            return "the data this node has does not fit the run's manifest; has it changed?"
-        batches = make_batches(dataset, manifest, graph)
-        shell = TrainerShell(
-            service.signer,
+    async def _finish_training(self, plan: Plan, reason: str | None, digest: str = "") -> None:
+        """As the committer: the last step is committed, or training failed for `reason`."""
+        self._change("training over", "the last step is committed" if reason is None else reason)
+        if reason is None:
+            digest, reason = await collect_result(self._service, self.run, plan, self._hosting.replica)
+        self._finish("done" if reason is None else "failed", reason or "", digest)
+
+    async def _keep_data(self) -> None:
+        """Have the run's data here before it is needed: whoever has it now may be gone then."""
+        with suppress(Unreachable, PeerloomError):
+            await self._service.load_data(self.run, self._holders())
+
+    async def _cannot_train(self, plan: Plan, reason: str) -> None:
+        """This node has a part in the feeding and cannot play it: the next plan must do without it."""
+        if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
+            self._finish("failed", reason, "")
+        elif plan.committer == self._me:
+            self._absent(self._me, reason)
+        else:
+            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
+
+    def _train(self, plan: Plan) -> None:
+        if plan.committer == self._me:
+            service = self._service
+            self._committer = CommitterShell(
+                self._me,
+                self.run,
+                plan,
+                service.seams.clock,
+                service.send,
+                self._publish_and_notify,
+                absent=self._absent,
+                paused=self._on_paused,
+                stalled_since=self._stalled_since,
+                lost_steps=max(0, self._step - plan.step) if plan.restored != NOTHING else 0,
+            )
+            if plan.height == 0 and self.run.manifest.save_every:
+                self._committer.save()  # else whatever is lost before the first checkpoint ends the run
+            self.catch_up([peer for peer in plan.members if peer != self._me])
+            self._hand_over()
+        training = self._training = Training(
+            self._service,
             self.run,
             plan,
-            batches,
-            service.seams.executor,
-            service.seams.clock,
-            service.send,
-            self._publish_and_notify,
+            self._holders(),
+            self._committer,
+            cannot=partial(self._cannot_train, plan),
+            over=partial(self._finish_training, plan),
         )
-        self._trainer = shell
-        self._trainer_scope = scope = trio.CancelScope()
-        self._start_task(lambda: self._train(shell, plan, scope))
-        return None
+        self._start_task(training.run)
 
-    async def _train(self, shell: TrainerShell, plan: Plan, scope: trio.CancelScope) -> None:
-        with scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._renew, shell, plan)
-                self._drop_the_dead(shell, plan)
-                reason = await shell.run()
-                digest = ""
-                if reason is None:
-                    try:
-                        digest = await self._collect(shell, plan)
-                    except Unreachable as error:
-                        reason = error.detail
-                    except OSError as error:
-                        reason = f"the weights could not be kept: {error.strerror or error}"
-                await self._finish(plan, "done" if reason is None else "failed", reason or "", digest)
-                nursery.cancel_scope.cancel()
+    def _stop_training(self) -> None:
+        if self._training is not None:
+            self._training.stop()
+            self._training = None
 
-    async def _collect(self, shell: TrainerShell, plan: Plan) -> str:
-        """Join the stages' parameters and keep them; their hash. Raises Unreachable or OSError."""
-        seams = self._service.seams
-        live = [peer for peer in self._service.live() if peer not in shell.core.dropped]
-        own = None
-        if self._replica is not None:
-            with suppress(StageFailed):  # another replica of its stage may hand them over
-                own = await self._replica.export()
-        data = await collect(self.run, await self._graph(), plan, live, self._me, own, seams)
-        return await seams.executor.run(lambda: keep(seams.storage, self.run.text, data))
+    async def _start_newcomers(self, plan: Plan, peers: Sequence[PeerId]) -> None:
+        failures = await start(self.run, plan, peers, self._service.ask)
+        for peer, reason in failures.items():
+            if self.plan == plan:
+                self._absent(peer, reason)
 
-    async def _renew(self, shell: TrainerShell, plan: Plan) -> None:
-        """Say that the run goes on; a member that does not know it any more was restarted and is out."""
-        message = Renew(plan_hash(plan))
+    def miss(self, peer: PeerId, reason: str) -> None:
+        """As the requester: this peer did not take the first plan."""
+        self._absent(peer, reason)
 
-        async def renew(peer: PeerId) -> None:
-            with suppress(Unreachable):  # whether it is dead is for SWIM to say
-                reply = await self._service.ask(peer, message, RENEW_SECONDS_MAX)
-                if isinstance(reply, Declined):
-                    shell.drop(peer)
+    def _absent(self, peer: PeerId, reason: str, others: Sequence[PeerId] | None = None) -> None:
+        """As the committer, or of this node: the next plan must do without this peer. Everybody with a vote
+        is told."""
+        if self._succession is None or self.plan is None or peer in self._succession.absent:
+            return
+        self._succession.miss(peer, reason)
+        message = Absent(plan_hash(self.plan), (peer,), reason[:REASON_LENGTH_MAX])
+        for other in self._others(self.plan) if others is None else others:
+            self._service.send(other, message)
 
-        while True:
-            await trio.sleep(RENEW_SECONDS)
-            async with trio.open_nursery() as nursery:
-                for peer in self._others(plan):
-                    nursery.start_soon(renew, peer)
+    def _on_paused(self, step: int) -> None:
+        """No step is open: whoever wants to leave takes nothing with it now."""
+        assert self._succession is not None
+        for peer in sorted(self._succession.leaving):
+            if self._succession.may_go(peer):
+                self._absent(peer, f"it leaves after step {step}")
 
-    def _drop_the_dead(self, shell: TrainerShell, plan: Plan) -> None:
-        """Who died between the plan and its beginning was announced to nobody's trainer."""
+    def _on_hopeless(self, found: Hopeless | None, is_final: bool) -> None:
+        """No plan can follow: the run waits, and if that lasts whoever would propose one says so."""
+        succession = self._succession
+        if succession is None or self.plan is None or self._is_ended:
+            return
+        if found is None:
+            if self._is_stuck:
+                self._in_force("every stage has a replica again")
+        elif not self._is_stuck:
+            self._is_stuck = True
+            self._change("stage lost", found.reason)
+        elif is_final and succession.is_proposer() and succession.has_majority():
+            self._finish("failed", found.reason, "")
+
+    def _miss(self, peer: PeerId, reason: str) -> None:
+        """This member's own view: a committer tells the others, whoever misses the committer only wishes."""
+        if self.plan is not None and self.plan.committer == self._me:
+            self._absent(peer, reason)
+        elif self._succession is not None:
+            self._succession.miss(peer, reason)
+
+    def _on_beat(self) -> None:
+        if self._hosting.is_opening:
+            self._pulse.heard()
+        self.members_changed()
+        self._say_where_we_are()
+
+    def _say_where_we_are(self) -> None:
+        chain = self._chain
+        assert chain is not None
+        manifest = self.run.manifest
+        step = max(self._step, self._committer.core.step if self._committer is not None else 0)
+        chain.say(step, step * manifest.microbatches * manifest.microbatch, hosts=self.hosts)
         live = self._service.live()
-        for peer in plan.members:
-            if peer not in live:
-                shell.drop(peer)
+        self.catch_up([peer for peer in chain.core.acquainted if peer in live])
+
+    async def _fall_back(self, reason: str) -> None:
+        """The run goes on elsewhere: forget what is here, and wait to be asked again."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._change("quorum lost", reason)
+        await self._hosting.end()
+        self._service.forgotten(self)
+        self._decided.set()
+        self._life.cancel()
+        self._stop_training()
 
     # The end
 
-    async def _finish(self, plan: Plan, outcome: str, detail: str, weights: str) -> None:
-        """As trainer or planner: tell every live member, then end here."""
-        message = End(plan_hash(plan), outcome, detail[:REASON_LENGTH_MAX], weights)
-
-        async def tell(peer: PeerId) -> None:
-            while peer in self._service.live():
-                with suppress(Unreachable):
-                    await self._service.ask(peer, message, END_SECONDS_MAX)
-                    return
-                await trio.sleep(RETRY_SECONDS)
-
-        # Who cannot be told in time gives the run up by silence, and finds the weights by the DHT.
-        with trio.move_on_after(END_SECONDS_MAX):
-            async with trio.open_nursery() as nursery:
-                for peer in self._others(plan):
-                    nursery.start_soon(tell, peer)
-        await self.end(outcome, detail, weights)
+    def _finish(self, outcome: str, detail: str, weights: str) -> None:
+        """Tell every live member, then end here; whatever plan comes into force from now on."""
+        if not self._is_finishing and not self._is_ended:
+            self._is_finishing = True
+            told = partial(end_for_all, self._service, lambda: self.plan, self.end)
+            self._start_task(told, outcome, detail, weights)
 
     def _others(self, plan: Plan) -> list[PeerId]:
         """The live members of a plan but for this node."""
@@ -309,120 +437,163 @@ class RunMember:
         if self._is_ended:
             return
         self._is_ended = True
-        seams = self._service.seams
         if outcome == "done" and source is not None:
-            try:
-                data = await fetch_weights(seams, self.run.text, [source], weights)
-                await seams.executor.run(lambda: keep(seams.storage, self.run.text, data))
-            except Unreachable as error:
-                detail = f"the weights are not here: {error.detail}"
-            except OSError as error:
-                detail = f"the weights could not be kept: {error.strerror or error}"
-        await self.close_stage()
+            detail = await fetch_result(self._service, self.run, source, weights)
+        await self._hosting.end()
         self._service.ended(self, outcome, detail, weights)
-        if source is not None:
-            self._trainer_scope.cancel()
+        self._decided.set()
+        self._life.cancel()
+        self._stop_training()
+
+    async def leave(self) -> None:
+        """Hand this node's part over before it goes; bounded."""
+        plan = self.plan
+        if plan is None or self._is_ended or self._succession is None:
+            return
+        message = Leaving(plan_hash(plan))
+        with trio.move_on_after(LEAVE_SECONDS_MAX):
+            for peer in self._others(plan):
+                self._service.send(peer, message)
+            self._note_leaving(self._me)
+            while not self._is_ended and self.plan is not None and self._me in self.plan.roster:
+                await self._decided.wait()
+
+    def _note_leaving(self, peer: PeerId) -> None:
+        assert self._succession is not None
+        self._succession.leaving.add(peer)
+        self._hand_over()
+        self._succession.changed()
+
+    def _hand_over(self) -> None:
+        """As the committer: pause before somebody whom its stage can do without leaves."""
+        succession = self._succession
+        if self._committer is None or succession is None:
+            return
+        if any(succession.may_go(peer) for peer in succession.leaving):
+            self._committer.pause()
+
+    async def save(self) -> int:
+        """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""
+        if self._committer is None:
+            raise RunFailed(f"run {self.run.text[:8]} is committed by another node: ask there")
+        self._committer.save()
+        return self._committer.core.step + 1
 
     async def export(self) -> bytes:
         """This node's stage as a safetensors file. Raises StageFailed."""
-        if self._replica is None:
+        if self._hosting.replica is None:
             raise StageFailed("no stage is open here")
-        return await self._replica.export()
+        return await self._hosting.replica.export()
+
+    async def read_state(self, request: FetchState) -> bytes | None:
+        """A range of this node's stage's state. Raises StageFailed."""
+        replica = self._hosting.replica
+        return None if replica is None else await replica.read_state(request)
 
     def heard(self) -> None:
-        """The trainer says that the run goes on."""
-        self._heard = self._service.seams.clock.monotonic()
-
-    async def _give_up_on_silence(self) -> None:
-        while not self._is_ended:
-            await trio.sleep(RENEW_SECONDS)
-            if self.begun or self._is_opening or self._is_replanning:
-                self.heard()
-            silence = self._service.seams.clock.monotonic() - self._heard
-            if silence >= self.SILENCE_SECONDS_MAX:
-                await self.end("failed", f"nothing was heard of the run for {silence:.0f} s", "")
-            elif silence >= TRAINER_SILENCE_SECONDS_MAX:
-                self._replan_without({self.plan.trainer} if self.plan is not None else set())
+        """The committer says that the run goes on."""
+        self._pulse.heard()
 
     # What comes in
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """A pipeline message of the plan in force, or one before it. Raises RemoteProtocolError."""
-        if isinstance(message, Notice):
-            if self.plan is None or sender != self.plan.trainer or message.event.run != self.run.text:
-                raise RemoteProtocolError("a notice from a peer that is not the run's trainer")
-            check_notice(message)
-            self._heard = now
-            # By our own clock: another's may be wrong, and this one's screens sort by it.
-            at = self._service.seams.clock.wall()
-            self._service.publish(msgspec.structs.replace(message.event, at=at))
+        """A pipeline message of the plan in force, or about the chain. Raises RemoteProtocolError."""
+        if isinstance(message, AgreementMessage):
+            if self._chain is not None:
+                self._chain.receive(sender, message)
         elif isinstance(message, ReplicaMessage):
-            if self._trainer is not None:
-                self._trainer.receive(now, sender, message)
-        elif self._replica is not None:
-            self._replica.receive(now, sender, message)
+            if self._committer is not None:
+                self._committer.receive(now, sender, message)
+        elif isinstance(message, Notice | Absent | Checkpointed):
+            self._from_committer(sender, message)
+        elif isinstance(message, Leaving | Saved):
+            self._from_member(sender, message)
+        else:
+            self._to_roles(now, sender, message)
+
+    def _from_committer(self, sender: PeerId, message: Notice | Absent | Checkpointed) -> None:
+        if self._succession is None or self.plan is None:
+            return
+        of_itself = isinstance(message, Absent) and message.peers == (sender,) and sender in self.plan.roster
+        if sender != self.plan.committer and not of_itself:
+            raise RemoteProtocolError("what only the run's committer may say, from another peer")
+        match message:
+            case Notice():
+                self._on_notice(message)
+            case Absent():
+                for peer in message.peers:
+                    self._succession.miss(PeerId(peer), message.reason)
+            case Checkpointed():
+                self._start_task(partial(self._keeping.learn, message.step, message.checkpoint))
+
+    def _from_member(self, sender: PeerId, message: Leaving | Saved) -> None:
+        if self._succession is None or self.plan is None or sender not in self.plan.roster:
+            raise RemoteProtocolError("what only members of the run may say, from another peer")
+        match message:
+            case Saved():
+                if self.plan.committer != self._me:
+                    raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
+                self._keeping.saved(self.plan, sender, message)
+            case Leaving(at_once=True):
+                self._absent(sender, "it has nothing to feed the run with")
+            case Leaving():
+                self._note_leaving(sender)
+
+    def _on_notice(self, message: Notice) -> None:
+        if message.event.run != self.run.text:
+            raise RemoteProtocolError("a notice of another run")
+        check_notice(message)
+        self._pulse.heard()
+        # By our own clock: another's may be wrong, and this one's screens sort by it.
+        at = self._service.seams.clock.wall()
+        self._service.publish(msgspec.structs.replace(message.event, at=at))
+        if isinstance(message.event, StepCommitted):
+            self._step = message.event.step + 1
+
+    async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
+        """See `Hosting.keep`."""
+        return await self._hosting.keep(sender, frame)
+
+    def _to_roles(self, now: float, sender: PeerId, message: Any) -> None:
+        if isinstance(message, Open) and self._training is not None:
+            self._training.open(sender, message)
+        if self._hosting.replica is not None:
+            self._hosting.replica.receive(now, sender, message)
 
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew."""
-        if self._replica is not None:
-            self._replica.reconnected(peer)
-        if self._trainer is not None:
-            self._trainer.reconnected(peer)
+        if self._chain is not None and self.plan is not None and peer in self.plan.roster:
+            self._chain.tell(peer)
+        if self._hosting.replica is not None:
+            self._hosting.replica.reconnected(peer)
+        if self._training is not None:
+            self._training.reconnected(peer)
 
-    def member_lost(self, peer: PeerId) -> None:
-        """A member is dead or has left; `service.live()` no longer holds it."""
-        if self.plan is None or peer not in self.plan.members:
-            return
-        if self._trainer is not None:
-            self._trainer.drop(peer)
-        if self.plan.trainer not in self._service.live():
-            self._replan_without(set())
-        elif peer == self.plan.planner and self.plan.trainer == self._me and not self.begun:
-            # Its Begin will not come, and only the trainer knows that it has not.
-            self._start_task(lambda: self._replan(set()))
+    def members_changed(self) -> None:
+        """Who lives is another question now than before."""
+        if self._chain is not None and self._succession is not None:
+            self._chain.reach(self._succession.living())
+            self._succession.changed()
 
-    def _replan_without(self, silent: Set[bytes]) -> None:
-        """If this is for this node to do."""
-        assert self.plan is not None
-        live = [peer for peer in self.plan.members if peer in self._service.live() and peer not in silent]
-        if live and planner_of(live) == self._me:
-            self._start_task(lambda: self._replan(silent))
-
-    async def _replan(self, silent: Set[bytes]) -> None:
-        """As the planner after a trainer's death: another trainer, the same stages."""
-        if self._is_replanning or self._is_ended:
-            return
-        self._is_replanning = True
-        try:
-            await self._find_trainer(silent)
-        finally:
-            self._is_replanning = False
-
-    async def _find_trainer(self, silent: Set[bytes]) -> None:
-        assert self.plan is not None
-        old = self.plan
-        reason = "no member could train on"
-        for candidate in sorted(old.members, key=lambda peer: (old.stage_of(peer) is not None, peer)):
-            live = [peer for peer in old.members if peer in self._service.live() and peer not in silent]
-            if candidate not in live:
-                continue
-            try:
-                plan = plan_without(self.plan, self._me, candidate, live)
-                await start_all(self.run, plan, self._service.ask, live)
-                return
-            except NotPlaced as error:
-                reason = str(error)
-        await self._finish(self.plan, "failed", f"the trainer is gone: {reason}", "")
+    def member_suspected(self, peer: PeerId) -> None:
+        """A member may be dead."""
+        if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
+            self._committer.suspect(peer)
 
     # Bookkeeping
+
+    def _change(self, cause: Cause, reason: str) -> None:
+        state = after(self.state, cause)
+        if state != self.state:
+            self.state = state
+            at = self._service.seams.clock.wall()
+            self._service.publish(RunChanged(at=at, run=self.run.text, state=state, reason=reason))
 
     def _publish_and_notify(self, event: RunEvent) -> None:
         assert self.plan is not None
         self._service.publish(event)
+        if isinstance(event, StepCommitted):
+            self._step = event.step + 1
         notice = Notice(plan_hash(self.plan), event)
         for peer in self._others(self.plan):
             self._service.send(peer, notice)
-
-    def _start_task(self, task: Callable[[], Any]) -> None:
-        assert self._service.nursery is not None
-        self._service.nursery.start_soon(task)

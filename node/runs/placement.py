@@ -1,15 +1,16 @@
-"""The planner's part: from what members offer to a plan whose stages are leased and open.
+"""The first plan of a run: from what members offer to a plan whose slots are leased.
 
-PLACEHOLDER for the plan chain: one member, the live one with the lowest id, decides alone
-(`partition.plan.plan.planner_of`). Leases are taken in provider-id order, all or none.
+The requester makes it, for nobody has a vote before there is a roster. Leases are taken in provider-id order,
+all or none.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 import trio
+from blake3 import blake3
 
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
@@ -20,12 +21,12 @@ from node.runs.admission import check_model, train_entry
 from node.runs.manifest import Manifest, Run
 from node.runs.requests import (
     LEASE_PURPOSE,
-    Begin,
     Declined,
     Done,
     LeaseBody,
     Leased,
     LeaseRequest,
+    Prepare,
     Release,
     Reply,
     Request,
@@ -36,12 +37,13 @@ from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import evaluate, shape_of
 from partition.plan.cost import Resources
 from partition.plan.layer_costs import layer_costs
-from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.solver import Infeasible, Split, solve
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
 LEASE_SECONDS_MAX = 30.0
 """A provider fetches and checks the model's graph before it answers."""
+PREPARE_SECONDS_MAX = 120.0
 START_SECONDS_MAX = 120.0
 """Opening a stage imports torch, which takes seconds on a cold, busy machine."""
 REPLANS_MAX = 8
@@ -68,14 +70,6 @@ class NotPlaced(Exception):
     """No plan came about, and why, in words for a person."""
 
 
-class NotStarted(NotPlaced):
-    """Some of a plan's replicas, or its trainer, did not start: `peers`."""
-
-    def __init__(self, failures: Mapping[PeerId, str]) -> None:
-        super().__init__("; ".join(f"{short_peer(peer)}: {reason}" for peer, reason in failures.items()))
-        self.peers = tuple(failures)
-
-
 def fed_bytes(manifest: Manifest, graph: Graph) -> int:
     """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
     entry = train_entry(graph)
@@ -87,7 +81,7 @@ def fed_bytes(manifest: Manifest, graph: Graph) -> int:
     return largest
 
 
-def make_plan(run: Run, graph: Graph, planner: PeerId, offers: Sequence[Offer]) -> Plan:
+def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
     """The first plan of a run. The requester trains; it holds a stage only where peers are short.
 
     Raises:
@@ -119,67 +113,44 @@ def make_plan(run: Run, graph: Graph, planner: PeerId, offers: Sequence[Offer]) 
         )
     except (Infeasible, RemoteProtocolError, ValueError) as error:
         raise NotPlaced(f"{manifest.model}: {error}") from None
+    stages = _stages(split, chosen)
+    replicas = {peer for stage in stages for peer in stage.replicas}
     return Plan(
         run=run.id,
-        parent=bytes(HASH_BYTES),
+        parent=NOTHING,
         height=0,
-        planner=planner,
-        trainer=run.requester,
-        requester=run.requester,
+        roster=tuple(sorted(replicas | {run.requester})),
+        trainers=_trainers(run, replicas),
         microbatches=manifest.microbatches,
-        stages=_stages(split, chosen),
+        stages=stages,
     )
+
+
+def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:
+    """The requester, then as many replicas as the manifest wants, by a hash that nobody chooses."""
+    others = sorted(set(replicas) - {run.requester}, key=lambda peer: blake3(run.id + peer).digest())
+    return (run.requester, *others[: run.manifest.trainers - 1])
 
 
 def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
     stages = []
     for (first, last), group in zip(split.ranges, split.groups, strict=True):
         members = [offers[index] for index in group]
-        rates = tuple(_rounded(member.flops_per_second) for member in members)
+        rates = tuple(rounded(member.flops_per_second) for member in members)
         stages.append(StagePlan(first, last, tuple(member.peer for member in members), rates))
     return tuple(stages)
 
 
-def _rounded(rate: float) -> int:
-    """`rate` to RATE_DIGITS significant digits, at least 1."""
+def rounded(rate: float) -> int:
+    """A rate to RATE_DIGITS significant digits, at least 1."""
     whole = max(1, int(rate))
     return max(1, round(whole, RATE_DIGITS - len(str(whole))))
-
-
-def plan_without(plan: Plan, planner: PeerId, trainer: PeerId, live: Sequence[PeerId]) -> Plan:
-    """The next link after a trainer's death: the same stages less the dead, another trainer.
-
-    Raises:
-        NotPlaced: a stage has no live replica.
-    """
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        rows = [(p, r) for p, r in zip(stage.replicas, stage.rates, strict=True) if p in live]
-        if not rows:
-            raise NotPlaced(
-                f"stage {number + 1} of {len(plan.stages)} has no live replica; its parameters are gone"
-            )
-        stages.append(
-            StagePlan(
-                stage.first_layer, stage.last_layer, tuple(p for p, _ in rows), tuple(r for _, r in rows)
-            )
-        )
-    return Plan(
-        run=plan.run,
-        parent=plan_hash(plan),
-        height=plan.height + 1,
-        planner=planner,
-        trainer=trainer,
-        requester=plan.requester,
-        microbatches=plan.microbatches,
-        stages=tuple(stages),
-    )
 
 
 async def place(
     run: Run, graph: Graph, signer: Signer, offers: Sequence[Offer], ask: Ask, executor: Executor
 ) -> Plan:
-    """Plan, lease and start a run; a busy or silent provider is planned around.
+    """Plan a run and lease its slots; a busy or silent provider is planned around.
 
     Raises:
         NotPlaced: no plan came about; every lease taken on the way was given back.
@@ -189,28 +160,30 @@ async def place(
     for _ in range(REPLANS_MAX):
         try:
             # Among many peers, an infeasible run takes the solver seconds to find out.
-            plan = await executor.run(partial(make_plan, run, graph, signer.peer, tuple(left)))
+            plan = await executor.run(partial(make_plan, run, graph, tuple(left)))
         except NotPlaced as error:
             raise NotPlaced("; ".join([str(error), *reasons])) from None
-        refused = await _lease_all(run, plan, signer, ask)
+        rows = {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
+        refused = await lease_all(run, plan, rows, signer, ask)
         if refused is None:
-            return await _start_or_release(run, plan, ask)
+            return plan
         peer, reason = refused
         reasons.append(f"{short_peer(peer)} {reason}")
         left = [offer for offer in left if offer.peer != peer]
     raise NotPlaced("; ".join(["providers kept declining", *reasons]))
 
 
-async def _lease_all(run: Run, plan: Plan, signer: Signer, ask: Ask) -> tuple[PeerId, str] | None:
-    """Lease every replica's slot in provider-id order; None, or who declined and why."""
+async def lease_all(
+    run: Run, plan: Plan, rows: Mapping[PeerId, int], signer: Signer, ask: Ask
+) -> tuple[PeerId, str] | None:
+    """Lease the slots of `rows` (peer to stage) in provider-id order; None, or who declined and why."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
-    rows = sorted((PeerId(p), index) for index, stage in enumerate(plan.stages) for p in stage.replicas)
-    for peer, stage in rows:
+    for peer, stage in sorted(rows.items()):
         reason = await _lease(peer, LeaseRequest(run.fact, data, stage), run, plan, signer, ask)
         if reason is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
-            await _release(run, plan, [*taken, peer], ask)
+            await release(run, plan, [*taken, peer], ask)
             return peer, reason
         taken.append(peer)
     return None
@@ -234,56 +207,33 @@ async def _lease(
     return None
 
 
-async def _start_or_release(run: Run, plan: Plan, ask: Ask) -> Plan:
-    """Start a plan; where replicas die meanwhile but their stages have others, the plan without them."""
-    live: Sequence[PeerId] = plan.members
-    while True:
-        try:
-            await start_all(run, plan, ask, live)
-            return plan
-        except NotStarted as error:
-            failed = error.peers
-            live = [peer for peer in live if peer not in failed]
-            await _release(run, plan, failed, ask)
-            try:
-                if plan.trainer in failed:
-                    raise
-                plan = plan_without(plan, PeerId(plan.planner), PeerId(plan.trainer), live)
-            except NotPlaced:
-                await _release(run, plan, live, ask)
-                raise error from None
-
-
-async def _release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> None:
+async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> None:
+    """Give leases of a plan that did not come about back."""
     for peer in peers:
         await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
 
 
-async def start_all(run: Run, plan: Plan, ask: Ask, only: Sequence[PeerId] | None = None) -> None:
-    """Give every member the plan, replicas opening their stages side by side, then let the trainer begin.
+async def start(run: Run, plan: Plan, peers: Collection[PeerId], ask: Ask) -> dict[PeerId, str]:
+    """Give the plan to `peers`, side by side; who did not take it, and why."""
+    return await ask_all(run, plan, peers, ask, Start, LEASE_SECONDS_MAX)
 
-    `only` limits it to the members that live. Raises NotStarted where a replica or the trainer fails.
-    """
+
+async def ask_all(
+    run: Run, plan: Plan, peers: Collection[PeerId], ask: Ask, kind: type[Start | Prepare], seconds: float
+) -> dict[PeerId, str]:
+    """Put a plan to `peers`, side by side; who did not say Done, and why."""
     data = encode_plan(plan)
     failures: dict[PeerId, str] = {}
-    members = [peer for peer in plan.members if only is None or peer in only]
 
-    async def start(peer: PeerId) -> None:
-        reply = await _try(ask, peer, Start(run.fact, data), START_SECONDS_MAX)
+    async def tell(peer: PeerId) -> None:
+        reply = await _try(ask, peer, kind(run.fact, data), seconds)
         if not isinstance(reply, Done):
             failures[peer] = reply.reason if isinstance(reply, Declined) else "did not start"
 
     async with trio.open_nursery() as nursery:
-        for peer in members:
-            nursery.start_soon(start, peer)
-    essential = [p for p in members if p in failures and (p == plan.trainer or plan.stage_of(p) is not None)]
-    if not essential:
-        reply = await _try(ask, PeerId(plan.trainer), Begin(plan_hash(plan)), LEASE_SECONDS_MAX)
-        if isinstance(reply, Done):
-            return
-        essential = [PeerId(plan.trainer)]
-        failures[essential[0]] = reply.reason if isinstance(reply, Declined) else "did not begin"
-    raise NotStarted({peer: failures[peer] for peer in essential})
+        for peer in peers:
+            nursery.start_soon(tell, peer)
+    return failures
 
 
 async def _try(ask: Ask, peer: PeerId, request: Request, seconds: float) -> Reply:

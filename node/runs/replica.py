@@ -1,16 +1,17 @@
 """The shell around a `partition.steps.replica.Replica`: its stage process, its frames, its all-reduce.
 
-One task computes, strictly in the order in which the core asked; messages are taken in between, so
-a probe or a Drop never waits for a product of matrices.
+One task computes, in the order in which the core says; messages are taken in between, so a probe or a new
+plan never waits for a product of matrices. The frames that the core keeps lie in a `node.runs.frame_store`.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import trio
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
@@ -18,21 +19,30 @@ from crypto.identity import PeerId
 from gossip.allreduce import Part
 from node.errors import StageFailed
 from node.runs.admission import TRAIN
+from node.runs.filling import fill
+from node.runs.frame_store import FrameStore
+from node.runs.link_codecs import LinkCodecs
 from node.runs.reduction import Reduction, Share
-from node.runs.requests import GroupPart
-from node.seams import Executor, Stage
+from node.runs.requests import FetchState, GroupPart
+from node.seams import Seams, Stage
 from partition import stage as api
-from partition.codec import Payload
-from partition.codecs.choice import Frames, narrowest
+from partition.codec import Codec, Payload, Rounding
 from partition.plan.plan import Plan
 from partition.steps import replica as core
-from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, Frame, make_frame
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, OpenedFrame, Outgoing, make_frame
+from partition.steps.messages import Work
+from partition.steps.order import Schedule
 
 EARLY_PARTS_MAX = 4_096
 """All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
 as the largest stage (4 GiB) has."""
 
-Send = Callable[[PeerId, Any], None]
+Send = Callable[..., None]
+"""As `node.runs.service.Service.send`."""
+Save = Callable[[Plan, int, int, Stage], Awaitable[None]]
+"""Keep a copy of a stage: its plan, its number, the steps applied."""
+Restore = Callable[[bytes, int, int, Stage], Awaitable[None]]
+"""Bring a stage to a checkpoint: its name, the stage's number, the steps applied."""
 
 
 @dataclass
@@ -41,6 +51,18 @@ class _Export:
 
     ready: trio.Event = field(default_factory=trio.Event)
     data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A frame but for what it is signed for: it may be sent again under another plan."""
+
+    payload: Payload
+    step: int
+    microbatch: int
+    stage: int
+    direction: Direction
+    train: bool
 
 
 class ReplicaShell:
@@ -53,46 +75,79 @@ class ReplicaShell:
         specification: api.StageSpecification,
         parts: Sequence[Share],
         stage: Stage,
-        executor: Executor,
+        seams: Seams,
         send: Send,
-        frames: Frames = "exact",
+        *,
+        step: int | None,
+        in_flight_max: int,
+        schedule: Schedule,
+        codecs: LinkCodecs,
+        save: Save,
+        restore: Restore,
     ) -> None:
+        """`save` keeps a copy of the stage as it is after a step, `restore` brings it back to one."""
         entry = specification.graph.entry(TRAIN)
-        self.core = core.Replica(signer.peer, plan, awaits_gradient=bool(entry.backward_outputs))
-        self._forward_codec = narrowest(frames, is_gradient=self.core.stage == len(plan.stages) - 1)
-        self._backward_codec = narrowest(frames, is_gradient=True)
+        self.core = core.Replica(
+            signer.peer,
+            plan,
+            step=step,
+            awaits_gradient=bool(entry.backward_outputs),
+            in_flight_max=in_flight_max,
+            schedule=schedule,
+        )
         self._signer = signer
         self._dtype = specification.dtype
         self._shares = parts
         self._stage = stage
-        self._executor = executor
+        self._seams = seams
         self._send = send
-        self._work: deque[Any] = deque()
+        self._save = save
+        self._restore = restore
+        self._parts: deque[tuple[PeerId, Part]] = deque()
+        self._exports: deque[_Export] = deque()
         self._more = trio.Event()
         self._reduction: Reduction | None = None
         self._reducing: core.ReduceReady | None = None
+        self._starting: core.ReduceReady | None = None
+        self._void: core.ReduceReady | None = None
         self._parts_sent: list[tuple[PeerId, Part]] = []
         self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
         self._is_over = False
-        self.dropped = trio.Event()
+        self._filling = trio.CancelScope()
+        self._is_changing = False
+        self._busy = 0.0
+        self._sent = 0
+        self._returned = 0
+        self._replayed = 0
+        self._sent_before: set[tuple[int, Direction]] = set()
+        self._codecs = codecs
+        self._rounded = {False: Rounding(), True: Rounding()}
+        self._frames = FrameStore(seams.storage, seams.executor)
+        self._failure: StageFailed | None = None
+        self.failed = trio.Event()
 
     async def run(self) -> None:
-        """Compute what the core asks for, in order, until the stage fails or the plan drops us."""
+        """Compute what the core asks for, until the stage fails."""
         try:
             while True:
-                while self._work:
-                    await self._perform(self._work.popleft())
-                self._more = trio.Event()
-                if not self._work:
+                if self._failure is not None:
+                    raise self._failure
+                if self._parts:
+                    await self._part(*self._parts.popleft())
+                elif (work := self.core.next(self._seams.clock.monotonic())) is not None:
+                    await self._perform(work)
+                elif self._exports:
+                    await self._export(self._exports.popleft())
+                else:
+                    self._more = trio.Event()
                     await self._more.wait()
         except StageFailed as error:
             self._pass_on(self.core.failed(str(error)))
-            self.dropped.set()
+            self.failed.set()
         finally:
             self._is_over = True
-            for work in self._work:
-                if isinstance(work, _Export):
-                    work.ready.set()
+            for request in self._exports:
+                request.ready.set()
 
     async def aclose(self) -> None:
         """End the stage's process."""
@@ -101,15 +156,27 @@ class ReplicaShell:
     def adopt(self, plan: Plan) -> None:
         """A new plan has come into force."""
         self.core.adopt(plan)
+        self._pass_on([])
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
             if not self.core.is_replica(sender):
                 raise RemoteProtocolError("a part from a peer that holds no stage")
-            self._queue((sender, message))
+            self._parts.append((sender, message))
+            self._more.set()
         else:
             self._pass_on(self.core.receive(now, sender, message))
+
+    async def keep(self, frame: OpenedFrame) -> OpenedFrame | None:
+        """A frame that has come, in memory it may stay in until its step is applied; None where there is no
+        room, and the stage fails."""
+        try:
+            return replace(frame, payload=await self._frames.keep(frame.payload))
+        except StageFailed as error:
+            self._failure = error
+            self._more.set()
+            return None
 
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew: send again what it may have lost."""
@@ -122,11 +189,25 @@ class ReplicaShell:
         """The stage's parameters as a safetensors file. Raises StageFailed."""
         request = _Export()
         if not self._is_over:
-            self._queue(request)
+            self._exports.append(request)
+            self._more.set()
             await request.ready.wait()
         if request.data is None:
             raise StageFailed("the stage has ended")
         return request.data
+
+    async def read_state(self, request: FetchState) -> bytes | None:
+        """A range of an arena as it is after the step asked for; None where it is not that step's."""
+        if not self._is_at(request.step):
+            return None
+        vector = self._stage.vector(request.arena)
+        part = vector[request.offset : request.offset + request.length]
+        data = await self._seams.executor.run(lambda: bytes(part))
+        # It may have been overwritten meanwhile.
+        return data if self._is_at(request.step) else None
+
+    def _is_at(self, step: int) -> bool:
+        return self.core.step == step and not self._is_changing
 
     def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
         events = self.core.events[:]
@@ -134,50 +215,69 @@ class ReplicaShell:
         for event in events:
             match event:
                 case core.ReduceVoided():
+                    self._void = self._starting
                     self._reduction = self._reducing = None
                     self._parts_sent.clear()
-                case core.ReplicaDropped():
-                    self.dropped.set()
-                case _:
-                    self._queue(event)
+                case core.FillVoided():
+                    self._filling.cancel()
         for peer, message in sends:
-            self._send(peer, message)
-
-    def _queue(self, work: Any) -> None:
-        self._work.append(work)
+            if isinstance(message, Outgoing):
+                self._send_frame(peer, message)
+            else:
+                self._send(peer, message)
         self._more.set()
 
-    async def _perform(self, work: Any) -> None:
+    # What the core asks for
+
+    async def _perform(self, work: core.WorkItem) -> None:
         match work:
             case core.ForwardReady():
                 await self._forward(work)
             case core.BackwardReady():
                 await self._backward(work)
+            case core.RemoveReady():
+                await self._remove(work)
+            case core.ForgetReady():
+                await self._call(api.Forget(work.step, work.microbatch))
+                self._pass_on(self.core.forgotten(work))
             case core.ReduceReady():
                 await self._reduce(work)
-            case (sender, Part() as part):
-                await self._part(sender, part)
             case core.ApplyReady():
                 await self._apply(work)
             case core.StepDiscarded():
-                await self._stage.call(api.Discard())
-            case _Export():
-                try:
-                    exported = await self._stage.call(api.Export())
-                    assert isinstance(exported, api.Exported)
-                    work.data = exported.data
-                finally:
-                    work.ready.set()
+                await self._call(api.Discard())
+                self._pass_on(self.core.discarded(work))
+            case core.FillReady():
+                await self._fill(work)
+            case core.SaveReady():
+                await self._save(self.core.plan, self.core.stage, work.step, self._stage)
+                self._pass_on(self.core.saved(work))
+
+    async def _call(self, request: api.Request) -> object:
+        began = self._seams.clock.monotonic()
+        reply = await self._stage.call(request)
+        # What the process says of itself, where it does: waiting for it is not its being busy.
+        busy = getattr(reply, "busy_nanoseconds", 0)
+        self._busy += busy / 1e9 if busy else self._seams.clock.monotonic() - began
+        return reply
 
     async def _forward(self, work: core.ForwardReady) -> None:
-        done = await self._stage.call(
-            api.Forward(work.step, work.microbatch, work.train, work.input, work.labels, self._forward_codec)
+        done = await self._call(
+            api.Forward(
+                work.step,
+                work.microbatch,
+                work.train,
+                work.input,
+                work.labels,
+                codec=self._codec_towards(-1 if self.core.is_last else +1),
+            )
         )
         assert isinstance(done, api.Forwarded)
+        self._rounded[self.core.is_last] += done.rounding
         sends = self.core.forwarded(
             work,
-            output=self._frame(work, done.output, +1, "input", train=work.train),
-            gradient=self._frame(work, done.gradient, -1, "gradient", train=True),
+            output=await self._draft(work, done.output, +1, "input", train=work.train),
+            gradient=await self._draft(work, done.gradient, -1, "gradient", train=True),
             samples=done.samples,
             loss=done.loss,
             metrics=done.metrics,
@@ -185,14 +285,28 @@ class ReplicaShell:
         self._pass_on(sends)
 
     async def _backward(self, work: core.BackwardReady) -> None:
-        done = await self._stage.call(
-            api.Backward(work.step, work.microbatch, work.gradient, self._backward_codec)
+        done = await self._call(
+            api.Backward(work.step, work.microbatch, work.gradient, codec=self._codec_towards(-1))
         )
         assert isinstance(done, api.BackwardDone)
-        frame = self._frame(work, done.gradient, -1, "gradient", train=True)
-        self._pass_on(self.core.backwarded(work, gradient=frame))
+        self._rounded[True] += done.rounding
+        draft = await self._draft(work, done.gradient, -1, "gradient", train=True)
+        self._pass_on(self.core.backwarded(work, gradient=draft))
 
-    def _frame(
+    def _codec_towards(self, towards: int) -> Codec:
+        """What goes to the stage after this one, or back to the one before, is packed with."""
+        stages, other = self.core.plan.stages, self.core.stage + towards
+        receivers = [PeerId(peer) for peer in stages[other].replicas] if 0 <= other < len(stages) else []
+        return self._codecs.codec(receivers, is_gradient=towards < 0)
+
+    async def _remove(self, work: core.RemoveReady) -> None:
+        """Replay a micro-batch that another replica counts, with the other sign."""
+        await self._call(api.Forward(work.step, work.microbatch, True, work.input, work.labels, sign=-1))
+        if work.gradient is not None:
+            await self._call(api.Backward(work.step, work.microbatch, work.gradient, sign=-1))
+        self._pass_on(self.core.removed(work))
+
+    async def _draft(
         self,
         work: core.ForwardReady | core.BackwardReady,
         payload: Payload | None,
@@ -200,29 +314,73 @@ class ReplicaShell:
         direction: Direction,
         *,
         train: bool,
-    ) -> Frame | None:
+    ) -> Draft | None:
         if payload is None:
             return None
         if len(payload.data) > PAYLOAD_BYTES_MAX:
             raise StageFailed(
                 f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent"
             )
-        return make_frame(
+        await self._codecs.learn(payload, is_gradient=direction == "gradient")
+        payload = await self._frames.keep(payload)
+        return Draft(payload, work.step, work.microbatch, self.core.stage + towards, direction, train)
+
+    def _send_frame(self, peer: PeerId, outgoing: Outgoing) -> None:
+        """Sign a frame for the plan and attempt in force."""
+        draft = outgoing.frame
+        assert isinstance(draft, Draft)
+        size = len(draft.payload.data)
+        if draft.direction == "gradient":
+            self._returned += size
+        else:
+            self._sent += size
+        if draft.train:
+            key = (draft.microbatch, draft.direction)
+            self._replayed += key in self._sent_before
+            self._sent_before.add(key)
+        frame = make_frame(
             self._signer,
-            payload,
-            plan=work.plan,
-            step=work.step,
-            microbatch=work.microbatch,
-            stage=self.core.stage + towards,
-            direction=direction,
-            train=train,
+            draft.payload,
+            plan=self.core.plan_hash,
+            step=draft.step,
+            microbatch=draft.microbatch,
+            attempt=outgoing.attempt,
+            stage=draft.stage,
+            direction=draft.direction,
+            train=draft.train,
         )
+        self._send(peer, frame, draft.payload.data)
+
+    async def _fill(self, work: core.FillReady) -> None:
+        digest = work.digest
+        with trio.CancelScope() as self._filling:
+            if work.sources:
+                digest = await fill(
+                    self._seams.network,
+                    self._seams.executor,
+                    self._stage,
+                    plan=work.plan,
+                    step=work.step,
+                    sources=work.sources,
+                    digest=work.digest,
+                )
+            else:
+                await self._restore(work.checkpoint, self.core.stage, work.step, self._stage)
+        if self._filling.cancelled_caught:
+            return  # a new plan names other sources, or another checkpoint
+        await self._call(api.Restore(work.step))
+        self._pass_on(self.core.filled(work, digest))
+
+    # The step
 
     async def _reduce(self, work: core.ReduceReady) -> None:
+        self._starting = work
         sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._dtype)
-        reduction, sends = await self._executor.run(
+        reduction, sends = await self._seams.executor.run(
             lambda: _begin_reduction(self.core.me, work, self._shares, sums)
         )
+        if self._void is work:
+            return  # a new plan came meanwhile
         self._reduction, self._reducing = reduction, work
         self._parts_sent.clear()
         self._send_parts(sends)
@@ -239,7 +397,7 @@ class ReplicaShell:
             self._early_parts.append((sender, part))
             return
         try:
-            sends = await self._executor.run(lambda: reduction.receive(sender, part))
+            sends = await self._seams.executor.run(lambda: reduction.receive(sender, part))
         except RemoteProtocolError:
             return  # a part that fits nowhere: the sum goes on without it
         self._send_parts(sends)
@@ -255,21 +413,44 @@ class ReplicaShell:
         if reduction is None or reducing is None or not reduction.done:
             return
         totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
-        digest = await self._executor.run(lambda: reduction.finish(totals))
+        digest = await self._seams.executor.run(lambda: reduction.finish(totals))
         # The machine stays until the next one: a member may still have to hear our parts.
         self._reducing = None
         # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
-        normed = await self._stage.call(api.Norm())
+        normed = await self._call(api.Norm())
         assert isinstance(normed, api.Normed)
         self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))
 
     async def _apply(self, work: core.ApplyReady) -> None:
-        done = await self._stage.call(api.Apply(work.step, work.samples, work.squared_norm))
+        self._is_changing = True
+        try:
+            done = await self._call(api.Apply(work.step, work.samples, work.squared_norm))
+        finally:
+            self._is_changing = False
         assert isinstance(done, api.Applied)
         self._reduction = None
         self._parts_sent.clear()
         self._early_parts.clear()
-        self._pass_on(self.core.applied(work, done.digest))
+        self._sent_before.clear()
+        lost = [self._rounded[False], self._rounded[True]]
+        spent = Work(
+            int(self._busy * 1e9),
+            self._sent,
+            self._returned,
+            self._replayed,
+            tuple((row.squared_error, row.squared_norm) for row in lost),
+        )
+        self._rounded = {False: Rounding(), True: Rounding()}
+        self._busy, self._sent, self._returned, self._replayed = 0.0, 0, 0, 0
+        self._pass_on(self.core.applied(work, done.digest, spent))
+
+    async def _export(self, request: _Export) -> None:
+        try:
+            exported = await self._stage.call(api.Export())
+            assert isinstance(exported, api.Exported)
+            request.data = exported.data
+        finally:
+            request.ready.set()
 
 
 def _begin_reduction(

@@ -5,7 +5,7 @@ flows during a step (frames, step messages, all-reduce parts, notices) goes by `
 """
 
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import trio
@@ -16,17 +16,21 @@ from crypto.facts import Fact
 from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.allreduce import Part
 from node.errors import StreamClosed, Unreachable
-from node.events import ReplicaDropped, RunEvaluated, StepCommitted
+from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
+from node.runs.checkpoint_format import StageState
 from node.seams import Network, Stream
-from partition.plan.plan import PLAN_BYTES_MAX, Count, Hash
+from partition.plan.plan import PLAN_BYTES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer, StageNumber
+from partition.plan.votes import AgreementMessage
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
-from partition.steps.messages import ReplicaMessage, TrainerMessage
+from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 RUNS_PROTOCOL = "/peerloom/runs/1"
 PIPELINE_PROTOCOL = "/peerloom/pipeline/1"
 REQUEST_BYTES_MAX = PLAN_BYTES_MAX + 8_192
-PIPELINE_BYTES_MAX = 60 * 1024 * 1024
+PIPELINE_BYTES_MAX = 4 * 1024 * 1024
+"""The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. What a frame carries goes
+beside it, and has a limit of its own."""
 REASON_LENGTH_MAX = 300
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
@@ -40,14 +44,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Requester to planner: place this run. Answered by Placed or Declined."""
-
-    manifest: Fact
-
-
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    """Planner to provider: hold a slot for this stage. Answered by Leased or Declined ("busy")."""
+    """Who plans to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy")."""
 
     manifest: Fact
     plan: PlanBytes
@@ -55,39 +53,62 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Planner to member: the plan did not come about; the slot is free."""
+    """Whoever asked for a lease: the plan did not come about; the slot is free."""
 
     run: Hash
     plan: Hash
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Planner to member: the plan is in force; open your stage. Answered by Done when it is open."""
+    """Requester to member, or committer to a newcomer: this plan is in force. Answered by Done when it is
+    known here; the stage opens by itself then."""
 
     manifest: Fact
     plan: PlanBytes
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Planner to trainer: every member has the plan; feed."""
+class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
+    """Whoever has leased a slot to its provider: open the stage, for this plan may soon be decided. Answered
+    by Done when it is open."""
 
-    plan: Hash
+    manifest: Fact
+    plan: PlanBytes
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Trainer to member: the run goes on. Answered by Done, or Declined where the plan is not in force."""
+    """Committer to member: the run goes on. Answered by Done, or Declined where this node has forgotten
+    it."""
 
+    run: Hash
     plan: Hash
 
 
+class FetchState(msgspec.Struct, frozen=True, tag="state"):
+    """Newcomer to a replica of its stage: a part of an arena as it is after `step` steps. Answered by a
+    Blob."""
+
+    plan: Hash
+    step: Count
+    arena: Literal["parameters", "moments"]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
+
+
+class FetchData(msgspec.Struct, frozen=True, tag="data"):
+    """Trainer to a holder: one file of the run's data. Answered by a Blob or Declined."""
+
+    data: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    name: Literal["text", "train.npz", "test.npz"]
+
+
 class ExportStage(msgspec.Struct, frozen=True, tag="export"):
-    """Trainer to replica: your stage's parameters. Answered by a Blob."""
+    """Committer to replica: your stage's parameters. Answered by a Blob."""
 
     plan: Hash
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Trainer or planner to member: the run is over. Answered by Done once the weights are fetched.
+    """Committer to member: the run is over. Answered by Done once the weights are fetched.
 
     `weights` is their BLAKE3 hash in hex, empty where the run failed.
     """
@@ -120,22 +141,19 @@ class FetchRange(msgspec.Struct, frozen=True, tag="range"):
 
 
 Request = (
-    Submit
-    | LeaseRequest
+    LeaseRequest
     | Release
     | Start
-    | Begin
+    | Prepare
     | Renew
+    | FetchState
+    | FetchData
     | ExportStage
     | End
     | FetchWeights
     | FetchModel
     | FetchRange
 )
-
-
-class Placed(msgspec.Struct, frozen=True, tag="placed"):
-    plan: PlanBytes
 
 
 class Leased(msgspec.Struct, frozen=True, tag="leased"):
@@ -160,7 +178,7 @@ class Blob(msgspec.Struct, frozen=True, tag="blob"):
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
-Reply = Placed | Leased | Declined | Done | Blob
+Reply = Leased | Declined | Done | Blob
 
 
 class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
@@ -176,17 +194,17 @@ LEASE_PURPOSE = "lease"
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Trainer to everybody else in the plan: what has happened. Nothing depends on its arrival."""
+    """Committer to everybody else in the plan: what has happened. Nothing depends on its arrival."""
 
     plan: Hash
-    event: StepCommitted | ReplicaDropped | RunEvaluated
+    event: StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
 
 
 def check_notice(notice: Notice) -> None:
     """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
     for name in notice.event.__struct_fields__:
         field = getattr(notice.event, name)
-        if isinstance(field, tuple) and len(field) > METRICS_MAX:
+        if isinstance(field, tuple) and len(field) > max(METRICS_MAX, STAGES_MAX):
             raise RemoteProtocolError(f"a notice with {len(field)} {name}")
         for value in field if isinstance(field, tuple) else (field,):
             _check_value(name, value)
@@ -208,7 +226,51 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
     part: Part
 
 
-PipelineMessage = Frame | TrainerMessage | ReplicaMessage | GroupPart | Notice
+class Absent(msgspec.Struct, frozen=True, tag="absent"):
+    """Committer to everybody else in the plan: these peers live, maybe, but the next plan must do without
+    them."""
+
+    plan: Hash
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
+    reason: Reason
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """Replica to committer: my stage, as it was after `step` steps, is put away here."""
+
+    plan: Hash
+    step: Count
+    stage: StageNumber
+    state: StageState
+
+
+class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
+    """Committer to everybody else in the plan: the checkpoint of this name is whole, on several disks."""
+
+    plan: Hash
+    step: Count
+    checkpoint: Hash
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Member to all others: let the next plan do without me; after this step, or `at_once`."""
+
+    plan: Hash
+    at_once: bool = False
+
+
+PipelineMessage = (
+    Absent
+    | Leaving
+    | Saved
+    | Checkpointed
+    | Frame
+    | CommitterMessage
+    | ReplicaMessage
+    | GroupPart
+    | Notice
+    | AgreementMessage
+)
 
 
 async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:

@@ -5,7 +5,9 @@ Messages of a step come in here, are checked and go to the run they name; reques
 run that nobody speaks of any more is given up by silence, so that a lease cannot be held for ever.
 """
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +15,53 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from node.errors import StreamClosed, Unreachable
+from crypto.noise import Data
+from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import Event, RunAccepted, RunEnded, RunPlanned, StageLeased
 from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
+from node.runs.chain import chain_name
+from node.runs.checkpoints import Checkpoints
+from node.runs.copies import Copies
+from node.runs.data_files import DataFiles
+from node.runs.ending import END_SECONDS_MAX
+from node.runs.keeping import newest_name
 from node.runs.links import Links
-from node.runs.manifest import Run, run_text
+from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.models import Models
-from node.runs.placement import NotPlaced, Offer
+from node.runs.placement import NotPlaced, Offer, place, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
+from node.runs.submission import fits
 from node.seams import Seams, Stream
-from partition.plan.plan import HASH_BYTES, Plan, plan_hash
-from partition.steps.frames import Frame, open_frame
+from partition.plan.chain import base_plan
+from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
+from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
+from partition.steps.messages import CommitterMessage
 
-SUBMIT_SECONDS_MAX = 300.0
+HEARSAY_SECONDS = 1.0
+"""News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
+RUNS_FOLDER, RUN_FILE = "runs", "run"
+EARLY_MAX = 256
+"""Messages of committers whose plan is decided, but not yet on disk here."""
+EARLY_BYTES_MAX = 16 * 1024
+"""One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
 OVER_MAX = 1_024
-"""Runs remembered as ended, so that a late or repeated Start does not begin them again."""
+"""Runs remembered as ended, with the hash of the result that is here, so that a late or repeated Start does
+not begin them again."""
+NO_PAYLOAD = memoryview(b"")
+
+
+def run_name(run: str) -> str:
+    """Where a node keeps the manifest of a run that it is in, in its storage."""
+    return f"{RUNS_FOLDER}/{run}/{RUN_FILE}"
 
 
 class Runs:
@@ -48,30 +74,36 @@ class Runs:
         *,
         offers: Callable[[], Sequence[Offer]],
         live: Callable[[], Sequence[PeerId]],
+        gone: Callable[[], Sequence[PeerId]],
         accepts: Callable[[Run], str | None],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         suspect: Callable[[PeerId], None],
         provide: Callable[[str, str], Awaitable[None]],
         machine: Machine,
+        checkpoints: Checkpoints,
+        copies: Copies,
     ) -> None:
         self.seams = seams
         self.signer = signer
         self.live = live
+        self.gone = gone
         self.publish = publish
         self.machine = machine
+        self.checkpoints = checkpoints
+        self.copies = copies
         self.offers = offers
         self.accepts = accepts
         self.refuse = refuse
-        self.models = Models(
-            seams, lambda: [member.run.manifest.graph_hash for member in self.members.values()]
-        )
-        self.slot = Slot(seams.clock)
+        self.models = Models(seams, self._graphs_needed)
+        self.slot = Slot(seams)
         self.members: dict[bytes, RunMember] = {}
         self._provide = provide
         self._plans: dict[bytes, RunMember] = {}
-        self._over: dict[bytes, None] = {}
-        self._data: dict[str, tuple[Path, int]] = {}
+        self._over: dict[bytes, str] = {}
+        self._telling: set[PeerId] = set()
+        self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
+        self.data = DataFiles(seams)
         self._requests = Requests(self)
         self.links = Links(
             seams.network,
@@ -90,12 +122,34 @@ class Runs:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await nursery.start(self.links.run)
+                await self._recover()
                 task_status.started()
                 await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):
                 for member in list(self.members.values()):
                     await member.close_stage()
+
+    def _graphs_needed(self) -> list[bytes]:
+        running = [member.run.manifest.graph_hash for member in self.members.values()]
+        return [*running, *self.checkpoints.store.graphs]
+
+    def is_ours(self, run: bytes) -> bool:
+        """Whether this node asked for a run, so that what is kept of it is its own."""
+        member = self.members.get(run)
+        return member is not None and member.run.requester == self.signer.peer
+
+    def is_member(self, run: bytes, peer: PeerId) -> bool:
+        """Whether `peer` is admitted to a run that this node is in."""
+        member = self.members.get(run)
+        return member is not None and member.plan is not None and peer in member.plan.roster
+
+    async def save(self, run: str) -> int:
+        """Have the run's committer make a checkpoint after this step; the step. Raises RunFailed."""
+        for member in self.members.values():
+            if member.run.text == run:
+                return await member.save()
+        raise RunFailed(f"run {run[:8]} is not going on here")
 
     @property
     def has_slot(self) -> bool:
@@ -104,32 +158,70 @@ class Runs:
 
     # The requester's side
 
-    def learn_data(self, digest: str, path: Path, window: int) -> None:
-        """Remember where data of this hash lies, so that this node can train on it."""
-        self._data[digest] = path, window
+    async def learn_data(self, digest: str, path: Path) -> None:
+        """Keep data of this hash, so that this node can train on it and hand it to others."""
+        await self.data.keep(digest, path)
 
-    def load_data(self, run: Run) -> datasets.Dataset:
-        """The run's data, read from disk. Raises UsageError or NotPlaced."""
-        if run.manifest.data == datasets.DIGITS_NAME:
-            return datasets.load_digits()
-        if run.manifest.data not in self._data:
-            raise NotPlaced("this node does not have the run's data")
-        path, window = self._data[run.manifest.data]
-        return datasets.load_path(path, window=window)
+    async def load_data(self, run: Run, holders: Sequence[PeerId]) -> datasets.Dataset:
+        """The run's data, from here or from another member. Raises UsageError or Unreachable."""
+        return await self.data.load(run.manifest, holders)
 
-    async def submit(self, run: Run, planner: PeerId) -> None:
-        """Have a run placed. Raises NotPlaced or Unreachable."""
+    async def submit(self, run: Run) -> None:
+        """Plan a run that this node asks for, and have everybody start. Raises NotPlaced."""
         member = self.accept(run)
         try:
-            reply = await self.ask(planner, wire.Submit(run.fact), SUBMIT_SECONDS_MAX)
-        except Unreachable as error:
-            if member.begun:
-                return  # the planner is gone, but not before it had done its part
-            await member.end("failed", f"the planner did not answer: {error.detail}", "")
+            plan = await self._place(run)
+        except NotPlaced as error:
+            await member.end("failed", str(error), "")
             raise
-        if isinstance(reply, wire.Declined):
-            await member.end("failed", reply.reason, "")
-            raise NotPlaced(reply.reason)
+        self.enter(member, plan)
+        others = [peer for peer in plan.members if peer != self.signer.peer]
+        failures = await start(run, plan, others, self.ask)
+        for peer, reason in failures.items():
+            member.miss(peer, reason)
+
+    async def _place(self, run: Run) -> Plan:
+        """Place a run; again, where news of a newcomer has only just come. Raises NotPlaced."""
+        try:
+            graph = await self.models.get(run.manifest.graph_hash, [])
+            dataset = await self.load_data(run, [])
+        except (Unreachable, UsageError) as error:
+            raise NotPlaced(error.detail if isinstance(error, Unreachable) else str(error)) from None
+        if not fits(dataset, run.manifest, graph):
+            raise NotPlaced("the data this node has does not fit the run's manifest; has it changed?")
+        while True:
+            offers = self.offers()
+            try:
+                return await place(run, graph, self.signer, offers, self.ask, self.seams.executor)
+            except NotPlaced:
+                await trio.sleep(HEARSAY_SECONDS)
+                known = {offer.peer for offer in offers}
+                if all(offer.peer in known for offer in self.offers()):
+                    raise
+
+    def enter(self, member: RunMember, plan: Plan) -> None:
+        """The first plan of a run that this node hears of is in force."""
+        # Whoever comes back by a new plan begins a new life: what it promised before is of another chain.
+        self.seams.storage.delete(chain_name(member.run.text))
+        self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
+        member.begin(plan)
+
+    async def _recover(self) -> None:
+        """Runs that this node was in when it was stopped: their chains go on, their stages are to be
+        restored."""
+        storage = self.seams.storage
+        for name in storage.sizes(RUNS_FOLDER):
+            run_text, _, file = name.removeprefix(f"{RUNS_FOLDER}/").partition("/")
+            if file != RUN_FILE:
+                continue
+            data, durable = storage.read(name), storage.read(chain_name(run_text))
+            try:
+                fact: Fact = decode(data or b"", Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
+                run = check_run(self.signer, fact)
+                base = base_plan(durable or b"")
+                self.accept(run).begin(base, durable or b"", is_restarted=True)
+            except (RemoteProtocolError, ValueError):
+                storage.delete(name)  # damaged, or of an older version: this node is in no such run
 
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
         """A request to a member, or to this node itself. Raises Unreachable."""
@@ -155,24 +247,43 @@ class Runs:
 
     def member_lost(self, peer: PeerId) -> None:
         """A member is dead or has left."""
-        self.slot.release(peer)
+        self.slot.release_all(peer)
+        self.members_changed()
+
+    def members_changed(self) -> None:
+        """Who lives is another question now than before."""
         for member in list(self.members.values()):
-            member.member_lost(peer)
+            member.members_changed()
+
+    def member_suspected(self, peer: PeerId) -> None:
+        """A member may be dead."""
+        for member in list(self.members.values()):
+            member.member_suspected(peer)
+
+    async def leave(self) -> None:
+        """Hand over this node's part in every run before it goes; bounded."""
+        async with trio.open_nursery() as nursery:
+            for member in list(self.members.values()):
+                nursery.start_soon(member.leave)
 
     # Messages of a step
 
-    def send(self, peer: PeerId, message: Any) -> None:
-        """Queue a pipeline message on the link to `peer`."""
-        self.links.send(peer, encode(message))
+    def send(self, peer: PeerId, message: Any, *payload: Data) -> None:
+        """Queue a pipeline message on the link to `peer`; of a frame, its payload's data beside it."""
+        self.links.send(peer, encode(message), *payload)
+
+    def link_rate(self, peer: PeerId) -> float | None:
+        """Bytes per second to a peer as frames were measured to take, None where that is not known."""
+        return self.links.rate(peer)
 
     async def _serve_pipeline(self, stream: Stream) -> None:
         try:
             while True:
-                message = None
+                received = None  # nor is the last payload's memory held while nothing comes
                 with trio.move_on_after(PIPELINE_IDLE_SECONDS_MAX):
-                    message = await stream.receive()
-                if message is not None:
-                    await self._deliver(stream.peer, message)
+                    received = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
+                if received is not None:
+                    await self._deliver(stream.peer, *received)
                 elif not self._is_partner(stream.peer):
                     return
         except StreamClosed:
@@ -184,22 +295,52 @@ class Runs:
             member.plan is not None and peer in member.plan.members for member in self.members.values()
         )
 
-    async def _deliver(self, sender: PeerId, data: bytes) -> None:
+    async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
         try:
             message: Any = decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
             if isinstance(message, Frame):
-                message = open_frame(self.signer, sender, message)
+                message = open_frame(self.signer, sender, message, payload)
                 plan = message.header.plan
+            elif payload:
+                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
             elif isinstance(message, wire.GroupPart):
                 message = message.part
                 plan = message.key[:HASH_BYTES]
+            elif isinstance(message, AgreementMessage):
+                return self._deliver_agreement(sender, message, len(data))
             else:
                 plan = message.plan
             member = self._plans.get(plan)
-            if member is not None:
+            if member is not None and member.plan is not None and sender not in member.plan.roster:
+                raise RemoteProtocolError("a message of a run from a peer that is not in it")
+            if member is not None and isinstance(message, OpenedFrame):
+                # The stream waits meanwhile, and so does its sender.
+                message = await member.keep(sender, message)
+            if member is not None and message is not None:
                 member.receive(self.seams.clock.monotonic(), sender, message)
+            elif isinstance(message, CommitterMessage) and len(data) <= EARLY_BYTES_MAX:
+                self._early.append((sender, plan, bytes(data)))
         except RemoteProtocolError as error:
             self.refuse(sender, error)
+
+    def _deliver_agreement(self, sender: PeerId, message: AgreementMessage, size_bytes: int) -> None:
+        if size_bytes > AGREEMENT_BYTES_MAX:
+            raise RemoteProtocolError(f"{size_bytes} bytes about plans, at most {AGREEMENT_BYTES_MAX}")
+        if (known := self.members.get(message.run)) is not None:
+            known.receive(self.seams.clock.monotonic(), sender, message)
+        elif isinstance(message, Head) and message.asks and self._over.get(message.run):
+            self._tell_over(sender, message)
+
+    def _tell_over(self, peer: PeerId, head: Head) -> None:
+        """Whoever was away when a run ended well still believes in a plan, and asks how it went on."""
+        if peer not in self._telling:
+            self._telling.add(peer)
+            self.start_task(self._tell_end, peer, wire.End(head.plan, "done", "", self._over[head.run]))
+
+    async def _tell_end(self, peer: PeerId, end: wire.End) -> None:
+        with suppress(Unreachable):
+            await self.ask(peer, end, END_SECONDS_MAX)
+        self._telling.discard(peer)
 
     def _reconnected(self, peer: PeerId) -> None:
         for member in self.members.values():
@@ -220,6 +361,17 @@ class Runs:
         """Messages of this plan are for `member`, and of the one it followed before no more."""
         self._plans = {key: other for key, other in self._plans.items() if other is not member}
         self._plans[plan] = member
+        self.slot.release(plan)
+        late = [row for row in self._early if row[1] == plan]
+        if late:
+            self._early = deque((row for row in self._early if row[1] != plan), maxlen=EARLY_MAX)
+            self.start_task(self._deliver_late, late)
+
+    async def _deliver_late(self, late: Sequence[tuple[PeerId, bytes, bytes]]) -> None:
+        """What a committer said of a plan that had not come into force here yet."""
+        for sender, _, data in late:
+            await self._deliver(sender, data)
+        await trio.lowlevel.checkpoint()
 
     def accept(self, run: Run) -> RunMember:
         """This node's membership in a run, which begins if it has not."""
@@ -240,10 +392,18 @@ class Runs:
             )
         return member
 
+    def forgotten(self, member: RunMember) -> None:
+        """This node is in the run no more, and may be asked into it again."""
+        self.members.pop(member.run.id, None)
+        self._forget_files(member)
+        self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+
     def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
         """A run is over here: forget its plans, say so."""
         self.members.pop(member.run.id, None)
-        self._over = dict(list({**self._over, member.run.id: None}.items())[-OVER_MAX:])
+        self._forget_files(member)
+        result = weights if outcome == "done" and not detail else ""
+        self._over = dict(list({**self._over, member.run.id: result}.items())[-OVER_MAX:])
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}
@@ -253,6 +413,11 @@ class Runs:
         self.publish(self._ended(member.run.id, outcome, detail, weights))
         if outcome == "done" and not detail and self.nursery is not None:
             self.nursery.start_soon(self._provide, member.run.text, weights)
+
+    def _forget_files(self, member: RunMember) -> None:
+        """What is only for a run that goes on; its checkpoints stay."""
+        for name in (chain_name(member.run.text), run_name(member.run.text), newest_name(member.run.text)):
+            self.seams.storage.delete(name)
 
     def _ended(self, run: bytes, outcome: str, detail: str, weights: str = "") -> RunEnded:
         at = self.seams.clock.wall()
@@ -266,10 +431,12 @@ class Runs:
                 run=run.text,
                 plan=plan_hash(plan).hex()[:16],
                 height=plan.height,
-                trainer=PeerId(plan.trainer),
-                planner=PeerId(plan.planner),
+                trainer=plan.committer,
+                planner=committee(plan)[0],
                 layers=tuple((stage.first_layer, stage.last_layer) for stage in plan.stages),
                 stages=tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in plan.stages),
+                trainers=tuple(PeerId(peer) for peer in plan.trainers),
+                restored_step=plan.step if plan.restored != NOTHING else None,
             )
         )
 

@@ -5,7 +5,7 @@ may ask for what is said in `node.runs.requests`.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -16,24 +16,20 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.errors import StageFailed, StreamClosed, Unreachable
+from node.runs import pulse
 from node.runs import requests as wire
 from node.runs.admission import Machine, check_plan, misfit
-from node.runs.manifest import Run, check_run
+from node.runs.data_files import DataFiles
+from node.runs.manifest import Run
 from node.runs.member import RunMember
 from node.runs.models import Models
-from node.runs.placement import NotPlaced, NotStarted, Offer, place
 from node.runs.slot import Slot
 from node.runs.weights import FETCH_SECONDS_MAX, weights_name
 from node.seams import Seams, Stream
-from partition.model.graph import Graph
-from partition.plan.plan import Plan, encode_plan, plan_hash
+from partition.plan.plan import Plan, committee, plan_hash
 
-HEARSAY_SECONDS = 1.0
-"""News of a newcomer may reach the planner so much later than the requester: some rounds of gossip."""
 RUNS_MAX = 64
 """Runs that have not ended; a stranger's manifests must not fill the memory."""
-PLACEMENTS_MAX = 8
-"""Runs that this node places at once; each may wait minutes for silent providers."""
 RELEASED_MAX = 256
 """Plans given up lately."""
 UPLOADS_MAX = 4
@@ -42,7 +38,14 @@ RANGES_MAX = 16
 """The same for ranges of first values, of 16 MiB each."""
 REQUEST_SECONDS_MAX = 20.0
 """From a stream's opening to its request."""
-UPLOADS = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRange
+Upload = (
+    wire.FetchWeights
+    | wire.ExportStage
+    | wire.FetchModel
+    | wire.FetchRange
+    | wire.FetchState
+    | wire.FetchData
+)
 """Requests that are answered by a blob."""
 
 
@@ -55,7 +58,7 @@ class Service(Protocol):
     slot: Slot
     machine: Machine
     members: dict[bytes, RunMember]
-    offers: Callable[[], Sequence[Offer]]
+    data: DataFiles
     accepts: Callable[[Run], str | None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
@@ -63,11 +66,8 @@ class Service(Protocol):
     def has_slot(self) -> bool: ...
     def is_over(self, run: bytes) -> bool: ...
     def following(self, plan: bytes) -> RunMember | None: ...
-    def follow(self, plan: bytes, member: RunMember) -> None: ...
     def accept(self, run: Run) -> RunMember: ...
-    def publish_plan(self, run: Run, plan: Plan) -> None: ...
-    def publish_lease(self, run: Run, plan: Plan, stage: int) -> None: ...
-    async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply: ...
+    def enter(self, member: RunMember, plan: Plan) -> None: ...
 
 
 class Requests:
@@ -75,7 +75,6 @@ class Requests:
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
-        self._placements = 0
         self._uploads: Counter[type] = Counter()
         # A lease that took long to think about may be given up by its planner before it was given.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
@@ -87,7 +86,7 @@ class Requests:
             with trio.move_on_after(REQUEST_SECONDS_MAX):
                 data = await stream.receive()
             request: wire.Request = decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX)
-            if isinstance(request, UPLOADS):
+            if isinstance(request, Upload):
                 await self._upload(stream, request)
             else:
                 reply = await self.answer(stream.peer, request)
@@ -98,9 +97,9 @@ class Requests:
         except RemoteProtocolError as error:
             self._runs.refuse(stream.peer, error)
 
-    async def _upload(self, stream: Stream, request: wire.Request) -> None:
+    async def _upload(self, stream: Stream, request: Upload) -> None:
         """Answer by a blob: a few at once, each in bounded time, for every one lies in memory."""
-        limit = RANGES_MAX if isinstance(request, wire.FetchRange) else UPLOADS_MAX
+        limit = RANGES_MAX if isinstance(request, wire.FetchRange | wire.FetchState) else UPLOADS_MAX
         kind = type(request)
         if self._uploads[kind] >= limit:
             await stream.send(encode(wire.Declined("busy: too many fetch at once")))
@@ -119,22 +118,29 @@ class Requests:
     async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | bytes:
         """What one request of `peer` comes to, bytes for a blob. Raises RemoteProtocolError."""
         match request:
-            case wire.Submit():
-                return await self._on_submit(peer, request)
             case wire.LeaseRequest():
                 return await self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
+            case wire.Prepare():
+                return await self._on_prepare(peer, request)
             case wire.Renew():
                 return self._on_renew(peer, request)
             case wire.Start():
                 return await self._on_start(peer, request)
-            case wire.Begin():
-                return await self._on_begin(peer, request)
-            case wire.ExportStage():
-                return await self._on_export(peer, request)
             case wire.End():
                 return await self._on_end(peer, request)
+            case _:
+                return await self._blob(peer, request)
+
+    async def _blob(self, peer: PeerId, request: Upload) -> wire.Reply | bytes:
+        match request:
+            case wire.FetchState():
+                return await self._on_state(peer, request)
+            case wire.FetchData():
+                return await self._on_data(request)
+            case wire.ExportStage():
+                return await self._on_export(peer, request)
             case wire.FetchWeights():
                 return await self._on_fetch(request)
             case wire.FetchModel():
@@ -142,45 +148,17 @@ class Requests:
             case wire.FetchRange():
                 return await self._on_range(request)
 
-    async def _on_submit(self, peer: PeerId, request: wire.Submit) -> wire.Reply:
-        run = check_run(self._runs.signer, request.manifest)
-        if run.requester != peer:
-            raise RemoteProtocolError("a run submitted by another than its requester")
-        if self._placements >= PLACEMENTS_MAX or len(self._runs.members) >= RUNS_MAX:
-            return wire.Declined("busy: too many runs")
-        self._placements += 1
-        try:
-            graph = await self._runs.models.get(run.manifest.graph_hash, [peer])
-            return wire.Placed(encode_plan(await self._place(run, graph)))
-        except (NotPlaced, Unreachable) as error:
-            return _declined(error)
-        finally:
-            self._placements -= 1
-
-    async def _place(self, run: Run, graph: Graph) -> Plan:
-        """Place a run; again, where this node has just heard of peers that its requester knew already."""
-        runs = self._runs
-        while True:
-            offers = runs.offers()
-            try:
-                return await place(run, graph, runs.signer, offers, runs.ask, runs.seams.executor)
-            except NotStarted:
-                raise
-            except NotPlaced:
-                await trio.sleep(HEARSAY_SECONDS)
-                known = {offer.peer for offer in offers}
-                if all(offer.peer in known for offer in runs.offers()):
-                    raise
-
     async def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
         runs = self._runs
         run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
-        if plan.stage_of(runs.signer.peer) != request.stage or plan.height:
+        if plan.stage_of(runs.signer.peer) != request.stage:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
         if not runs.has_slot:
             return wire.Declined("busy")
+        if self._is_behind(run.id, plan, peer):
+            return wire.Declined("it does not know yet how the run went on")
         if (reason := runs.accepts(run)) is not None:
             return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
         name = plan_hash(plan)
@@ -194,21 +172,16 @@ class Requests:
             return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
         if not runs.has_slot or self._released.count(name) != before:
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
-        body = wire.LeaseBody(run.id, name, request.stage, int(RunMember.SILENCE_SECONDS_MAX))
-        runs.slot.promise(body, peer)
+        body = wire.LeaseBody(run.id, name, request.stage, int(pulse.SILENCE_SECONDS_MAX))
+        await runs.slot.promise(body, peer)
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 
     async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
-        self._runs.slot.release(peer, request.plan)
+        self._runs.slot.release(request.plan, peer)
         self._released.append(request.plan)
-        member = self._runs.following(request.plan)
-        if (
-            member is not None
-            and member.plan is not None
-            and member.plan.planner == peer
-            and not member.begun
-        ):
-            await member.end("failed", "the planner gave the placement up", "")
+        member = self._runs.members.get(request.run)
+        if member is not None:
+            await member.unprepare(request.plan)
         return wire.Done()
 
     async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
@@ -217,39 +190,64 @@ class Requests:
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
         member = runs.members.get(run.id)
+        if member is not None and member.plan is not None:
+            # What comes after is decided by the chain, and heard from it.
+            if member.plan.height < plan.height and peer in member.plan.roster:
+                member.catch_up([peer])
+            is_other = member.plan.height == plan.height and member.plan_hash != plan_hash(plan)
+            return wire.Declined("another plan is in force") if is_other else wire.Done()
         stage = plan.stage_of(runs.signer.peer)
-        is_new_host = stage is not None and (member is None or not member.hosts)
-        if stage is not None and is_new_host and not runs.slot.holds(run.id, plan_hash(plan), stage):
+        if stage is not None and not runs.slot.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
-        if member is None:
-            if stage is None and peer != runs.signer.peer:
-                return wire.Declined("no part in this run was asked of this node")
-            member = runs.accept(run)
-        if not member.may_follow(plan):
-            return wire.Declined("another plan is in force")
-        if stage is not None and is_new_host:
-            runs.publish_lease(run, plan, stage)
-        runs.follow(plan_hash(plan), member)
-        try:
-            await member.start(plan)
-        except StageFailed as error:
-            await member.end("failed", str(error), "")
-            return _declined(error)
-        finally:
-            runs.slot.release(peer, plan_hash(plan))
-        runs.publish_plan(run, plan)
+        if stage is None and member is None and runs.signer.peer != run.requester:
+            return wire.Declined("no part in this run was asked of this node")
+        if len(runs.members) >= RUNS_MAX:
+            return wire.Declined("busy: too many runs")
+        runs.enter(member or runs.accept(run), plan)
         return wire.Done()
 
-    async def _on_begin(self, peer: PeerId, request: wire.Begin) -> wire.Reply:
-        member = self._runs.following(request.plan)
-        if member is None or member.plan is None or member.plan.planner != peer:
-            return wire.Declined("no such plan here")
-        reason = await member.begin()
+    async def _on_prepare(self, peer: PeerId, request: wire.Prepare) -> wire.Reply:
+        runs = self._runs
+        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        stage = plan.stage_of(runs.signer.peer)
+        if runs.is_over(run.id):
+            return wire.Declined("the run is over")
+        if self._is_behind(run.id, plan, peer):
+            return wire.Declined("it does not know yet how the run went on")
+        if stage is None and runs.signer.peer == run.requester:
+            return wire.Done()
+        if stage is None or not runs.slot.holds(run.id, plan_hash(plan), stage):
+            return wire.Declined("no lease for this stage")
+        reason = await runs.accept(run).prepare(plan)
         return wire.Done() if reason is None else wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+
+    def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
+        """Whether this node is in the run under an older plan than that before `plan`; it asks `peer`."""
+        member = self._runs.members.get(run)
+        if member is None or member.plan is None or member.plan_hash == plan.parent:
+            return False
+        member.catch_up([peer])
+        return True
+
+    async def _on_state(self, peer: PeerId, request: wire.FetchState) -> wire.Reply | bytes:
+        member = self._runs.following(request.plan)
+        if member is None or member.plan is None or member.plan.stage_of(peer) is None:
+            return wire.Declined("no such plan here")
+        if member.plan.stage_of(peer) != member.plan.stage_of(self._runs.signer.peer):
+            return wire.Declined("another stage is held here")
+        try:
+            data = await member.read_state(request)
+        except StageFailed as error:
+            return _declined(error)
+        return wire.Declined("the state is that of another step") if data is None else data
+
+    async def _on_data(self, request: wire.FetchData) -> wire.Reply | bytes:
+        data = await self._runs.data.read(request.data, request.name)
+        return wire.Declined("this data is not here") if data is None else data
 
     async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | bytes:
         member = self._runs.following(request.plan)
-        if member is None or member.plan is None or member.plan.trainer != peer:
+        if member is None or member.plan is None or member.plan.committer != peer:
             return wire.Declined("no such plan here")
         try:
             return await member.export()
@@ -257,18 +255,21 @@ class Requests:
             return _declined(error)
 
     def _on_renew(self, peer: PeerId, request: wire.Renew) -> wire.Reply:
-        member = self._runs.following(request.plan)
-        if member is None or member.plan is None or member.plan.trainer != peer:
-            return wire.Declined("no such plan here")
-        member.heard()
+        member = self._runs.members.get(request.run)
+        if member is None or member.plan is None:
+            return wire.Declined("no such run here")
+        if member.plan_hash == request.plan:
+            if member.plan.committer != peer:
+                return wire.Declined("no such plan here")
+            member.heard()
         return wire.Done()
 
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
         member = self._runs.following(request.plan)
         if member is None or member.plan is None:
             return wire.Declined("no such plan here")
-        if peer not in (member.plan.trainer, member.plan.planner):
-            raise RemoteProtocolError("a run ended by a peer that is neither its trainer nor its planner")
+        if peer not in (member.plan.committer, *committee(member.plan)):
+            raise RemoteProtocolError("a run ended by a peer that has no vote in it")
         await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()
 

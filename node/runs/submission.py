@@ -58,6 +58,11 @@ def make_manifest(
         stages=run_file.plan.stages,
         replicas=run_file.plan.replicas,
         created_milliseconds=int(created * 1000),
+        trainers=run_file.plan.trainers,
+        window=dataset.window,
+        pipeline=run_file.plan.pipeline,
+        save_every=run_file.plan.checkpoint_every,
+        on_lost_quorum=run_file.plan.on_lost_quorum,
     )
     try:
         check_model(manifest, graph)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from crypto.errors import LocalProtocolError
+from crypto.noise import Data
 from node.errors import UsageError
 from node.paths import short_path
+from node.storage.spill import Spill
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -41,6 +43,7 @@ class FolderStorage:
             raise _unusable(path, error) from None
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise UsageError(f"data folder {short_path(path)}: not writable", _OTHER_FOLDER)
+        self._spill = Spill(path)
 
     def read(self, name: str) -> bytes | None:
         """The blob, or None where there is none."""
@@ -131,6 +134,10 @@ class FolderStorage:
         if durable:
             for folder in self._folders(target) if is_new else [target.parent]:
                 _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def spill(self, data: Data) -> memoryview:
+        """A view of the same bytes in a file without a name: see `node.storage.spill`."""
+        return self._spill.put(data)
 
     def delete(self, name: str) -> None:
         """Remove the blob; nothing happens where there is none."""

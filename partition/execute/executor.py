@@ -11,6 +11,10 @@ The sums hold exactly the micro-batches that were answered: the gradients and th
 added when it goes back. All that a peer can get wrong is found before, in the forward pass, and refused. If
 an operator still raises on its way back (no memory is left, say), some sums would hold it and others not,
 so the error leaves `handle`: the process ends and takes its sums with it, as a replica that dies does.
+
+A micro-batch is taken out of the sums as it was added to them, backwards from the loss times -1. Negation
+rounds nothing, so what is subtracted is to the bit what was added, wherever the cuts are; what remains of it
+is the rounding of two additions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +27,7 @@ import torch
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import Codec, Payload, Rounding
+from partition.codec import Payload, Rounding
 from partition.execute.boundary import Boundary, is_finite, tensor_of
 from partition.execute.interpret import DTYPES, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
@@ -48,6 +52,7 @@ from partition.stage import (
     EndSession,
     Export,
     Exported,
+    Forget,
     Forward,
     Forwarded,
     Import,
@@ -58,7 +63,9 @@ from partition.stage import (
     Reload,
     Reply,
     Request,
+    Restore,
     Run,
+    Sign,
     StageSpecification,
     arena_bytes,
     message_bytes_max,
@@ -73,6 +80,7 @@ TRAIN = "train"
 class _Held:
     """A micro-batch between its two passes; without results it is computed again."""
 
+    sign: Sign
     sizes: tuple[int, ...]
     inputs: list[torch.Tensor]
     results: Results | None
@@ -117,8 +125,9 @@ class StageExecutor:
             lambda number, slot: self._vectors["moments"].view(slot, start=number * size),
         )
         self._sessions = Sessions(specification, self._device)
-        self._step: int | None = None
-        self._counted: set[int] = set()
+        self._next_step: int | None = None  # known where the stage was restored
+        self._step: int | None = None  # of what is counted or in flight
+        self._counted: set[int] = set()  # in the sums
         self._in_flight: dict[int, _Held] = {}
 
     def handle(self, request: Request) -> Reply:
@@ -134,28 +143,33 @@ class StageExecutor:
                 return self._forward(request)
             case Backward():
                 return self._backward(request)
-            case Discard():
-                self._boundary.forget()
-                self._forget()
-                return Done()
             case Norm():
                 return Normed(self._squared_norm())
             case Apply():
                 return self._apply(request)
             case Run():
                 return self._run(request)
-            case EndSession():
-                self._sessions.end(request.session)
-                return Done()
             case Export():
                 arena, dtype = self._arenas["parameters"], self._specification.dtype
                 return Exported(export_file(arena, dtype, self._slots, self._graph.constants))
+        self._obey(request)
+        return Done()
+
+    def _obey(self, request: Forget | Discard | EndSession | Import | Reload | Restore) -> None:
+        match request:
+            case Forget():
+                self._let_go(request)
+            case Discard():
+                self._boundary.forget()
+                self._forget()
+            case EndSession():
+                self._sessions.end(request.session)
             case Import():
                 self._import(request)
-                return Done()
             case Reload():
-                self._reload()
-                return Done()
+                self._take(None)
+            case Restore():
+                self._take(request.step)
 
     # Forward and backward
 
@@ -164,8 +178,7 @@ class StageExecutor:
         entry = self._graph.entry(TRAIN)
         if program.uses_states:
             raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
-        if request.train:
-            self._admit(request.step, request.microbatch)
+        self._admit(request)
         sizes = self._boundary.sizes(request.input)
         inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
         labels = self._labels(entry, request.labels, sizes)
@@ -175,17 +188,18 @@ class StageExecutor:
             raise RemoteProtocolError("the statistics of a batch norm are not finite")
         if entry.loss is not None:
             return self._close(request, entry, program, inputs, results, sizes)
-        kinds = self._kinds(entry, entry.outputs)
-        output, rounding = self._boundary.give(results.outputs, kinds, sizes, request.codec)
-        if request.train:
-            self._count(request)
-            if entry.backward_outputs:
-                self._in_flight[request.microbatch] = _Held(sizes, inputs, None if is_repeated else results)
-            else:
-                # No gradient comes back here, so this is all there is.
-                self._add_statistics(program, results, request.microbatch)
-                self._vectors["gradients"].give()
-        return Forwarded(output, None, 0.0, sizes[0], (), rounding)
+        output, rounding = None, Rounding()
+        if request.sign > 0:
+            kinds = self._kinds(entry, entry.outputs)
+            output, rounding = self._boundary.give(results.outputs, kinds, sizes, request.codec)
+        if request.train and entry.backward_outputs:
+            self._step = request.step
+            kept = None if is_repeated else results
+            self._in_flight[request.microbatch] = _Held(request.sign, sizes, inputs, kept)
+        elif request.train:
+            # No gradient comes back here, so this is all there is.
+            self._count(program, results, request)
+        return Forwarded(output, None, 0.0, sizes[0], (), rounding=rounding)
 
     def _close(
         self,
@@ -209,41 +223,44 @@ class StageExecutor:
         gradient, rounding = None, Rounding()
         if request.train:
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]  # torch left it without types
-            self._add_statistics(program, results, request.microbatch)
-            self._count(request)
-            gradient, rounding = self._gradients(entry, inputs, sizes, request.codec)
-        return Forwarded(None, gradient, numbers[0], samples, tuple(numbers[1:]), rounding)
+                torch.autograd.backward(loss, torch.full_like(loss, request.sign))
+            self._count(program, results, request)
+            gradient, rounding = self._gradients(entry, inputs, sizes, request)
+        return Forwarded(None, gradient, numbers[0], samples, tuple(numbers[1:]), rounding=rounding)
 
     def _backward(self, request: Backward) -> BackwardDone:
         program = self._program(TRAIN, True)
         entry = self._graph.entry(TRAIN)
-        is_known = request.step == self._step and request.microbatch in self._counted
-        if is_known and not entry.backward_outputs and not request.gradient.tensors:
+        is_open, number = request.step == self._step, request.microbatch
+        is_counted = is_open and number in self._counted and request.sign > 0
+        if is_counted and not entry.backward_outputs and not request.gradient.tensors:
             return BackwardDone(None)
-        held = self._in_flight.get(request.microbatch) if is_known else None
-        if held is None:
+        held = self._in_flight.get(number) if is_open else None
+        if held is None or held.sign != request.sign:
             raise RemoteProtocolError(
-                f"nothing to go back through for micro-batch {request.microbatch} of step {request.step}"
+                f"nothing to go back through for micro-batch {number} of step {request.step}"
             )
         kinds = self._kinds(entry, entry.backward_outputs)
         gradients = self._boundary.take(request.gradient, kinds, held.sizes, are_gradients=True)
         results = held.results
         if results is None:
             results = self._compute(program, entry, held.inputs, [], held.sizes, request, keeps=True)
-        del self._in_flight[request.microbatch]
+        del self._in_flight[number]
+        if request.sign < 0:
+            gradients = [gradient.neg_() for gradient in gradients]
         # A floating value may have no gradient: the model detached it.
         outputs = dict(zip(entry.outputs, results.outputs, strict=True))
         pairs = [
-            (outputs[number], gradient.to(outputs[number].dtype))
-            for number, gradient in zip(entry.backward_outputs, gradients, strict=True)
-            if outputs[number].requires_grad
+            (outputs[value], gradient.to(outputs[value].dtype))
+            for value, gradient in zip(entry.backward_outputs, gradients, strict=True)
+            if outputs[value].requires_grad
         ]
         if pairs:
             tensors, given = zip(*pairs, strict=True)
             torch.autograd.backward(tensors, given)
-        self._add_statistics(program, results, request.microbatch)
-        return BackwardDone(*self._gradients(entry, held.inputs, held.sizes, request.codec))
+        self._count(program, results, request)
+        gradient, rounding = self._gradients(entry, held.inputs, held.sizes, request)
+        return BackwardDone(gradient, rounding=rounding)
 
     def _compute(
         self,
@@ -272,16 +289,19 @@ class StageExecutor:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _gradients(
-        self, entry: StageEntry, inputs: list[torch.Tensor], sizes: tuple[int, ...], codec: Codec
+        self,
+        entry: StageEntry,
+        inputs: list[torch.Tensor],
+        sizes: tuple[int, ...],
+        request: Forward | Backward,
     ) -> tuple[Payload | None, Rounding]:
-        """What goes back to the stage before, after this one's gradients were added up."""
-        self._vectors["gradients"].give()
-        if not entry.backward_inputs:
+        """What goes back to the stage before."""
+        if not entry.backward_inputs or request.sign < 0:
             return None, Rounding()
         given = dict(zip(entry.inputs, inputs, strict=True))
         leaves = [given[number] for number in entry.backward_inputs]
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        return self._boundary.give_gradients(gradients, sizes, codec)
+        return self._boundary.give_gradients(gradients, sizes, request.codec)
 
     def _labels(
         self, entry: StageEntry, payload: Payload | None, sizes: tuple[int, ...]
@@ -292,33 +312,68 @@ class StageExecutor:
             return []
         return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
 
-    def _admit(self, step: int, microbatch: int) -> None:
+    def _admit(self, request: Forward) -> None:
+        step, microbatch = request.step, request.microbatch
+        if not request.train:
+            if request.sign < 0:
+                raise RemoteProtocolError("an evaluation leaves nothing that could be taken out")
+            return
+        if self._next_step not in (None, step):
+            raise RemoteProtocolError(
+                f"a micro-batch of step {step} where step {self._next_step} is the next"
+            )
         if self._step not in (None, step):
             raise RemoteProtocolError(f"a micro-batch of step {step} while the sums hold step {self._step}")
-        if microbatch in self._counted:
+        if microbatch in self._in_flight or (request.sign > 0 and microbatch in self._counted):
             raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for a second time")
+        if request.sign < 0 and microbatch not in self._counted:
+            raise RemoteProtocolError(
+                f"the sums do not hold micro-batch {microbatch} of step {step}, to take it out"
+            )
         if len(self._in_flight) >= IN_FLIGHT_MAX:
             raise RemoteProtocolError(f"{IN_FLIGHT_MAX} micro-batches are in flight already")
         if len(self._counted) >= MICROBATCHES_MAX:
             raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
 
-    def _count(self, request: Forward) -> None:
-        self._step = request.step
-        self._counted.add(request.microbatch)
+    def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
+        """The gradients were added: add the statistics too, and note that the sums hold it, or no longer."""
+        self._add_statistics(program, results, request)
+        if request.sign > 0:
+            self._step = request.step
+            self._counted.add(request.microbatch)
+        else:
+            self._counted.remove(request.microbatch)
+            if not self._counted:
+                self._vectors["gradients"].tensor.zero_()  # not the rounding of what was taken out
+            self._settle()
+        self._vectors["gradients"].give()
 
-    def _add_statistics(self, program: Program, results: Results, microbatch: int) -> None:
-        """Add this micro-batch's share of the running statistics after the step.
+    def _let_go(self, request: Forget) -> None:
+        if request.step != self._step or request.microbatch not in self._in_flight:
+            raise RemoteProtocolError(
+                f"micro-batch {request.microbatch} of step {request.step} is not in flight, to be forgotten"
+            )
+        del self._in_flight[request.microbatch]
+        self._settle()
+
+    def _settle(self) -> None:
+        """With nothing of a step here any step may begin."""
+        if not self._counted and not self._in_flight:
+            self._step = None
+
+    def _add_statistics(self, program: Program, results: Results, request: Forward | Backward) -> None:
+        """Add this micro-batch's share of the running statistics after the step, or take it out.
 
         One process would move them by `momentum` once per use and micro-batch, in order; what the j-th of N
         moves is worth m (1 - m)^(N - 1 - j) at the end. So the shares add up, whoever computed them.
         """
         microbatches = self._specification.microbatches
         for norm, found in zip(program.norms, results.statistics, strict=True):
-            turn = (microbatch % microbatches) * norm.uses + norm.ordinal
+            turn = (request.microbatch % microbatches) * norm.uses + norm.ordinal
             share = norm.momentum * (1 - norm.momentum) ** (microbatches * norm.uses - 1 - turn)
             for row, tensor in zip((norm.mean_row, norm.variance_row), found, strict=True):
                 if row in self._statistics:
-                    self._statistics[row].add_(tensor, alpha=share)
+                    self._statistics[row].add_(tensor, alpha=request.sign * share)
 
     # Entry points without gradients
 
@@ -355,10 +410,12 @@ class StageExecutor:
         for slot in self._slots:
             if slot.parameter.kind == "parameter" and slot.row not in self._graph.borrowed:
                 norm = torch.linalg.vector_norm(totals.view(slot), dtype=torch.float64)
-                total += float(norm) ** 2
+                total += float(norm) * float(norm)  # a power would raise where this is infinite
         return total
 
     def _apply(self, request: Apply) -> Applied:
+        if self._next_step not in (None, request.step):
+            raise RemoteProtocolError(f"step {request.step} applied where step {self._next_step} is the next")
         if self._step not in (None, request.step):
             raise RemoteProtocolError(f"step {request.step} applied while the sums hold step {self._step}")
         program = self._program(TRAIN, True)
@@ -368,7 +425,7 @@ class StageExecutor:
         if not is_finite(totals.tensor):
             raise RemoteProtocolError("a total gradient is not finite")
         # The mean first, and then the factor: the order in which torch.nn.utils.clip_grad_norm_ rounds.
-        gradients.tensor.copy_(totals.tensor).div_(request.samples)
+        torch.div(totals.tensor, request.samples, out=gradients.tensor)
         if clip < 1:
             gradients.tensor.mul_(clip)
         self._optimizer.step(request.step)
@@ -378,6 +435,8 @@ class StageExecutor:
         totals.tensor.zero_()
         totals.give()
         self._forget()
+        if self._next_step is not None:
+            self._next_step += 1
         return Applied(blake3(self._arenas["parameters"]).digest())
 
     def _move_statistics(self, program: Program, totals: Vector) -> None:
@@ -431,14 +490,28 @@ class StageExecutor:
         self._vectors["parameters"].give()
         self._boundary.forget()
         self._forget()
+        self._next_step = None
 
-    def _reload(self) -> None:
-        if not is_finite(self._vectors["parameters"].shared):
+    def _take(self, step: int | None) -> None:
+        """What the node wrote: first parameters (no step), or all that there is after so many steps."""
+        parameters, moments = self._vectors["parameters"], self._vectors["moments"]
+        if not is_finite(parameters.shared):
             raise RemoteProtocolError("a parameter is not finite")
-        self._vectors["parameters"].take()
-        self._vectors["moments"].take()
+        if step is not None:
+            self._check_moments(moments.shared)
+        parameters.take()
+        moments.take()
         self._boundary.forget()
         self._forget()
+        self._next_step = step
+
+    def _check_moments(self, moments: torch.Tensor) -> None:
+        if not is_finite(moments):
+            raise RemoteProtocolError("a moment is not finite")
+        squares = moments[moments.numel() // 2 :]
+        # A step takes the roots of Adam's second vector.
+        if self._specification.optimizer.kind != "sgd" and squares.numel() and squares.min() < 0:
+            raise RemoteProtocolError("a mean of squared gradients is negative")
 
     # Tables
 

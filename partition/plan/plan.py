@@ -1,11 +1,12 @@
-"""The plan of a run: who holds which layers, who feeds, who planned. Frames, leases and steps carry its hash.
+"""The plan of a run: who is admitted, who feeds, who holds which layers. Frames, leases and steps carry its
+hash.
 
-A plan names its parent, so plans form a chain; agreement on each height by a committee is not here
-yet: in the skeleton the live member with the lowest peer id decides alone (`planner_of`), which is
-the placeholder ARCHITECTURE.md names.
+A plan names its parent, so plans form a chain. Each link after the first follows from its parent by a
+`Change`, which a committee of the parent's roster decides (`partition.plan.agreement`): whoever knows the
+parent and the change makes the same plan, to the byte. The first is its requester's own, signed with the
+manifest. Nobody is dropped within a plan: a death makes the next one.
 """
 
-from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -18,20 +19,30 @@ from crypto.identity import PeerId
 PLAN_BYTES_MAX = 64 * 1024
 STAGES_MAX = 64
 REPLICAS_MAX = 64
+ROSTER_MAX = 1_024
+TRAINERS_MAX = 16
 MICROBATCHES_MAX = 4_096
+COMMITTEE_MAX = 9
+"""Votes on the next plan. Five of nine are soon asked; more would make no plan safer."""
 HEIGHT_MAX = 2**32
-"""Attempts to commit are numbered from the plan's height (steps.trainer), and must fit 63 bits."""
+"""Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
 HASH_BYTES = 32
+NOTHING = bytes(HASH_BYTES)
+"""In the place of a hash: there is none."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Height = Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True):
     """Layers `first_layer` to before `last_layer`, and the peers that each hold all of them.
 
-    `rates` are the replicas' measured FLOP/s: micro-batches are dealt in their proportion.
+    `rates` are what the replicas measured of themselves, in FLOP/s; within a run, what is measured of them
+    counts instead.
     """
 
     first_layer: Count
@@ -41,22 +52,34 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One link of a run's chain of plans; immutable, known by `plan_hash`."""
+    """One link of a run's chain of plans; immutable, known by `plan_hash`.
+
+    `roster` is who is admitted, sorted: replicas, trainers, the requester, whoever keeps copies. `trainers`
+    feed, and the first of them also commits. `restored` is the checkpoint that every stage begins from, of
+    `step` committed steps; NOTHING where the replicas go on from what they hold. `fork` is NOTHING, or names
+    those who went on without the majority.
+    """
 
     run: Hash
     parent: Hash
-    height: Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
-    planner: Peer
-    trainer: Peer
-    requester: Peer
+    height: Height
+    roster: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=ROSTER_MAX)]
+    trainers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=TRAINERS_MAX)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=MICROBATCHES_MAX)]
     stages: Annotated[tuple[StagePlan, ...], msgspec.Meta(min_length=1, max_length=STAGES_MAX)]
+    step: Count = 0
+    restored: Hash = NOTHING
+    fork: Hash = NOTHING
 
     @property
     def members(self) -> tuple[PeerId, ...]:
-        """Everybody with a part in the plan, by peer id: replicas, trainer, planner, requester."""
-        replicas = {PeerId(peer) for stage in self.stages for peer in stage.replicas}
-        return tuple(sorted(replicas | {PeerId(self.trainer), PeerId(self.planner), PeerId(self.requester)}))
+        """The roster."""
+        return tuple(PeerId(peer) for peer in self.roster)
+
+    @property
+    def committer(self) -> PeerId:
+        """The trainer that opens and commits the steps."""
+        return PeerId(self.trainers[0])
 
     def stage_of(self, peer: PeerId) -> int | None:
         """The stage `peer` holds, or None."""
@@ -79,6 +102,19 @@ def plan_hash(plan: Plan) -> bytes:
 def decode_plan(data: bytes) -> Plan:
     """A plan that makes sense, whoever sent it; else RemoteProtocolError."""
     plan: Plan = decode(data, Plan, bytes_max=PLAN_BYTES_MAX)
+    check_plan(plan)
+    return plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Whether a plan makes sense in itself; else RemoteProtocolError."""
+    if (plan.height == 0) != (plan.parent == NOTHING):
+        raise RemoteProtocolError("a plan that follows nothing and is not the first, or the reverse")
+    roster = set(plan.roster)
+    if list(plan.roster) != sorted(roster):
+        raise RemoteProtocolError("a plan whose roster is not sorted, or names a peer twice")
+    if len(set(plan.trainers)) != len(plan.trainers) or not roster.issuperset(plan.trainers):
+        raise RemoteProtocolError("a plan with a trainer twice, or one that is not admitted")
     position = 0
     seen: set[bytes] = set()
     for stage in plan.stages:
@@ -90,28 +126,17 @@ def decode_plan(data: bytes) -> Plan:
             raise RemoteProtocolError("a plan that gives a peer two stages")
         seen |= set(stage.replicas)
         position = stage.last_layer
-    return plan
+    if not seen <= roster:
+        raise RemoteProtocolError("a plan with a replica that is not admitted")
 
 
-def follows(plan: Plan, last: Plan) -> bool:
-    """Whether `plan` may come after `last`: the same run and stages, of nobody but its members."""
-    if (plan.height, plan.parent) != (last.height + 1, plan_hash(last)):
-        return False
-    if (plan.run, plan.requester, plan.microbatches) != (last.run, last.requester, last.microbatches):
-        return False
-    if not {plan.planner, plan.trainer} <= set(last.members) or len(plan.stages) != len(last.stages):
-        return False
-    return all(
-        (new.first_layer, new.last_layer) == (old.first_layer, old.last_layer)
-        and set(new.replicas) <= set(old.replicas)
-        for new, old in zip(plan.stages, last.stages, strict=True)
-    )
+def committee(plan: Plan, among: tuple[bytes, ...] | None = None) -> tuple[PeerId, ...]:
+    """Who decides what follows `plan`: those of its roster nearest to hash(run, plan), the nearest first.
 
-
-def planner_of(live: Iterable[PeerId]) -> PeerId:
-    """Who plans: the live member with the lowest peer id.
-
-    PLACEHOLDER for the plan chain (single-decree Paxos per height among a committee): two sides of
-    a partition would both plan here. Nothing else in the code may depend on this choice.
+    That order is also the order of proposers. Nobody can choose a peer id to be among them, for the roster
+    was decided before the hash was known. `among`: only those, where a minority decides for itself.
     """
-    return min(live)
+    target = int.from_bytes(blake3(plan.run + plan_hash(plan)).digest())
+    peers = plan.roster if among is None else among
+    ranked = sorted(peers, key=lambda peer: int.from_bytes(blake3(peer).digest()) ^ target)
+    return tuple(PeerId(peer) for peer in ranked[:COMMITTEE_MAX])

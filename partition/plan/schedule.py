@@ -1,62 +1,50 @@
-"""Which replica takes which micro-batch: pure functions of the plan and of who has been dropped.
+"""Who takes which micro-batch: pure functions of rates and loads, and of the plan's trainers.
 
-Every member computes the same answer from the same two inputs, so no routes travel. Dropping a
-peer moves only the micro-batches it had: the others keep theirs, with their sums.
+The committer deals the micro-batches of a stage to its replicas and says so, by an Open
+(`partition.steps.messages`). Who feeds which needs no word: everybody computes it from the plan.
 """
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
+from blake3 import blake3
+
 from crypto.identity import PeerId
-from partition.plan.plan import Plan, StagePlan
+from partition.plan.plan import Plan
 
 _SCALE = 10**18
 
 
-def deal(positions: Sequence[int], replicas: Sequence[PeerId], rates: Sequence[int]) -> dict[int, PeerId]:
-    """Give each position to the replica that would finish it first, given its rate. Ties go by order."""
-    # A heap, because a plan is a stranger's claim: 4,096 positions on 64 replicas, in up to 64 stages.
-    ends = [(_SCALE // max(1, rate), index, 1) for index, rate in enumerate(rates)]
+def deal(
+    numbers: Sequence[int], places: Sequence[int], rates: Sequence[int], loads: Sequence[int] = ()
+) -> dict[int, int]:
+    """Give each number to the one of `places` that would finish it first; ties go by their order.
+
+    `rates` and `loads` (what each has still to do; none where empty) are of all places, not only of these.
+    """
+    # A heap, because a plan is a stranger's claim: 4,096 numbers on 64 replicas, in up to 64 stages.
+    counts = {place: loads[place] if loads else 0 for place in places}
+    ends = [
+        ((counts[place] + 1) * _SCALE // max(1, rates[place]), order, place)
+        for order, place in enumerate(places)
+    ]
     heapify(ends)
-    owners: dict[int, PeerId] = {}
-    for position in positions:
-        _, index, count = ends[0]
-        owners[position] = replicas[index]
-        heapreplace(ends, ((count + 1) * _SCALE // max(1, rates[index]), index, count + 1))
+    owners: dict[int, int] = {}
+    for number in numbers:
+        _, order, place = ends[0]
+        owners[number] = place
+        counts[place] += 1
+        heapreplace(ends, ((counts[place] + 1) * _SCALE // max(1, rates[place]), order, place))
     return owners
 
 
-def stage_owners(stage: StagePlan, microbatches: int, dropped: Sequence[PeerId]) -> tuple[PeerId, ...]:
-    """The owner of each position of a step in one stage; empty when no replica is left.
+def feeder_of(plan: Plan, train: bool, microbatch: int) -> PeerId:
+    """The trainer that sends this micro-batch's inputs and labels.
 
-    `dropped` is in the order of the drops, which everybody learns from the trainer in that order.
+    By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
+    number. So when one goes, only its own micro-batches move.
     """
-    replicas = [PeerId(peer) for peer in stage.replicas]
-    rates = list(stage.rates)
-    owners = deal(range(microbatches), replicas, rates)
-    for peer in dropped:
-        if peer not in replicas:
-            continue
-        index = replicas.index(peer)
-        del replicas[index], rates[index]
-        if not replicas:
-            return ()
-        orphans = [position for position, owner in owners.items() if owner == peer]
-        owners |= deal(orphans, replicas, rates)
-    return tuple(owners[position] for position in range(microbatches))
-
-
-class Routes:
-    """Owners of every stage under a plan; `owner(stage, microbatch)` by global micro-batch number."""
-
-    def __init__(self, plan: Plan, dropped: Sequence[PeerId]) -> None:
-        self._microbatches = plan.microbatches
-        self._owners = tuple(stage_owners(stage, plan.microbatches, dropped) for stage in plan.stages)
-
-    def owner(self, stage: int, microbatch: int) -> PeerId:
-        """Who computes `microbatch` in `stage`."""
-        return self._owners[stage][microbatch % self._microbatches]
-
-    def live(self, stage: int) -> bool:
-        """Whether the stage still has a replica."""
-        return bool(self._owners[stage])
+    if len(plan.trainers) == 1:
+        return PeerId(plan.trainers[0])
+    name = (b"train" if train else b"held out") + microbatch.to_bytes(8, "big")
+    return PeerId(max(plan.trainers, key=lambda trainer: blake3(trainer + name).digest()))

@@ -3,8 +3,21 @@
 The signature is over the header, and the header holds the BLAKE3 digest of the payload, so that
 anyone can show later who sent what. Whether the digest fits the payload is checked where the
 payload is unpacked (`partition.codec.unpack`, in the stage's process), not on the event loop.
+
+On the wire a Frame is a message, and the payload's data goes beside it as a payload of the stream, so that
+megabytes are never part of what is encoded or decoded. What copies them on their way from tensor to tensor:
+
+    the sender's stage     into the memory that it shares with its node
+    the sender's node      out of it, for the stage may write there again; encrypting, into what is written
+    the receiver's node    decrypting, into memory where it stays until the step is applied; into what it
+                           shares with its stage
+    the receiver's stage   out of it, for a node may be wrong too; into a tensor that may be written to
+
+Nothing else does: packing, digesting, signing, queueing and sending again work on the same bytes, wherever
+they lie. The node's memory for them is bounded (`node.runs.frame_store`); beyond, one more copy, to the disk.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,7 +26,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from partition.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader
+from partition.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader, check_length
 from partition.model.graph import TENSORS_MAX
 from partition.plan.plan import Count, Hash
 
@@ -21,7 +34,7 @@ FRAME_PURPOSE = "frame"
 HEADER_BYTES_MAX = 8_192
 """Its tensors are most of it: 64 of eight dimensions are some 3 kB."""
 PAYLOAD_BYTES_MAX = 48 * 1024 * 1024
-"""Below the 64 MiB of one stream message."""
+"""Below the 64 MiB of one stream payload."""
 
 Direction = Literal["input", "labels", "gradient"]
 """`input` goes down the stages, `labels` straight to the last, `gradient` back up."""
@@ -31,11 +44,13 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     """What a frame is: its place in the run, and all of its payload but the data.
 
     `stage` is the stage it is for; `step` the committed steps before it, which is also the version
-    of the parameters that made it. `train` is False for evaluation, which leaves no trace.
+    of the parameters that made it. `attempt` is that of the Open it is sent under; the same payload goes out
+    under a later one. `train` is False for evaluation, which leaves no trace.
     """
 
     plan: Hash
     step: Count
+    attempt: Count
     microbatch: Count
     stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
     direction: Direction
@@ -47,10 +62,9 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
-    """A signed header and the payload's encoded bytes."""
+    """A signed FrameHeader. The payload's data goes beside it, as it is."""
 
     header: Fact
-    data: bytes
 
 
 class OpenedFrame(msgspec.Struct, frozen=True):
@@ -61,21 +75,35 @@ class OpenedFrame(msgspec.Struct, frozen=True):
     payload: Payload
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """What a core wants sent: a frame as the shell handed it in, to be signed for `plan` and `attempt`.
+
+    Once another plan is in force it need not be sent any more: the core asks again when that plan opens.
+    """
+
+    frame: object
+    attempt: int
+    plan: bytes
+
+
 def make_frame(
     signer: Signer,
     payload: Payload,
     *,
     plan: bytes,
     step: int,
+    attempt: int,
     microbatch: int,
     stage: int,
     direction: Direction,
     train: bool,
 ) -> Frame:
-    """A frame by this peer."""
+    """A frame by this peer, to be sent with `payload.data` beside it."""
     header = FrameHeader(
         plan,
         step,
+        attempt,
         microbatch,
         stage,
         direction,
@@ -85,15 +113,17 @@ def make_frame(
         payload.codec,
         payload.digest,
     )
-    return Frame(signer.sign(FRAME_PURPOSE, encode(header)), payload.data)
+    return Frame(signer.sign(FRAME_PURPOSE, encode(header)))
 
 
-def open_frame(signer: Signer, sender: PeerId, frame: Frame) -> OpenedFrame:
-    """Check a frame that came from `sender`; else RemoteProtocolError."""
-    if len(frame.data) > PAYLOAD_BYTES_MAX:
-        raise RemoteProtocolError(f"a frame of {len(frame.data)} bytes, at most {PAYLOAD_BYTES_MAX}")
+def open_frame(signer: Signer, sender: PeerId, frame: Frame, data: memoryview) -> OpenedFrame:
+    """Check a frame that came from `sender` with `data` beside it; else RemoteProtocolError. The payload has
+    the same memory, uncopied."""
+    if len(data) > PAYLOAD_BYTES_MAX:
+        raise RemoteProtocolError(f"a frame of {len(data)} bytes, at most {PAYLOAD_BYTES_MAX}")
     header: FrameHeader = decode(frame.header.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
+    check_length(header.tensors, header.codec, len(data))
     if signer.check(FRAME_PURPOSE, frame.header) != sender:
         raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
-    payload = Payload(header.sizes, header.tensors, header.codec, header.digest, frame.data)
+    payload = Payload(header.sizes, header.tensors, header.codec, header.digest, data)
     return OpenedFrame(sender, header, payload)

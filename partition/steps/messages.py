@@ -1,4 +1,4 @@
-"""What trainer and replicas say to each other about a step, beside frames.
+"""What committer, trainers and replicas say to each other about a step, beside frames.
 
 Every message names the plan by hash; a receiver drops what belongs to another plan. All are
 idempotent: a repeat changes nothing, so after a broken stream everything unanswered is sent again.
@@ -10,20 +10,26 @@ from typing import Annotated
 import msgspec
 
 from crypto.identity import PeerId
-from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer
+from partition.plan.plan import (
+    MICROBATCHES_MAX,
+    NOTHING,
+    REPLICAS_MAX,
+    STAGES_MAX,
+    Count,
+    Hash,
+    Peer,
+    StageNumber,
+)
 from partition.stage import METRICS_MAX
 
 REASON_LENGTH_MAX = 300
-DROPPED_MAX = STAGES_MAX * REPLICAS_MAX
+ROWS_MAX = STAGES_MAX * REPLICAS_MAX
 EVALUATIONS_IN_FLIGHT_MAX = 32
-"""Held-out micro-batches under way at once: enough to keep every stage busy, little to hold.
-
-The trainer feeds no number this far past one it still waits for, so a replica forgets older ones.
-"""
-
-
+"""Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
 SAMPLES_MAX = 2**31
 """What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
+
+Numbers = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,16 +39,11 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
-    """Trainer to replica: a plan has come into force; drop what is in flight and say where you are.
-
-    `dropped` as in Drop: who was lost before every replica had answered.
-    """
-
-    dropped: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=DROPPED_MAX)] = ()
+    """Committer to replica: a plan has come into force; say where you are."""
 
 
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
-    """Trainer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
+    """Committer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
 
     `squared_norm` is that of all stages' totals.
     """
@@ -54,28 +55,72 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
-    """Replica to trainer: `step` steps are applied; `reduced` the attempt held ready, `applied` the last."""
+    """Replica to committer: where it is.
+
+    `step` steps are applied, or None where it has nothing yet: it has just joined. `counted` are the
+    micro-batches of the open step whose gradients are in its sums; `samples` and `losses` are those of each,
+    0 but on the last stage. `begun` are between their two passes there. `reduced` is the attempt whose total
+    it holds ready, `applied` its last Apply, `digest` that of its parameters, NOTHING where it knows none.
+    """
+
+    step: Count | None
+    counted: Numbers = ()
+    samples: Numbers = ()
+    losses: Annotated[tuple[float, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)] = ()
+    begun: Numbers = ()
+    reduced: Count | None = None
+    applied: Apply | None = None
+    digest: Hash = NOTHING
+
+
+class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
+    """Who computes what of one stage: for each position of the opened range, its replica's place in the plan.
+
+    `counted` are the numbers that are in the owner's sums already: nobody needs to send them anything.
+    """
+
+    owners: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MICROBATCHES_MAX)]
+    counted: Numbers = ()
+
+
+class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
+    """Committer to replicas and trainers: these micro-batches are to be computed, and by whom.
+
+    Of training, all of step `step`; of evaluation (`train` false), any run of held-out ones. A higher
+    `attempt` replaces the routes of the same step: whoever has sent to somebody that is not the owner any
+    more sends the same bytes to the new one, and whoever has summed what it does not own takes it out again.
+    """
 
     step: Count
-    reduced: Count | None
-    applied: Apply | None
+    attempt: Count
+    train: bool
+    first: Count
+    stages: Annotated[tuple[StageRoutes, ...], msgspec.Meta(min_length=1, max_length=STAGES_MAX)]
+
+
+class Progress(StepMessage, frozen=True, kw_only=True, tag="progress"):
+    """Replica to committer: the forward pass of this micro-batch is done here, its output is on its way."""
+
+    step: Count
+    microbatch: Count
+    stage: StageNumber
 
 
 class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
-    """Replica to trainer: this micro-batch's gradient is in my sums.
+    """Replica to committer: this micro-batch's gradient is in my sums.
 
     The last stage says the loss summed over `samples`; both are 0 from the others.
     """
 
     step: Count
     microbatch: Count
-    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+    stage: StageNumber
     samples: Count
     loss: float
 
 
 class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
-    """Last stage to trainer: one held-out micro-batch; `loss` and `metrics` are sums over its samples."""
+    """Last stage to committer: one held-out micro-batch; `loss` and `metrics` are sums over its samples."""
 
     microbatch: Count
     samples: Count
@@ -91,21 +136,21 @@ class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
 class StageCommit(msgspec.Struct, frozen=True, array_like=True):
     """One replica of one stage, and the micro-batches its sums count."""
 
-    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+    stage: StageNumber
     replica: Peer
-    microbatches: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
+    microbatches: Numbers
 
 
 class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
-    """Trainer to replica: what the step consists of. Each stage counts each micro-batch exactly once."""
+    """Committer to replica: what the step consists of. Each stage counts each micro-batch exactly once."""
 
     step: Count
     attempt: Count
-    replicas: Annotated[tuple[StageCommit, ...], msgspec.Meta(max_length=DROPPED_MAX)]
+    replicas: Annotated[tuple[StageCommit, ...], msgspec.Meta(max_length=ROWS_MAX)]
 
 
 class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
-    """Replica to trainer: I hold the total of my stage; `digest` is BLAKE3 of its bytes.
+    """Replica to committer: I hold the total of my stage; `digest` is BLAKE3 of its bytes.
 
     `squared_norm` is that of the total, over the parameters the stage speaks for; infinite where it cannot be
     applied.
@@ -117,30 +162,55 @@ class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
     squared_norm: float | None = None
 
 
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What a step took of one replica: how long it computed, and what it sent.
+
+    `sent_bytes` towards the last stage, `returned_bytes` towards the first, each as they went over the wire.
+    `replayed` frames went out a second time. `rounding` is what codecs took from activations and from
+    gradients: for each the squared error and the squared norm, summed.
+    """
+
+    busy_nanoseconds: Count = 0
+    sent_bytes: Count = 0
+    returned_bytes: Count = 0
+    replayed: Count = 0
+    rounding: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=2)] = ()
+
+
 class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
-    """Replica to trainer: the optimizer has stepped; `digest` is BLAKE3 of the parameters."""
+    """Replica to committer: the optimizer has stepped; `digest` is BLAKE3 of the parameters."""
 
     step: Count
     digest: Hash
+    work: Work = Work()
 
 
-class Drop(StepMessage, frozen=True, kw_only=True, tag="drop"):
-    """Trainer to replica: these peers are out, in this order; send again what now goes elsewhere.
+class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
+    """Committer to a replica that has just joined, or holds other parameters than its peers: take theirs.
 
-    `step` is the step being counted: a reduction of it is void, one of an earlier step stands.
+    `sources` are replicas of the same stage at `step`; `digest` is BLAKE3 of their parameters, NOTHING where
+    none is known, `applied` their last Apply. Answered by Synced.
     """
 
     step: Count
-    dropped: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=DROPPED_MAX)]
+    digest: Hash
+    sources: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
+    applied: Apply | None = None
+
+
+class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
+    """Committer to replica: keep a copy of your state of `step`, before the next is opened."""
+
+    step: Count
 
 
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
-    """Replica to trainer: I cannot go on, and why."""
+    """Replica to committer: I cannot go on, and why."""
 
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
-TrainerMessage = Sync | Apply | StepCommit | Drop
-ReplicaMessage = Synced | Counted | Evaluated | Reduced | Applied | Failed
+CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save
+ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Failed
 
 Sends = list[tuple[PeerId, object]]

@@ -1,202 +1,262 @@
 """The replica's side of exact mode: one stage's share of one step, as a pure state machine.
 
-A step is a set of numbered micro-batches. A replica computes those that reach it, keeps the bytes of
-every frame it sent until the step is applied, and counts a micro-batch once its gradient is in its
-sums. When a peer is dropped, frames whose receiver has changed are sent again from the kept bytes,
-so a dead replica's micro-batches are replayed on its stage alone: the stage before sends the inputs
-again, the stage after sends the gradients again (ARCHITECTURE, a step).
+A step is a set of numbered micro-batches. An Open says who computes which. A replica keeps every frame it
+sent, and what it received, until the step is applied, and counts a micro-batch once its gradient is in its
+sums. A later Open may give a micro-batch to somebody else, or come from the next plan: then the same frames
+go to the new owner, what is begun here and not counted is forgotten, and what is counted twice is taken out
+again when the commit names the other. Nothing of the open step is lost when a plan ends: sums, frames and a
+total that is ready stay, only a reduction under way is void. Where a plan restores a checkpoint, all goes.
 
-Messages of one sender come in order, but for those a broken link lost: these come again, after what
-was queued behind them. Messages of two senders come in any order, so a frame may be ahead of the
-Drop that sent it here; it waits until this replica owns its micro-batch.
+    Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
+              ^        |            |             |
+              +--------+-- another Open, or the next plan's Sync
 
-    counting --StepCommit--> reducing --reduced()--> reduced --Apply--> applying --applied()--> counting
-        ^                        |                      |
-        +--------- Drop ---------+----------------------+        (the sums stay; only the total is void)
-
-Computing is the shell's: it drains `events`, runs them in order on the stage, and reports back.
+Computing is the shell's: whenever the stage is idle it asks `next`, does that (`partition.steps.work`), and
+reports back.
 """
 
-from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
-from crypto.errors import RemoteProtocolError
+from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
-from partition.codec import Payload
-from partition.plan.plan import Plan, plan_hash
-from partition.plan.schedule import Routes
-from partition.steps.frames import Direction, Frame, OpenedFrame
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.frames import OpenedFrame, Outgoing
+from partition.steps.kept import KeptFrames, Key
 from partition.steps.messages import (
-    EVALUATIONS_IN_FLIGHT_MAX,
     REASON_LENGTH_MAX,
     Applied,
     Apply,
     Counted,
-    Drop,
     Evaluated,
     Failed,
+    Fill,
+    Open,
+    Progress,
     Reduced,
+    Save,
     Sends,
     StepCommit,
     StepMessage,
     Sync,
     Synced,
+    Work,
+)
+from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
+from partition.steps.routes import Routes, attempts, check_commit, check_frame
+from partition.steps.work import (
+    ApplyReady,
+    BackwardReady,
+    FillReady,
+    FillVoided,
+    ForgetReady,
+    ForwardReady,
+    ReduceReady,
+    ReduceVoided,
+    RemoveReady,
+    SaveReady,
+    StepDiscarded,
+    WorkItem,
 )
 
+__all__ = [
+    "ApplyReady",
+    "BackwardReady",
+    "FillReady",
+    "FillVoided",
+    "ForgetReady",
+    "ForwardReady",
+    "ReduceReady",
+    "ReduceVoided",
+    "RemoveReady",
+    "Replica",
+    "SaveReady",
+    "StepDiscarded",
+    "WorkItem",
+]
 
-@dataclass(frozen=True)
-class ForwardReady:
-    """All a forward pass needs is here. The shell answers with `forwarded`."""
-
-    plan: bytes
-    step: int
-    microbatch: int
-    train: bool
-    input: Payload
-    labels: Payload | None
-
-
-@dataclass(frozen=True)
-class BackwardReady:
-    """The gradient of this micro-batch's output is here. The shell answers with `backwarded`."""
-
-    plan: bytes
-    step: int
-    microbatch: int
-    gradient: Payload
-
-
-@dataclass(frozen=True)
-class ReduceReady:
-    """Sum the stage's gradients over the replicas that hold them. The shell answers with `reduced`.
-
-    `members` are those of every stage, each in the plan's order: what is tied is summed over stages too.
-    """
-
-    plan: bytes
-    step: int
-    attempt: int
-    members: tuple[tuple[PeerId, ...], ...]
-
-
-@dataclass(frozen=True)
-class ReduceVoided:
-    """A member of this stage or of another died: the reduction under way is to be forgotten."""
-
-    plan: bytes
-    step: int
-
-
-@dataclass(frozen=True)
-class ApplyReady:
-    """Step the optimizer on the totals. The shell answers with `applied`."""
-
-    plan: bytes
-    step: int
-    samples: int
-    squared_norm: float | None
-
-
-@dataclass(frozen=True)
-class StepDiscarded:
-    """Forget what is in flight and zero the sums: a new plan begins the step again."""
-
-
-@dataclass(frozen=True)
-class ReplicaDropped:
-    """The plan goes on without this replica."""
-
-
-@dataclass
-class _Microbatch:
-    """What this replica has of one micro-batch: of the current step, or held out."""
-
-    input: Payload | None = None
-    labels: Payload | None = None
-    gradient: Payload | None = None
-    forward: Literal["waiting", "running", "done"] = "waiting"
-    backward: Literal["waiting", "running", "done"] = "waiting"
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A frame sent, to be sent again if `stage` gets another owner for it."""
-
-    stage: int
-    microbatch: int
-    frame: Frame
-    receiver: PeerId
+_MOVING = (BackwardReady, RemoveReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
+"""While one of these is under way, where this replica is has no answer yet; nor while a forward pass is."""
 
 
 class Replica:
-    """One stage replica under one plan after another. `step` counts the steps applied."""
+    """One stage replica under one plan after another. `step` counts the steps applied; None: it has none."""
 
     deadline = inf
 
-    def __init__(self, me: PeerId, plan: Plan, *, awaits_gradient: bool = True) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        plan: Plan,
+        *,
+        step: int | None = 0,
+        awaits_gradient: bool = True,
+        in_flight_max: int = 64,
+        schedule: Schedule = "1f1b",
+    ) -> None:
         """`awaits_gradient`: whether the stage after this one sends gradients; it has none to send where
-        nothing before it is trained."""
+        nothing before it is trained. `in_flight_max`: for how many micro-batches between their two passes
+        there is memory."""
         self.me = me
-        self._awaits_gradient = awaits_gradient
-        self.step = 0
+        self.step = step
         self.events: list[Any] = []
-        self.dropped: tuple[PeerId, ...] = ()
+        self._awaits_gradient = awaits_gradient
+        self._memory_max = in_flight_max
+        self._schedule = schedule
+        self._busy: WorkItem | None = None
+        self._discard = False
+        self._fill: FillReady | None = None
+        self._fill_message: Fill | None = None
+        self._save: int | None = None
+        self._saved: int | None = None
+        self._apply: Apply | None = None
         self._applied: Apply | None = None
-        self._reducing: int | None = None
+        self._digest = NOTHING
         self._reduced: int | None = None
-        self._named: frozenset[bytes] = frozenset()
-        self._applying = False
-        self._synced = False
-        self._microbatches: dict[int, _Microbatch] = {}
-        self._evaluations: dict[int, _Microbatch] = {}
-        self._newest_evaluation = -1
-        self._counted: set[int] = set()
-        self._kept: dict[tuple[bool, int, Direction], _Kept] = {}
-        self._reports: dict[str, StepMessage] = {}
+        self._held_out = HeldOut()
+        self._kept = KeptFrames()
+        self._reports: dict[tuple[str, int], StepMessage] = {}
+        self._sync_asked = False
+        self._routes: Routes | None = None
+        self._commit: StepCommit | None = None
+        self._commit_attempt = -1
+        self._named: frozenset[int] = frozenset()
         self._take_plan(plan)
+        self._order = StepOrder(schedule, is_last=self.is_last)
+        if plan.restored != NOTHING:
+            self._restore()
 
     def adopt(self, plan: Plan) -> None:
-        """A new plan has come into force; the trainer's Sync will follow. The same plan changes nothing."""
+        """A new plan has come into force; its committer's Sync will follow. The same plan changes nothing.
+
+        A peer that gets another stage, or comes back after it was lost, begins with a new Replica instead.
+        """
         if plan_hash(plan) == self.plan_hash:
             return
-        if self._reducing is not None and self._reduced is None:
-            self.events.append(ReduceVoided(self.plan_hash, self.step))
+        if plan.stage_of(self.me) != self.stage:
+            raise LocalProtocolError("a plan in which this replica does not hold its stage")
+        self._void_reduction()
+        if self._fill is not None and (self._fill.sources or plan.restored != NOTHING):
+            self._void_fill()
         self._take_plan(plan)
+        if plan.restored != NOTHING:
+            self._restore()
 
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
-        """A step message, or an opened frame, that arrived from `sender`."""
-        if isinstance(message, OpenedFrame):
-            return self._frame(sender, message)
-        if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
-            return []  # of a plan that has ended, or has not begun here: its sender will send again
-        if sender != self.plan.trainer:
-            raise RemoteProtocolError("a step message from a peer that is not the trainer")
-        match message:
-            case Sync():
-                return self._sync(message)
-            case Drop():
-                return self._drop(message)
-            case StepCommit():
-                return self._commit(message)
-            case Apply():
-                return self._apply(message)
-        raise RemoteProtocolError(f"a {type(message).__name__} is not for a replica")
-
-    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Nothing here is timed: the trainer and SWIM decide who is gone."""
-        return []
-
-    def reconnected(self, peer: PeerId) -> Sends:
-        """The stream to `peer` broke and is open again: what it may have lost is sent again."""
-        sends: Sends = [(peer, kept.frame) for kept in self._kept.values() if kept.receiver == peer]
-        if peer == self.plan.trainer:
-            sends += [(peer, message) for message in self._reports.values()]
-        return sends
+    @property
+    def attempt(self) -> int:
+        """The attempt in force: what frames are signed for."""
+        return self._routes.attempt if self._routes else attempts(self.plan).start
 
     def is_replica(self, peer: PeerId) -> bool:
         """Whether `peer` holds a stage of the plan: this replica's own, or one that may share weights."""
         return self.plan.stage_of(peer) is not None
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
+        """A step message, or an opened frame, that arrived from `sender`."""
+        if isinstance(message, OpenedFrame):
+            self._frame(sender, message)
+            return []
+        if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
+            return []  # of a plan that has ended, or has not begun here: its sender will send again
+        if sender != self.plan.committer:
+            raise RemoteProtocolError("a step message from a peer that is not the committer")
+        match message:
+            case Sync():
+                self._sync_asked = self._routes is None
+                return self._answer_sync()
+            case Open():
+                return self._open(message)
+            case StepCommit():
+                return self._take_commit(message)
+            case Apply():
+                return self._take_apply(message)
+            case Fill():
+                return self._take_fill(message)
+            case Save():
+                if message.step == self.step and self._saved != message.step and self._apply is None:
+                    self._save = message.step
+                return []
+        raise RemoteProtocolError(f"a {type(message).__name__} is not for a replica")
+
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
+        """Nothing here is timed: the committer and SWIM decide who is gone."""
+        return []
+
+    def reconnected(self, peer: PeerId) -> Sends:
+        """The stream to `peer` broke and is open again: what it may have lost is sent again."""
+        sends: Sends = [(peer, self._outgoing(frame)) for frame in self._kept.sent_to(peer, self.plan_hash)]
+        if peer == self.plan.committer:
+            sends += [(peer, message) for message in self._reports.values()]
+        return sends
+
+    # What the stage does next
+
+    def next(self, now: float) -> WorkItem | None:  # noqa: ARG002 - the shape of a core
+        """What the stage is to do now; None while it does something, or has nothing to do."""
+        if self._busy is not None:
+            return None
+        self._busy = self._choose()
+        return self._busy
+
+    def _choose(self) -> WorkItem | None:
+        if self._discard:
+            return StepDiscarded(self.plan_hash)
+        if self._fill is not None:
+            return self._fill
+        if self.step is None:
+            return None
+        if self._save is not None:
+            return SaveReady(self.plan_hash, self._save)
+        if self._apply is not None:
+            row = self._apply
+            return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm)
+        if self._commit is None and self._routes is None:
+            return None
+        if (number := self._order.not_owned(self._owns)) is not None:
+            return ForgetReady(self.plan_hash, self.step, number)
+        return self._committed(self.step) if self._commit is not None else self._pass(self.step)
+
+    def _committed(self, step: int) -> WorkItem:
+        assert self._commit is not None
+        doubles = self._order.counted.keys() - self._named
+        if doubles:
+            number = min(doubles)
+            state = self._order.microbatches[number]
+            assert state.input is not None, "it was counted"
+            return RemoveReady(self.plan_hash, step, number, state.input, state.labels, state.gradient)
+        members = tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in self.plan.stages)
+        return ReduceReady(self.plan_hash, step, self._commit.attempt, members)
+
+    def _pass(self, step: int) -> WorkItem | None:
+        chosen = self._order.next_pass(self._owns, self.in_flight_max)
+        if chosen is not None:
+            kind, number = chosen
+            state = self._order.microbatches[number]
+            if kind == "forward":
+                return self._forward_of(number, state, train=True)
+            assert state.gradient is not None
+            return BackwardReady(self.plan_hash, step, self.attempt, number, state.gradient)
+        number_held_out = self._held_out.next_forward(self._owns, self.is_last)
+        if number_held_out is None:
+            return None
+        return self._forward_of(number_held_out, self._held_out.microbatches[number_held_out], train=False)
+
+    def _forward_of(self, number: int, state: Microbatch, *, train: bool) -> ForwardReady:
+        assert self.step is not None
+        assert state.input is not None
+        return ForwardReady(self.plan_hash, self.step, self.attempt, number, train, state.input, state.labels)
+
+    def _owns(self, number: int) -> bool:
+        if self._commit is not None:
+            return number in self._named
+        return self._routes is not None and self._routes.owner(self.stage, number) == self.me
+
+    @property
+    def in_flight_max(self) -> int:
+        """How many micro-batches may be between their two passes here."""
+        if self._schedule == "gpipe":
+            return self._memory_max
+        return min(self._memory_max, len(self.plan.stages) - self.stage)
 
     # What the shell reports back
 
@@ -204,309 +264,320 @@ class Replica:
         self,
         done: ForwardReady,
         *,
-        output: Frame | None,
-        gradient: Frame | None,
+        output: object | None,
+        gradient: object | None,
         samples: int,
         loss: float,
         metrics: tuple[float, ...],
     ) -> Sends:
         """A forward pass ended. The last stage has run backward too and hands the `gradient` frame."""
-        if done.plan != self.plan_hash or done.step != self.step or self._applying:
+        if not self._take_back(done):
             return []
         if not done.train:
             return self._evaluated(done, output, samples, loss, metrics)
-        state = self._microbatches[done.microbatch]
-        state.forward = "done"
+        number = done.microbatch
         if output is not None:
-            sends = self._keep(self.stage + 1, done.microbatch, "input", output, train=True)
-            if self._awaits_gradient:
-                return sends + self._start_backward(done.microbatch)
-            state.backward = "done"
-            return sends + self._report_counted(done.microbatch, 0, 0.0)
-        state.backward = "done"
-        sends = self._keep_gradient(done.microbatch, gradient)
-        return sends + self._report_counted(done.microbatch, samples, loss)
+            self._kept.keep((True, number, "input"), output)
+        if self.is_last or not self._awaits_gradient:
+            return self._count(number, gradient, samples, loss)
+        self._order.hold(number)
+        message = Progress(plan=self.plan_hash, step=done.step, microbatch=number, stage=self.stage)
+        return self._send((True, number, "input")) + self._report_mine("progress", number, message)
 
-    def backwarded(self, done: BackwardReady, *, gradient: Frame | None) -> Sends:
+    def backwarded(self, done: BackwardReady, *, gradient: object | None) -> Sends:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
-        if done.plan != self.plan_hash or done.step != self.step or self._applying:
+        return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
+
+    def removed(self, done: RemoveReady) -> Sends:
+        """The sums do not hold it any more."""
+        if not self._take_back(done):
             return []
-        self._microbatches[done.microbatch].backward = "done"
-        sends = self._keep_gradient(done.microbatch, gradient)
-        return sends + self._report_counted(done.microbatch, 0, 0.0)
+        self._order.forget(done.microbatch)
+        return self._answer_sync()
+
+    def forgotten(self, done: ForgetReady) -> Sends:
+        """The stage does not hold it any more."""
+        if not self._take_back(done):
+            return []
+        self._order.forget(done.microbatch)
+        return self._answer_sync()
 
     def reduced(self, done: ReduceReady, digest: bytes, squared_norm: float | None = None) -> Sends:
         """The stage's total is ready; its squared norm too."""
-        if (done.plan, done.step, done.attempt) != (self.plan_hash, self.step, self._reducing):
+        if not self._take_back(done):
             return []
-        self._reduced = done.attempt
+        self._commit, self._reduced = None, done.attempt
         message = Reduced(
             plan=self.plan_hash,
-            step=self.step,
+            step=done.step,
             attempt=done.attempt,
             digest=digest,
             squared_norm=squared_norm,
         )
-        return self._report("reduced", message)
+        return self._report("reduced", 0, message)
 
-    def applied(self, done: ApplyReady, digest: bytes) -> Sends:
+    def applied(self, done: ApplyReady, digest: bytes, work: Work) -> Sends:
         """The optimizer has stepped: the step is final here."""
-        if done.step != self.step or not self._applying or self._reduced is None:
+        if not self._take_back(done):
             return []
-        self._applied = Apply(
-            plan=done.plan,
-            step=done.step,
-            attempt=self._reduced,
-            samples=done.samples,
-            squared_norm=done.squared_norm,
-        )
-        self.step += 1
-        self._applying, self._reduced = False, None
+        self._applied, self._digest = self._apply, digest
+        self.step = done.step + 1
         self._clear()
-        sends = self._report("applied", Applied(plan=self.plan_hash, step=done.step, digest=digest))
-        # A Sync that came meanwhile has waited for this.
-        return sends if done.plan == self.plan_hash else sends + self._answer_sync()
+        message = Applied(plan=self.plan_hash, step=done.step, digest=digest, work=work)
+        # Under another plan than the Apply's its committer asks by a Sync, which has waited for this.
+        return self._report("applied", 0, message) if done.plan == self.plan_hash else self._answer_sync()
+
+    def saved(self, done: SaveReady) -> Sends:
+        """The copy is made."""
+        if not self._take_back(done):
+            return []
+        self._save, self._saved = None, done.step
+        return self._answer_sync()
+
+    def discarded(self, done: StepDiscarded) -> Sends:
+        """The sums are zero."""
+        if self._busy is done:
+            self._busy, self._discard = None, False
+        return []
+
+    def filled(self, done: FillReady, digest: bytes) -> Sends:
+        """The stage is as its sources, or the checkpoint, are after `step` steps."""
+        if self._busy is not done:
+            return []
+        self._busy = self._fill = None
+        if done.digest not in (NOTHING, digest):
+            return self.failed(f"the parameters of step {done.step} that were fetched have another digest")
+        self.step, self._digest = done.step, digest
+        self._applied = self._fill_message.applied if done.sources and self._fill_message else None
+        self._sync_asked = self._sync_asked or bool(done.sources)
+        return self._answer_sync()
 
     def failed(self, reason: str) -> Sends:
-        """The stage process is gone or refused; the trainer will drop this replica."""
-        return self._report("failed", Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
+        """The stage process is gone or refused; the committer will ask for a plan without this replica."""
+        return self._report("failed", 0, Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
 
-    # Messages of the trainer
-
-    def _sync(self, message: Sync) -> Sends:
-        if not self._take_dropped(message.dropped):
-            return []
-        if not self._synced:
-            # A total that was ready stays ready: others of the stage may have applied theirs.
-            self.events.append(StepDiscarded())
-            self._synced = True
-        # While a step of the plan before is being applied, where this replica is has no answer yet.
-        return self._send_rerouted() + ([] if self._applying else self._answer_sync())
-
-    def _answer_sync(self) -> Sends:
-        if not self._synced:
-            return []
-        message = Synced(plan=self.plan_hash, step=self.step, reduced=self._reduced, applied=self._applied)
-        return self._report("synced", message)
-
-    def _drop(self, message: Drop) -> Sends:
-        if not self._take_dropped(message.dropped):
-            return []
-        if message.step != self.step or self._applying:
-            return []  # of the step after the one whose totals are all ready
-        # A repeated Drop, or one that comes after the commit without the dropped, voids nothing.
-        if self._reducing is not None and not self._named.isdisjoint(self.dropped):
-            self.events.append(ReduceVoided(self.plan_hash, self.step))
-            self._reducing = self._reduced = None
-            self._reports.pop("reduced", None)
-        return self._send_rerouted()
-
-    def _take_dropped(self, peers: tuple[bytes, ...]) -> bool:
-        """Learn who is out. False if this replica is."""
-        dropped = tuple(PeerId(peer) for peer in peers)
-        if dropped[: len(self.dropped)] != self.dropped:
-            raise RemoteProtocolError("peers once dropped are taken back")
-        if self.me in dropped:
-            self.events.append(ReplicaDropped())
+    def _take_back(self, done: WorkItem) -> bool:
+        """Whether a report is of what was asked for, and still means something."""
+        if self._busy is not done:
             return False
-        if dropped != self.dropped:
-            routes = Routes(self.plan, dropped)
-            if not all(routes.live(stage) for stage in range(len(self.plan.stages))):
-                raise RemoteProtocolError("a stage is left without a replica")
-            self.dropped, self._routes = dropped, routes
-        return True
+        self._busy = None
+        return not self._discard
 
-    def _send_rerouted(self) -> Sends:
-        """Kept frames whose receiver has changed, as they were sent; and begin what is now ours."""
-        for microbatch in list(self._microbatches):
-            self._start_forward(microbatch, train=True)
-        for microbatch in list(self._evaluations):
-            self._start_forward(microbatch, train=False)
-        sends: Sends = []
-        for key, kept in self._kept.items():
-            receiver = self._routes.owner(kept.stage, kept.microbatch)
-            if receiver != kept.receiver:
-                self._kept[key] = _Kept(kept.stage, kept.microbatch, kept.frame, receiver)
-                sends.append((receiver, kept.frame))
-        return sends
-
-    def _commit(self, message: StepCommit) -> Sends:
-        if message.step != self.step or self._applying:
-            return []
-        if self._reducing is not None and message.attempt <= self._reducing:
-            return self._repeat("reduced")
-        members = self._members(message)
-        mine = [row for row in message.replicas if row.stage == self.stage and row.replica == self.me]
-        if len(mine) != 1 or set(mine[0].microbatches) != self._counted:
-            return self.failed(f"step {self.step}: the commit does not name what this replica has summed")
-        self._named = frozenset(row.replica for row in message.replicas)
-        self._reducing, self._reduced = message.attempt, None
-        self.events.append(ReduceReady(self.plan_hash, self.step, message.attempt, members))
-        return []
-
-    def _members(self, message: StepCommit) -> tuple[tuple[PeerId, ...], ...]:
-        """Who takes part, by stage, each in the plan's order: sums are added up in it."""
-        named = {(row.stage, row.replica) for row in message.replicas}
-        members = tuple(
-            tuple(PeerId(peer) for peer in stage.replicas if (number, peer) in named)
-            for number, stage in enumerate(self.plan.stages)
-        )
-        if sum(len(row) for row in members) != len(message.replicas) or not all(members):
-            raise RemoteProtocolError("a commit that names strangers, a replica twice, or none of a stage")
-        return members
-
-    def _apply(self, message: Apply) -> Sends:
-        if message.step != self.step:
-            return self._repeat("applied")
-        if self._applying:
-            return []
-        if self._reduced is None or message.attempt != self._reduced:
-            raise RemoteProtocolError("an Apply before the totals were reduced")
-        self._applying = True
-        self.events.append(ApplyReady(self.plan_hash, self.step, message.samples, message.squared_norm))
-        return []
-
-    # Frames
-
-    def _frame(self, sender: PeerId, frame: OpenedFrame) -> Sends:
-        header = frame.header
-        if header.plan != self.plan_hash or header.step < self.step:
-            return []
-        if not self._synced or self._applying:
-            return []  # not from who has heard the trainer; it would be summed into the wrong step
-        self._check_frame(sender, frame)
-        if not header.train:
-            return self._frame_to_evaluate(frame)
-        state = self._microbatches.setdefault(header.microbatch, _Microbatch())
-        if header.direction == "gradient":
-            state.gradient = state.gradient or frame.payload
-            return self._start_backward(header.microbatch)
-        self._put_half(state, frame)
-        return self._start_forward(header.microbatch, train=True)
-
-    def _check_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
-        header = frame.header
-        count = self.plan.microbatches
-        if header.step > self.step or header.stage != self.stage:
-            raise RemoteProtocolError("a frame for another stage or a step that has not begun")
-        if header.train and not self.step * count <= header.microbatch < (self.step + 1) * count:
-            raise RemoteProtocolError("a frame for a micro-batch outside its step")
-        match header.direction:
-            case "input" if self.stage > 0:
-                allowed = sender in self.plan.stages[self.stage - 1].replicas
-            case "gradient":
-                allowed = not self.is_last and sender in self.plan.stages[self.stage + 1].replicas
-            case "labels":
-                allowed = self.is_last and sender == self.plan.trainer
-            case _:
-                allowed = sender == self.plan.trainer
-        if not allowed or (header.direction == "gradient" and not header.train):
-            raise RemoteProtocolError(f"a frame of {header.direction} from a peer that has none to send")
-
-    def _frame_to_evaluate(self, frame: OpenedFrame) -> Sends:
-        number = frame.header.microbatch
-        self._newest_evaluation = max(self._newest_evaluation, number)
-        done = self._newest_evaluation - EVALUATIONS_IN_FLIGHT_MAX
-        for old in [old for old in self._evaluations if old <= done]:
-            del self._evaluations[old]
-            self._kept.pop((False, old, "input"), None)
-            self._reports.pop(f"evaluated {old}", None)
-        if number <= done:
-            return []
-        self._put_half(self._evaluations.setdefault(number, _Microbatch()), frame)
-        return self._start_forward(number, train=False)
-
-    def _put_half(self, state: _Microbatch, frame: OpenedFrame) -> None:
-        if frame.header.direction == "input":
-            state.input = state.input or frame.payload
-        else:
-            state.labels = state.labels or frame.payload
-
-    def _is_complete(self, state: _Microbatch) -> bool:
-        return state.input is not None and (state.labels is not None or not self.is_last)
-
-    def _start_forward(self, microbatch: int, *, train: bool) -> Sends:
-        state = (self._microbatches if train else self._evaluations)[microbatch]
-        # Only the owner computes: a sum that counts more than the commit names would be worthless.
-        mine = self._routes.owner(self.stage, microbatch) == self.me
-        if mine and state.forward == "waiting" and self._is_complete(state):
-            assert state.input is not None
-            state.forward = "running"
-            self.events.append(
-                ForwardReady(self.plan_hash, self.step, microbatch, train, state.input, state.labels)
-            )
-        return []
-
-    def _start_backward(self, microbatch: int) -> Sends:
-        state = self._microbatches[microbatch]
-        if state.gradient is not None and state.forward == "done" and state.backward == "waiting":
-            state.backward = "running"
-            self.events.append(BackwardReady(self.plan_hash, self.step, microbatch, state.gradient))
-        return []
-
-    def _evaluated(
-        self, done: ForwardReady, output: Frame | None, samples: int, loss: float, metrics: tuple[float, ...]
-    ) -> Sends:
-        if done.microbatch not in self._evaluations:
-            return []  # the trainer is far past it, so it has the result from elsewhere
-        if output is not None:
-            return self._keep(self.stage + 1, done.microbatch, "input", output, train=False)
-        message = Evaluated(
-            plan=self.plan_hash, microbatch=done.microbatch, samples=samples, loss=loss, metrics=metrics
-        )
-        return self._report(f"evaluated {done.microbatch}", message)
-
-    # Bookkeeping
-
-    def _keep_gradient(self, microbatch: int, gradient: Frame | None) -> Sends:
-        if gradient is None:
-            return []
-        return self._keep(self.stage - 1, microbatch, "gradient", gradient, train=True)
-
-    def _keep(self, stage: int, microbatch: int, direction: Direction, frame: Frame, *, train: bool) -> Sends:
-        receiver = self._routes.owner(stage, microbatch)
-        self._kept[train, microbatch, direction] = _Kept(stage, microbatch, frame, receiver)
-        return [(receiver, frame)]
-
-    def _report_counted(self, microbatch: int, samples: int, loss: float) -> Sends:
-        self._counted.add(microbatch)
+    def _count(self, number: int, gradient: object | None, samples: int, loss: float) -> Sends:
+        self._order.count(number, samples, loss)
+        if gradient is not None:
+            self._kept.keep((True, number, "gradient"), gradient)
+        assert self.step is not None
         message = Counted(
             plan=self.plan_hash,
             step=self.step,
-            microbatch=microbatch,
+            microbatch=number,
             stage=self.stage,
             samples=samples,
             loss=loss,
         )
-        return self._report(f"counted {microbatch}", message)
+        sends = self._send((True, number, "input")) + self._send((True, number, "gradient"))
+        return sends + self._report_mine("counted", number, message)
 
-    def _report(self, name: str, message: StepMessage) -> Sends:
-        self._reports[name] = message
-        return [(PeerId(self.plan.trainer), message)]
+    def _evaluated(
+        self, done: ForwardReady, output: object | None, samples: int, loss: float, metrics: tuple[float, ...]
+    ) -> Sends:
+        number = done.microbatch
+        if done.plan != self.plan_hash or not self._held_out.finish(number):
+            return self._answer_sync()  # the committer is past it, or another asks for it again
+        if output is None:
+            result = Evaluated(
+                plan=self.plan_hash, microbatch=number, samples=samples, loss=loss, metrics=metrics
+            )
+            return self._report("evaluated", number, result)
+        self._kept.keep((False, number, "input"), output)
+        message = Progress(plan=self.plan_hash, step=done.step, microbatch=number, stage=self.stage)
+        return self._send((False, number, "input")) + self._report("held out", number, message)
+
+    # Messages of the committer
+
+    def _answer_sync(self) -> Sends:
+        """Say where this replica is, once nothing that would change it is under way."""
+        forwards = isinstance(self._busy, ForwardReady) and self._busy.train
+        moving = forwards or isinstance(self._busy, _MOVING) or self._apply is not None
+        if not self._sync_asked or moving or self._fill is not None:
+            return []
+        self._sync_asked = False
+        if self.step is None:
+            return self._report("synced", 0, Synced(plan=self.plan_hash, step=None))
+        rows = sorted(self._order.counted.items())
+        message = Synced(
+            plan=self.plan_hash,
+            step=self.step,
+            counted=tuple(number for number, _ in rows),
+            samples=tuple(samples for _, (samples, _) in rows),
+            losses=tuple(loss for _, (_, loss) in rows),
+            begun=tuple(sorted(self._order.in_flight)),
+            reduced=self._reduced,
+            applied=self._applied,
+            digest=self._digest,
+        )
+        return self._report("synced", 0, message)
+
+    def _open(self, message: Open) -> Sends:
+        routes = Routes(self.plan, message)
+        if self.step is None or routes.step > self.step:
+            raise RemoteProtocolError("an Open of a step that this replica has not reached")
+        repeated = self._routes is not None and routes.attempt <= self._routes.attempt
+        if routes.step < self.step or self._apply is not None or repeated:
+            return []
+        if routes.attempt <= self._commit_attempt:
+            return []
+        self._void_reduction()
+        self._routes = routes
+        if not routes.train:
+            self._forget_held_out(routes.numbers.start)
+        self._order.offer(self._order.microbatches)
+        return [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
+
+    def _take_commit(self, message: StepCommit) -> Sends:
+        if self.step is None or message.step > self.step or message.attempt not in attempts(self.plan):
+            raise RemoteProtocolError("a commit of a step that this replica has not reached")
+        if message.step < self.step or self._apply is not None:
+            return []
+        if message.attempt <= self._commit_attempt:
+            return self._repeat("reduced")
+        if self._routes is not None and message.attempt < self._routes.attempt:
+            return []  # an Open that came after it has overtaken it
+        check_commit(self.plan, message)
+        (mine,) = (frozenset(row.microbatches) for row in message.replicas if row.replica == self.me)
+        if not mine <= self._order.counted.keys():
+            return self.failed(f"step {self.step}: the commit names what this replica has not counted")
+        self._void_reduction()
+        self._reduced = None
+        self._reports.pop(("reduced", 0), None)
+        self._commit, self._named, self._commit_attempt = message, mine, message.attempt
+        return []
+
+    def _take_apply(self, message: Apply) -> Sends:
+        if self.step is None:
+            raise RemoteProtocolError("an Apply for a replica that has nothing")
+        if message.step < self.step:
+            return self._repeat("applied")
+        if self._apply is not None:
+            return []
+        if message.step > self.step or self._reduced is None or message.attempt != self._reduced:
+            raise RemoteProtocolError("an Apply before the totals were reduced")
+        self._apply = message
+        return []
+
+    def _take_fill(self, message: Fill) -> Sends:
+        if message == self._fill_message:
+            return self._repeat("synced") if self._fill is None else []
+        if self.me in message.sources or not set(message.sources) <= set(
+            self.plan.stages[self.stage].replicas
+        ):
+            raise RemoteProtocolError("a Fill from peers that do not hold this stage")
+        self._void_reduction()
+        self._void_fill()
+        self._empty()
+        self._fill_message = message
+        self._fill = FillReady(
+            self.plan_hash, message.step, message.digest, tuple(PeerId(peer) for peer in message.sources)
+        )
+        return []
+
+    # Frames
+
+    def _frame(self, sender: PeerId, frame: OpenedFrame) -> None:
+        header = frame.header
+        if header.plan != self.plan_hash or self.step is None or header.step < self.step:
+            return
+        if self._apply is not None:
+            return  # it would be summed into the wrong step
+        check_frame(self.plan, self.stage, self.step, sender, header)
+        # Under a later attempt than this replica knows of it waits: nothing is computed that is not owned.
+        if header.train:
+            self._order.put(header.microbatch, header.direction, frame.payload)
+        else:
+            self._forget_held_out(self._held_out.put(header.microbatch, header.direction, frame.payload))
+
+    def _send(self, key: Key) -> Sends:
+        """A kept frame, if it is this replica's to send and its receiver has not had it under this plan."""
+        train, number, direction = key
+        if self._routes is None or self._routes.train != train:
+            return []
+        if self._routes.owner(self.stage, number) != self.me:
+            return []
+        receiver = self._routes.wants(self.stage + (1 if direction == "input" else -1), number)
+        frame = self._kept.due(key, receiver, self.plan_hash)
+        return [] if frame is None or receiver is None else [(receiver, self._outgoing(frame))]
+
+    def _outgoing(self, frame: object) -> Outgoing:
+        return Outgoing(frame, self.attempt, self.plan_hash)
+
+    def _forget_held_out(self, first: int) -> None:
+        """Those before `first` have been through everywhere."""
+        self._held_out.forget(first)
+        self._kept.drop(lambda key: not key[0] and key[1] < first)
+        for name in ("evaluated", "held out"):
+            for key in [key for key in self._reports if key[0] == name and key[1] < first]:
+                del self._reports[key]
+
+    # Bookkeeping
+
+    def _report_mine(self, name: str, number: int, message: StepMessage) -> Sends:
+        """Of a micro-batch: the committer takes it from its owner, and until the Open only with Synced."""
+        sends = self._report(name, number, message) if self._routes and self._owns(number) else []
+        return sends + self._answer_sync()
+
+    def _report(self, name: str, number: int, message: StepMessage) -> Sends:
+        self._reports[name, number] = message
+        return [(self.plan.committer, message)]
 
     def _repeat(self, name: str) -> Sends:
-        message = self._reports.get(name)
-        return [] if message is None else [(PeerId(self.plan.trainer), message)]
+        message = self._reports.get((name, 0))
+        return [] if message is None else [(self.plan.committer, message)]
+
+    def _void_reduction(self) -> None:
+        """What was committed is not any more. A total that is ready stays: others may have applied theirs."""
+        if isinstance(self._busy, ReduceReady):
+            self.events.append(ReduceVoided(self._busy.plan, self._busy.step))
+            self._busy = None
+        self._commit = None
+
+    def _void_fill(self) -> None:
+        if isinstance(self._busy, FillReady):
+            self.events.append(FillVoided(self._busy.plan, self._busy.step))
+            self._busy = None
+        self._fill = None
+
+    def _restore(self) -> None:
+        self._empty()
+        self._fill = FillReady(self.plan_hash, self.plan.step, NOTHING, (), self.plan.restored)
+
+    def _empty(self) -> None:
+        """Whatever the stage holds is void until it is filled."""
+        self._clear()
+        self.step = self._applied = self._save = self._saved = None
+        self._digest = NOTHING
+        self._discard = True
 
     def _take_plan(self, plan: Plan) -> None:
         stage = plan.stage_of(self.me)
-        assert stage is not None, "a plan is only given to its own replicas"
+        if stage is None:
+            raise LocalProtocolError("a plan is only given to its own replicas")
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.stage = stage
         self.is_last = stage == len(plan.stages) - 1
-        self.dropped = ()
-        self._routes = Routes(plan, ())
-        self._synced = False
-        self._clear()
+        self._routes = self._commit = self._fill_message = None
+        self._commit_attempt = -1
+        self._sync_asked = False
+        self._reports.clear()
+        self._held_out.clear()
+        self._kept.drop(lambda key: not key[0])
 
     def _clear(self) -> None:
-        """Nothing of a step in flight is left, but for a total that is ready or being applied."""
-        self._microbatches.clear()
-        self._evaluations.clear()
-        self._newest_evaluation = -1
-        self._counted.clear()
+        """Nothing of a step in flight is left."""
+        self._order.clear()
+        self._held_out.clear()
         self._kept.clear()
         self._reports.clear()
-        self._reducing = None
-        self._named = frozenset()
+        self._routes = self._commit = self._apply = self._reduced = None
+        self._commit_attempt = -1

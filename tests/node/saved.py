@@ -82,15 +82,18 @@ def saved(name: str = "residual", stages: int = 2, *, by: str = "a", seed: int =
     bounds = [layers * number // stages for number in range(stages + 1)]
     ranges = list(pairwise(bounds))
     peer = run.requester
+    holders = [bytes([first + 1]) * 32 for first, _ in ranges]
     plan = Plan(
         run=run.id,
-        parent=bytes(32),
+        parent=bytes([7]) * 32,
         height=3,
-        planner=peer,
-        trainer=peer,
-        requester=peer,
+        roster=tuple(sorted({peer, *holders})),
+        trainers=(peer,),
         microbatches=run.manifest.microbatches,
-        stages=tuple(StagePlan(first, last, (bytes([first + 1]) * 32,), (1,)) for first, last in ranges),
+        stages=tuple(
+            StagePlan(first, last, (holder,), (1,))
+            for (first, last), holder in zip(ranges, holders, strict=True)
+        ),
     )
     graphs = cut_layers(model.graph, model.hash, ranges)
     rng = Random(seed)

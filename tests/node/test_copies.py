@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.runs import copies as protocol
-from node.runs.blobs import BlobServer
+from node.runs.blobs import BLOBS_PROTOCOL, BlobServer
 from node.runs.checkpoint_format import StageState
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import (
@@ -39,6 +40,7 @@ from node.runs.copies import (
 from node.runs.manifest import Run, make_run
 from node.runtime import Node
 from node.storage.blobs import Blobs
+from sim.seams import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks
 from tests.stack import Swarm, simulate, swarm
 
@@ -84,7 +86,7 @@ def test_stages_are_shared_out_over_the_roster() -> None:
 
 @dataclass
 class Keeper:
-    """What a node needs to keep checkpoints, as it is put together in a node."""
+    """What a node needs to keep checkpoints, put together as in a node, in the place of its own."""
 
     node: Node
     guest_bytes_max: int = 1 << 30
@@ -93,6 +95,8 @@ class Keeper:
 
     def __post_init__(self) -> None:
         seams = self.node.seams
+        for name in (BLOBS_PROTOCOL, COPIES_PROTOCOL):
+            cast("SimNetwork", seams.network)._handlers.pop(name)
         self.blobs = Blobs(seams.storage, guest_bytes_max=self.guest_bytes_max)
         self.checkpoints = Checkpoints(seams, self.node.signer, self.blobs, refuse=self.refuse)
         BlobServer(seams, self.blobs, refuse=self.refuse)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,16 +17,18 @@ import pytest
 import torch
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
-from crypto.encoding import encode
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from node.errors import StageFailed
 from node.executor import RealExecutor
 from node.runs import allowance as allowance_module
 from node.runs import host as host_module
 from node.runs.allowance import ANSWER_SECONDS, allowance_of
+from node.runs.exchange import Header, joined, split
 from node.runs.host import StageHost
-from node.runs.host_process import HEADER
 from node.runs.scratch import Scratch, remove_forgotten
 from node.seams import Executor
 from partition.codec import pack, typed
@@ -36,6 +39,8 @@ from partition.stage import (
     Admitted,
     Applied,
     Apply,
+    Backward,
+    BackwardDone,
     Discard,
     Done,
     Export,
@@ -45,8 +50,12 @@ from partition.stage import (
     Import,
     OptimizerSettings,
     Ran,
+    Reply,
+    Request,
+    Run,
     StageSpecification,
     arena_bytes,
+    timed,
 )
 from tests.partition.graphs import GraphBuilder, whole
 
@@ -75,6 +84,9 @@ SPECIFICATION = StageSpecification(
     optimizer=OptimizerSettings("adam", learning_rate=1e-3),
 )
 ALLOWANCE = allowance_of(SPECIFICATION, len(encode(SPECIFICATION)))
+LARGE_ALLOWANCE = dataclasses.replace(
+    ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES
+)
 FORWARD = Forward(
     0,
     0,
@@ -114,7 +126,10 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
     host = await executor.open_stage(encode(SPECIFICATION))
     try:
         assert {name: bytes(host.vector(name)) for name in ARENAS} == arenas
-        assert await host.call(FORWARD) == local.handle(FORWARD)
+        forwarded = await host.call(FORWARD)
+        assert isinstance(forwarded, Forwarded)
+        assert 0 < forwarded.busy_nanoseconds < 60 * 10**9
+        assert timed(forwarded, 0) == local.handle(FORWARD)
         for vector in (host.vector, arenas.__getitem__):
             vector("totals")[:] = vector("gradients")
         assert bytes(host.vector("totals")) == arenas["totals"]
@@ -255,13 +270,23 @@ async def test_a_stage_that_takes_too_much_memory_is_killed(monkeypatch: pytest.
     assert gone(host.pid)
 
 
-DONE = encode(Done())
+def answered(message: object, *, behind: int = 0, first: int = 0, second: int = 0) -> bytes:
+    """As the process would send it, with sizes that it claims; what stands behind is x."""
+    data = message if isinstance(message, bytes) else encode(message)
+    return Header(len(data), behind, first, second).encode() + data + b"x" * behind
+
+
+BUNDLE = msgspec.structs.replace(FORWARD.input, data=b"")
 GARBAGE = {
-    "no message": HEADER.pack(9, 0) + b"\xc1 garbage",
-    "a message without an end": HEADER.pack(2**62, 0),
-    "half a message": HEADER.pack(100, 0) + bytes(50),
-    "an answer to nothing": HEADER.pack(len(DONE), 0) + DONE,
-    "an answer with something behind it": HEADER.pack(len(DONE), 3) + DONE + b"abc",
+    "no message": answered(b"\xc1 garbage"),
+    "a message without an end": Header(2**62).encode(),
+    "half a message": Header(100).encode() + bytes(50),
+    "an answer to nothing": answered(Done()),
+    "an answer with something behind it": answered(Done(), behind=3),
+    "tensors that are nobody's": answered(Done(), first=3),
+    "one bundle too many": answered(Ran(BUNDLE), first=1, second=1),
+    "tensors in two places": answered(Ran(FORWARD.input), first=1),
+    "tensors without an end": answered(Ran(BUNDLE), first=2**40),
     "a header cut short": b"abc",
 }
 
@@ -283,29 +308,83 @@ async def test_a_process_that_answers_garbage_has_failed(
         await StageHost.open(encode(SPECIFICATION))
 
 
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_a_message_taken_apart_and_joined_is_itself(first: bytes, second: bytes) -> None:
+    bundles = [msgspec.structs.replace(BUNDLE, data=data) for data in (first, second)]
+    messages: list[Request | Reply] = [
+        Forward(3, 4, True, bundles[0], bundles[1], sign=-1),
+        Forward(3, 4, False, bundles[1]),
+        Backward(3, 4, bundles[0]),
+        Forwarded(bundles[0], None, 1.0, 2, (0.5,)),
+        Forwarded(None, bundles[1], 1.0, 2),
+        Forwarded(None, None, 1.0, 2),
+        BackwardDone(bundles[0]),
+        Run(b"session", "decode", bundles[1]),
+        Ran(bundles[0]),
+        Import(first),
+        Exported(second),
+        Discard(),
+    ]
+    for message in messages:
+        parts = split(message)
+        header = parts.header()
+        assert header.payloads + header.behind == sum(map(len, (*parts.payloads, parts.behind)))
+        kind: Any = Request if isinstance(message, Request) else Reply
+        decoded = decode(parts.message, kind, bytes_max=1 << 20)
+        payloads = [*parts.payloads, b"", b""][:2]
+        assert joined(decoded, parts.behind, payloads) == message
+
+
 async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    activation = pack([typed(np.zeros((4, 256, 768), dtype="float32"))], "raw", sizes=(4,))
+    draws = np.random.default_rng(1)
+    activation = pack([typed(draws.random((4, 256, 768), "float32"))], "raw", sizes=(4,))
     program = (
         "import socket, sys\n"
-        "from node.runs.host_process import _receive, _send\n"
+        "from node.runs.host_process import _Link, _map\n"
+        "from node.runs.exchange import joined, split\n"
         "from crypto.encoding import decode\n"
         "from partition.stage import Exported, Ran, Request\n"
-        "link = socket.socket(fileno=int(sys.argv[1]))\n"
-        "message, _ = _receive(link, 1 << 23)\n"
-        "_send(link, Ran(decode(message, Request, bytes_max=1 << 23).input))\n"
-        "_receive(link, 1 << 23)\n"
-        f"_send(link, Exported(bytes({LARGE_BYTES})))\n"
-        "link.recv(1)\n"
+        "link = _Link(socket.socket(fileno=int(sys.argv[1])))\n"
+        f"whole = _map(int(sys.argv[6]), {2 * LARGE_BYTES})\n"
+        f"link._requests, link._answers = whole[:{LARGE_BYTES}], whole[{LARGE_BYTES}:]\n"
+        "parts = link.receive()\n"
+        "request = joined(decode(parts.message, Request, bytes_max=1 << 23), b'', parts.payloads)\n"
+        "answer = split(Ran(request.input))\n"
+        "link.give(answer.payloads)\n"
+        "link.send(answer, 0)\n"
+        "link.receive()\n"
+        f"link.send(split(Exported(bytes({LARGE_BYTES}))), 0)\n"
+        "link.receive()\n"
     )
     monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
-    host = StageHost(dataclasses.replace(ALLOWANCE, message_bytes_max=2 * LARGE_BYTES))
+    host = StageHost(LARGE_ALLOWANCE)
     try:
         ran = await host.call(Forward(0, 0, True, activation), seconds=60.0)
         exported = await host.call(Export(), seconds=60.0)
+        longer = msgspec.structs.replace(activation, data=bytes(LARGE_BYTES + 1))
+        with pytest.raises(StageFailed, match="bytes of tensors, at most"):
+            await host.call(Forward(0, 0, True, longer))
     finally:
         await host.aclose()
     assert ran == Ran(activation)
     assert exported == Exported(bytes(LARGE_BYTES))
+
+
+async def test_a_call_that_copies_while_the_stage_is_closed_fails_as_any_other() -> None:
+    host = StageHost(
+        dataclasses.replace(ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES)
+    )
+    large = msgspec.structs.replace(BUNDLE, data=bytes(LARGE_BYTES))
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(StageFailed, match="closed"):
+                await host.call(Backward(0, 0, large), seconds=60.0)
+
+        nursery.start_soon(ask)
+        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        await host.aclose()
 
 
 async def test_a_cancelled_call_ends_the_process_rather_than_shifting_the_answers() -> None:

@@ -12,13 +12,15 @@ import msgspec
 import pytest
 import trio
 
-from crypto.encoding import encode
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import Identity, PeerId
+from gossip.allreduce import CHUNK_BYTES, KEY_BYTES_MAX, Part
 from node.errors import StageFailed, StreamClosed, Unreachable
-from node.events import RunAccepted, RunEnded, StepCommitted
+from node.events import RunAccepted, RunEnded, RunPlanned, StepCommitted
 from node.runs import requests as wire
+from node.runs.link_codecs import LinkCodecs
 from node.runs.links import Links
 from node.runs.manifest import Run, make_run
 from node.runs.placement import NotPlaced
@@ -26,13 +28,25 @@ from node.runs.replica import ReplicaShell
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
 from node.runs.serving import RUNS_MAX
 from node.runtime import Node
-from node.seams import Network
+from node.seams import Network, RealClock
 from node.state import RUNS_KEPT_MAX, State, apply
-from partition.plan.plan import HASH_BYTES, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.plan import (
+    MICROBATCHES_MAX,
+    NOTHING,
+    REPLICAS_MAX,
+    STAGES_MAX,
+    Plan,
+    StagePlan,
+    encode_plan,
+    plan_hash,
+)
+from partition.plan.votes import LINKS_BYTES_MAX, LINKS_MAX, Decided
 from partition.stage import OptimizerSettings
-from partition.steps.messages import StageCommit, StepCommit, Sync
+from partition.steps.messages import Open, StageCommit, StageRoutes, StepCommit, Sync
 from partition.steps.replica import Replica
-from tests.stack import Swarm, manifest, prepare, simple_cnn, simulate, swarm
+from sim.executor import SimExecutor
+from sim.seams import MemoryStorage
+from tests.stack import Swarm, manifest, prepare, simple_cnn, simulate, swarm, train
 
 LAYERS = len(simple_cnn().graph.layers)
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32).peer for number in (1, 2, 3))
@@ -54,11 +68,11 @@ def run_of(node: Node, **changes: Any) -> Run:
     return prepare(node, manifest(**changes))
 
 
-def plan_of(run: Run, holder: PeerId, planner: PeerId) -> Plan:
+def plan_of(run: Run, holder: PeerId) -> Plan:
     """All of the model on `holder`; the run's requester trains."""
     stage = StagePlan(0, LAYERS, (holder,), (1,))
-    count = run.manifest.microbatches
-    return Plan(run.id, bytes(HASH_BYTES), 0, planner, run.requester, run.requester, count, (stage,))
+    roster = tuple(sorted({holder, run.requester}))
+    return Plan(run.id, NOTHING, 0, roster, (run.requester,), run.manifest.microbatches, (stage,))
 
 
 async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply:
@@ -88,13 +102,12 @@ async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Repl
     ],
     ids=str,
 )
-def test_a_manifest_that_its_model_does_not_fit_is_declined_by_planner_and_provider(
+def test_a_manifest_that_its_model_does_not_fit_is_declined_by_every_provider(
     changes: dict[str, Any],
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b, **changes)
-        await assert_refused(b, a, wire.Submit(run.fact))
-        data = encode_plan(plan_of(run, a.peer, b.peer))
+        data = encode_plan(plan_of(run, a.peer))
         await assert_refused(b, a, wire.LeaseRequest(run.fact, data, 0))
         await assert_refused(b, a, wire.Start(run.fact, data))
 
@@ -106,24 +119,26 @@ def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
         wrong: list[dict[str, Any]] = [{"model": "\x1b[2J"}, {"data": "../../etc"}, {"graph": "../x"}]
         for changes in wrong:
             fact = b.signer.sign("run-manifest", encode(manifest(**changes)))
-            await assert_refused(b, a, wire.Submit(fact))
+            plan = encode_plan(plan_of(run_of(b), a.peer))
+            await assert_refused(b, a, wire.LeaseRequest(fact, plan, 0))
+            await assert_refused(b, a, wire.Start(fact, plan))
 
     two_nodes(scenario)
 
 
-def test_a_lease_is_given_only_to_the_planner_of_a_plan_that_fits_the_run_and_the_memory() -> None:
+def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and_the_memory() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        good = plan_of(run, a.peer, b.peer)
+        good = plan_of(run, a.peer)
         for bad in (
-            replace(good, planner=CAROL),
-            replace(good, requester=CAROL),
+            replace(good, trainers=(a.peer,)),
+            replace(good, roster=(a.peer,), trainers=(a.peer,)),
             replace(good, microbatches=4_096),
             replace(good, stages=(StagePlan(0, 2**62, (a.peer,), (1,)),)),
         ):
             await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(bad), 0))
         huge = run_of(b, microbatch=4_096, microbatches=64)
-        reply = await lease(b, a, huge, plan_of(huge, a.peer, b.peer))
+        reply = await lease(b, a, huge, plan_of(huge, a.peer))
         assert isinstance(reply, wire.Declined)
         assert "memory" in reply.reason
         assert isinstance(await lease(b, a, run, good), wire.Leased)
@@ -136,7 +151,7 @@ def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        plan = plan_of(run, a.peer, b.peer)
+        plan = plan_of(run, a.peer)
         get = a.runs.models.get
 
         async def get_slowly(name: bytes, holders: Any) -> Any:
@@ -159,17 +174,17 @@ def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
     two_nodes(scenario)
 
 
-def test_only_the_planner_releases_its_lease() -> None:
+def test_only_whoever_asked_for_a_lease_releases_it() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a, b, c = (group.nodes[name] for name in "abc")
             run, other = run_of(b), run_of(c)
-            plan = plan_of(run, a.peer, b.peer)
+            plan = plan_of(run, a.peer)
             assert isinstance(await lease(b, a, run, plan), wire.Leased)
             await ask(c, a, wire.Release(run.id, plan_hash(plan)))
-            assert await lease(c, a, other, plan_of(other, a.peer, c.peer)) == wire.Declined("busy")
+            assert await lease(c, a, other, plan_of(other, a.peer)) == wire.Declined("busy")
             await ask(b, a, wire.Release(run.id, plan_hash(plan)))
-            assert isinstance(await lease(c, a, other, plan_of(other, a.peer, c.peer)), wire.Leased)
+            assert isinstance(await lease(c, a, other, plan_of(other, a.peer)), wire.Leased)
 
     simulate(scenario)
 
@@ -177,7 +192,7 @@ def test_only_the_planner_releases_its_lease() -> None:
 def test_a_lease_taken_again_lasts_its_own_time_and_no_longer() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        plan = plan_of(run, a.peer, b.peer)
+        plan = plan_of(run, a.peer)
         await lease(b, a, run, plan)
         await trio.sleep(150)
         await ask(b, a, wire.Release(run.id, plan_hash(plan)))
@@ -190,10 +205,10 @@ def test_a_lease_taken_again_lasts_its_own_time_and_no_longer() -> None:
     two_nodes(scenario)
 
 
-def test_a_lease_whose_planner_is_dead_is_free_again() -> None:
+def test_a_lease_whose_asker_is_dead_is_free_again() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        await lease(b, a, run, plan_of(run, a.peer, b.peer))
+        await lease(b, a, run, plan_of(run, a.peer))
         group.kill("b")
         await trio.sleep(30)
         assert a.runs.has_slot
@@ -205,7 +220,8 @@ def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         for number in range(RUNS_MAX + 2):
             run = make_run(b.signer, manifest(seed=number))
-            plan = replace(plan_of(run, b.peer, b.peer), trainer=a.peer)
+            roster = tuple(sorted((a.peer, b.peer)))
+            plan = replace(plan_of(run, b.peer), roster=roster, trainers=(b.peer, a.peer))
             await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
         assert a.runs.known() == []
 
@@ -213,11 +229,11 @@ def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None
 
 
 def test_a_chain_of_plans_begins_at_its_beginning() -> None:
-    """One at the highest height of all would leave no next one to make when its trainer dies."""
+    """One at the highest height of all would leave no next one to make when somebody dies."""
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        plan = replace(plan_of(run, a.peer, b.peer), height=2**32 - 1)
+        plan = replace(plan_of(run, a.peer), height=2**32 - 1)
         await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
         await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
 
@@ -229,16 +245,21 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
         async with swarm("abc") as group:
             a, b, c = (group.nodes[name] for name in "abc")
             run = run_of(b)
-            plan = plan_of(run, a.peer, b.peer)
+            plan = plan_of(run, a.peer)
             await lease(b, a, run, plan)
             assert await ask(b, a, wire.Start(run.fact, encode_plan(plan))) == wire.Done()
-            taken = replace(plan, parent=plan_hash(plan), height=1, planner=c.peer, trainer=c.peer)
-            await assert_refused(c, a, wire.Start(run.fact, encode_plan(taken)))
-            cut = (StagePlan(0, 2, (c.peer,), (1,)), StagePlan(2, LAYERS, (a.peer,), (1,)))
+            everybody = tuple(sorted((a.peer, b.peer, c.peer)))
+            taken = replace(plan, parent=plan_hash(plan), height=1, roster=everybody, trainers=(c.peer,))
+            await ask(c, a, wire.Start(run.fact, encode_plan(taken)))
+            cut = (StagePlan(0, 2, (b.peer,), (1,)), StagePlan(2, LAYERS, (a.peer,), (1,)))
             moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
-            await assert_refused(b, a, wire.Start(run.fact, encode_plan(moved)))
-            for request in (wire.Begin(plan_hash(plan)), wire.ExportStage(plan_hash(plan))):
-                await assert_refused(c, a, request)
+            await ask(b, a, wire.Start(run.fact, encode_plan(moved)))
+            await trio.sleep(1)
+            assert a.runs.members[run.id].plan == plan, "the chain says what is in force, and nobody else"
+            await assert_refused(c, a, wire.ExportStage(plan_hash(plan)))
+            state = wire.FetchState(plan_hash(plan), 0, "parameters", 0, 64)
+            await assert_refused(c, a, state)
+            await assert_refused(b, a, state)
             await assert_refused(c, a, wire.End(plan_hash(plan), "failed", "", ""))
             assert a.runs.known() == [run.text]
 
@@ -248,7 +269,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
 def test_a_run_that_is_over_is_not_begun_again() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
-        plan = plan_of(run, a.peer, b.peer)
+        plan = plan_of(run, a.peer)
         await lease(b, a, run, plan)
         await ask(b, a, wire.Start(run.fact, encode_plan(plan)))
         assert await ask(b, a, wire.End(plan_hash(plan), "failed", "enough", "")) == wire.Done()
@@ -265,9 +286,9 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
 
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(NotPlaced, match="does not fit"):
-            await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1), a.peer)
-        with pytest.raises(NotPlaced, match="does not have the run's data"):
-            await a.runs.submit(run_of(a, data="0" * 64, stages=1, replicas=1), b.peer)
+            await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1))
+        with pytest.raises(NotPlaced, match="nobody handed over the run's data"):
+            await a.runs.submit(run_of(a, data="0" * 64, stages=1, replicas=1))
         assert a.runs.known() == b.runs.known() == []
         assert a.runs.has_slot
         assert b.runs.has_slot
@@ -279,11 +300,11 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
 def test_a_run_that_was_not_placed_is_forgotten() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(NotPlaced):
-            await a.runs.submit(run_of(a, stages=9, replicas=9), b.peer)
+            await a.runs.submit(run_of(a, stages=9, replicas=9))
         assert a.runs.known() == []
         group.kill("b")
-        with pytest.raises(Unreachable):
-            await a.runs.submit(run_of(a, seed=1), b.peer)
+        with pytest.raises(NotPlaced):
+            await a.runs.submit(run_of(a, seed=1))
         assert a.runs.known() == []
         ends = [event for event in group.events["a"] if isinstance(event, RunEnded)]
         assert [event.outcome for event in ends] == ["failed", "failed"]
@@ -291,54 +312,24 @@ def test_a_run_that_was_not_placed_is_forgotten() -> None:
     two_nodes(scenario)
 
 
-def test_a_stage_released_while_it_opens_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
+def test_a_machine_that_cannot_start_a_process_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            node = group.nodes["a"]
 
-    async def scenario(_: Swarm, a: Node, b: Node) -> None:
-        run = run_of(b)
-        plan = plan_of(run, a.peer, b.peer)
-        open_stage = a.seams.executor.open_stage
+            async def fail(_: bytes) -> Any:
+                raise OSError(12, "Cannot allocate memory")
 
-        async def open_slowly(specification: bytes) -> Any:
-            stage = await open_stage(specification)
-            aclose = stage.aclose
+            monkeypatch.setattr(group.nodes["b"].seams.executor, "open_stage", fail)
+            _, events = await train(group, "a", manifest(stages=1, replicas=2, steps=1))
+            lost = [event for event in events if isinstance(event, RunPlanned)][-1]
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            assert node.runs.known() == []
+            assert group.nodes["b"].peer not in lost.stages[0]
+            assert group.nodes["b"].runs.has_slot
 
-            async def close() -> None:
-                closed.append(True)
-                await aclose()
-
-            monkeypatch.setattr(stage, "aclose", close)
-            await trio.sleep(5)
-            return stage
-
-        monkeypatch.setattr(a.seams.executor, "open_stage", open_slowly)
-        await lease(b, a, run, plan)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(assert_refused, b, a, wire.Start(run.fact, encode_plan(plan)))
-            await trio.sleep(1)
-            assert not a.runs.has_slot, "a stage that opens holds the slot"
-            await ask(b, a, wire.Release(run.id, plan_hash(plan)))
-        assert closed == [True]
-        assert a.runs.has_slot
-
-    two_nodes(scenario)
-
-
-def test_a_machine_that_cannot_start_a_process_declines_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(_: Swarm, a: Node, b: Node) -> None:
-        async def fail(_: bytes) -> Any:
-            raise OSError(12, "Cannot allocate memory")
-
-        run = run_of(b)
-        plan = plan_of(run, a.peer, b.peer)
-        await lease(b, a, run, plan)
-        monkeypatch.setattr(a.seams.executor, "open_stage", fail)
-        reply = await ask(b, a, wire.Start(run.fact, encode_plan(plan)))
-        assert isinstance(reply, wire.Declined)
-        assert "Cannot allocate memory" in reply.reason
-        assert a.runs.has_slot
-
-    two_nodes(scenario)
+    simulate(scenario)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +352,7 @@ def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) ->
 
 def one_stage(*replicas: PeerId) -> Plan:
     stage = StagePlan(0, LAYERS, replicas, (1,) * len(replicas))
-    return Plan(bytes(32), bytes(32), 0, CAROL, CAROL, CAROL, 4, (stage,))
+    return Plan(bytes(32), NOTHING, 0, tuple(sorted((*replicas, CAROL))), (CAROL,), 4, (stage,))
 
 
 def test_a_commit_that_names_strangers_or_somebody_twice_is_refused() -> None:
@@ -391,12 +382,40 @@ class BrokenStage:
         return
 
 
+def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
+    numbers = tuple(range(2**63 - MICROBATCHES_MAX, 2**63))
+    routes = StageRoutes(bytes(MICROBATCHES_MAX), numbers)
+    rows = [StageCommit(stage, ALICE, numbers) for stage in range(STAGES_MAX)]
+    rows += [StageCommit(63, BOB, ())] * (STAGES_MAX * REPLICAS_MAX - STAGES_MAX)
+    for message in (
+        Open(plan=NOTHING, step=2**62, attempt=2**62, train=True, first=2**62, stages=(routes,) * STAGES_MAX),
+        StepCommit(plan=NOTHING, step=2**62, attempt=2**62, replicas=tuple(rows)),
+        Decided(run=NOTHING, parent=NOTHING, links=(bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX),
+        wire.GroupPart(Part(bytes(KEY_BYTES_MAX), "scatter", 2**39, 2**39, bytes(CHUNK_BYTES))),
+    ):
+        decode(encode(message), wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
+
+
 async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_is_broken() -> None:
-    signer, unused = cast("Signer", _Signer()), cast("Any", None)
+    signer = cast("Signer", _Signer())
     specification = cast(
         "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
     )
-    shell = ReplicaShell(signer, one_stage(ALICE), specification, (), BrokenStage(), unused, lambda *_: None)
+    shell = ReplicaShell(
+        signer,
+        one_stage(ALICE),
+        specification,
+        (),
+        BrokenStage(),
+        cast("Any", SimpleNamespace(clock=RealClock(), storage=MemoryStorage(), executor=SimExecutor())),
+        lambda *_: None,
+        step=0,
+        in_flight_max=1,
+        schedule="1f1b",
+        codecs=LinkCodecs("exact", lambda _: None, SimExecutor()),
+        save=cast("Any", None),
+        restore=cast("Any", None),
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(shell.run)
         with trio.fail_after(5):

@@ -12,6 +12,7 @@ from partition.codec import Payload, TensorHeader
 from partition.plan.plan import HASH_BYTES
 
 METRICS = 2
+_TENSOR = (TensorHeader("uint8", (32,)),)
 
 
 class Broken(AssertionError):
@@ -27,7 +28,7 @@ def number(*parts: object) -> int:
 
 
 def payload(data: bytes) -> Payload:
-    return Payload((1,), (TensorHeader("uint8", (len(data),)),), "raw", bytes(HASH_BYTES), data)
+    return Payload((1,), _TENSOR, "raw", bytes(HASH_BYTES), memoryview(data))
 
 
 def peer(name: str) -> PeerId:
@@ -48,11 +49,15 @@ def loss_of(output: bytes) -> float:
 
 @dataclass
 class FakeStage:
-    """What `partition.execute.StageExecutor` is to a real replica."""
+    """What `partition.execute.StageExecutor` is to a real replica.
+
+    Of the first `frozen` stages nothing has gradients: what they sum they know when they have gone forward.
+    """
 
     index: int
     stages: int
-    parameters: bytes = b""
+    frozen: int = 0
+    parameters: bytes = b"at the beginning".ljust(32)
     step: int = 0
     sums: dict[int, int] = field(default_factory=dict)
     in_flight: dict[int, bytes] = field(default_factory=dict)
@@ -64,7 +69,7 @@ class FakeStage:
     def tied_sums(self) -> dict[int, int]:
         """The share of the tied weight: every micro-batch once in every stage."""
         count = self.stages
-        return {name * count + self.index: number("tied", value) for name, value in self.sums.items()}
+        return {name * count + self.index: value ^ 1 for name, value in self.sums.items()}
 
     @property
     def squared_norm(self) -> float:
@@ -78,6 +83,15 @@ class FakeStage:
     def is_last(self) -> bool:
         return self.index == self.stages - 1
 
+    @property
+    def awaits_gradient(self) -> bool:
+        return not self.is_last and self.index >= self.frozen
+
+    def _gradient(self, given: bytes, after: bytes | None) -> bytes | None:
+        if self.index <= self.frozen:
+            return None
+        return digest("gradient", self.parameters, given, after)
+
     def forward(
         self, step: int, microbatch: int, train: bool, given: bytes, labels: bytes | None
     ) -> tuple[bytes | None, bytes | None, bytes]:
@@ -89,27 +103,44 @@ class FakeStage:
             if microbatch in self.sums or microbatch in self.in_flight:
                 raise Broken(f"micro-batch {microbatch} for a second time")
             self.sums_step = step
+        if train and self.awaits_gradient:
+            self.in_flight[microbatch] = given
+        elif train:
+            self.sums[microbatch] = self._summand(given, labels)
         if not self.is_last:
-            if train:
-                self.in_flight[microbatch] = given
             return output, None, output
-        gradient = None
-        if train:
-            self.sums[microbatch] = number("sum", self.parameters, given, labels)
-            gradient = digest("gradient", self.parameters, given, labels) if self.index else None
-        return None, gradient, output
+        return None, self._gradient(given, labels) if train else None, output
 
     def backward(self, step: int, microbatch: int, gradient: bytes) -> bytes | None:
         if step != self.sums_step or microbatch not in self.in_flight:
             raise Broken(f"nothing to go back through for micro-batch {microbatch} of step {step}")
         given = self.in_flight.pop(microbatch)
-        self.sums[microbatch] = number("sum", self.parameters, given, gradient)
-        return digest("gradient", self.parameters, given, gradient) if self.index else None
+        self.sums[microbatch] = self._summand(given, gradient)
+        return self._gradient(given, gradient)
+
+    def _summand(self, given: bytes, after: bytes | None) -> int:
+        """What a micro-batch adds: of its input, and of its labels or the gradient that comes back."""
+        return number("sum", self.parameters, given, after)
+
+    def remove(self, microbatch: int, given: bytes, after: bytes | None) -> None:
+        """The replay with the sign turned: it must take out exactly what went in."""
+        if self.sums.pop(microbatch, None) != self._summand(given, after):
+            raise Broken(f"another micro-batch {microbatch} is taken out than went in")
+
+    def forget(self, microbatch: int) -> None:
+        if self.in_flight.pop(microbatch, None) is None:
+            raise Broken(f"micro-batch {microbatch} is forgotten, and nothing is held of it")
 
     def discard(self) -> None:
         self.sums.clear()
         self.in_flight.clear()
         self.sums_step = None
+
+    def fill(self, step: int, parameters: bytes) -> None:
+        if self.sums or self.in_flight:
+            raise Broken("filled while the sums of other parameters are still held")
+        self.step, self.parameters = step, parameters
+        self.total = self.tied_total = None
 
     def apply(self, step: int, samples: int, squared_norm: float | None) -> bytes:
         if step != self.step or self.total is None or self.tied_total is None:
@@ -127,21 +158,24 @@ class FakeStage:
 class Truth:
     """The undisturbed run: totals and parameters per stage and step, losses, evaluations."""
 
-    def __init__(self, stages: int, microbatches: int, steps: int, evaluations: int) -> None:
-        chain = [FakeStage(index, stages) for index in range(stages)]
+    def __init__(
+        self, stages: int, microbatches: int, steps: int, evaluations: int, *, frozen: int = 0
+    ) -> None:
+        chain = [FakeStage(index, stages, frozen) for index in range(stages)]
         self.totals: list[list[dict[int, int]]] = []
         self.tied_totals: list[dict[int, int]] = []
         self.squared_norms: list[float] = []
         self.losses: list[float] = []
+        self.parameters = [[stage.parameters for stage in chain]]
         for step in range(steps):
             losses, samples = 0.0, 0
             for microbatch in range(step * microbatches, (step + 1) * microbatches):
-                data, gradient, output = input_of(step, microbatch, True), None, b""
+                data, gradient, output = input_of(microbatch, True), None, b""
                 for stage in chain:
-                    labels = label_of(step, microbatch, True) if stage.is_last else None
+                    labels = label_of(microbatch, True) if stage.is_last else None
                     data_out, gradient, output = stage.forward(step, microbatch, True, data, labels)
                     data = data_out or b""
-                for stage in reversed(chain[:-1]):
+                for stage in reversed(chain[frozen:-1]):
                     assert gradient is not None
                     gradient = stage.backward(step, microbatch, gradient)
                 losses += loss_of(output)
@@ -155,12 +189,12 @@ class Truth:
             self.squared_norms.append(sum(stage.squared_norm for stage in chain))
             for stage in chain:
                 stage.apply(step, samples, self.squared_norms[-1])
-        self.parameters = [stage.parameters for stage in chain]
+            self.parameters.append([stage.parameters for stage in chain])
         rows = []
         for microbatch in range(evaluations):
-            data = input_of(steps, microbatch, False)
+            data = input_of(microbatch, False)
             for stage in chain:
-                labels = label_of(steps, microbatch, False) if stage.is_last else None
+                labels = label_of(microbatch, False) if stage.is_last else None
                 data_out, _, output = stage.forward(steps, microbatch, False, data, labels)
                 data = data_out or b""
             rows.append(metrics_of(output, microbatch))
@@ -168,9 +202,9 @@ class Truth:
         self.evaluated = sum(samples_of(microbatch) for microbatch in range(evaluations))
 
 
-def input_of(step: int, microbatch: int, train: bool) -> bytes:
+def input_of(microbatch: int, train: bool) -> bytes:
     return digest("input", microbatch, train)
 
 
-def label_of(step: int, microbatch: int, train: bool) -> bytes:
+def label_of(microbatch: int, train: bool) -> bytes:
     return digest("labels", microbatch, train)

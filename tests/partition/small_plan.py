@@ -1,23 +1,23 @@
-"""A plan of three stages, and what its members say: for tests of one replica or trainer at a time."""
+"""A plan of three stages, and what its members say: for tests of one core at a time."""
 
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.plan.plan import Plan, StagePlan, plan_hash
+from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
 from partition.steps.frames import FrameHeader, OpenedFrame
-from partition.steps.messages import Apply, Synced
+from partition.steps.messages import Apply, Open, StageCommit, StageRoutes, StepCommit, Synced
+from partition.steps.routes import attempts
 from tests.partition.fake_stage import peer
-from tests.partition.steps_world import opened
+from tests.partition.steps_machine import opened
 
-TRAINER, FIRST, LAST = peer("t"), peer("first"), peer("last")
+TRAINER, SECOND, FIRST, LAST = peer("t"), peer("second"), peer("first"), peer("last")
 MIDDLES = (peer("middle0"), peer("middle1"))
 PLAN = Plan(
     run=bytes(32),
-    parent=bytes(32),
+    parent=bytes([1]) * 32,
     height=2,
-    planner=TRAINER,
-    trainer=TRAINER,
-    requester=TRAINER,
+    roster=tuple(sorted((TRAINER, SECOND, FIRST, *MIDDLES, LAST))),
+    trainers=(TRAINER, SECOND),
     microbatches=2,
     stages=(
         StagePlan(0, 1, (FIRST,), (1,)),
@@ -26,16 +26,68 @@ PLAN = Plan(
     ),
 )
 PLAN_HASH = plan_hash(PLAN)
+START = attempts(PLAN).start
 SENT: Any = object()  # frames are opaque to the core
 
 
 def frame(
-    sender: PeerId, microbatch: int, direction: Any = "input", *, step: int = 0, train: bool = True
+    sender: bytes,
+    microbatch: int,
+    direction: Any = "input",
+    *,
+    step: int = 0,
+    train: bool = True,
+    **other: Any,
 ) -> OpenedFrame:
-    header = FrameHeader(PLAN_HASH, step, microbatch, 1, direction, train, (1,), (), "raw", bytes(32))
-    return opened(sender, header)
+    """For the stage in the middle, unless `stage` says another."""
+    named = {"plan": PLAN_HASH, "attempt": START, "stage": 1, **other}
+    header = FrameHeader(
+        step=step,
+        microbatch=microbatch,
+        direction=direction,
+        train=train,
+        sizes=(1,),
+        tensors=(),
+        codec="raw",
+        digest=bytes(32),
+        **named,
+    )
+    return opened(PeerId(sender), header)
 
 
-def synced(step: int, *, reduced: int | None = None, attempt: int = 7) -> Synced:
-    applied = Apply(plan=bytes(32), step=step - 1, attempt=attempt, samples=9) if step else None
-    return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied)
+def opening(
+    middles: tuple[int, ...] = (0, 1),
+    *,
+    step: int = 0,
+    attempt: int = 0,
+    counted: tuple[tuple[int, ...], ...] = ((), (), ()),
+    train: bool = True,
+    first: int | None = None,
+) -> Open:
+    """Whose the micro-batches are in the middle; elsewhere there is no choice."""
+    owners = (bytes(len(middles)), bytes(middles), bytes(len(middles)))
+    return Open(
+        plan=PLAN_HASH,
+        step=step,
+        attempt=START + attempt,
+        train=train,
+        first=step * PLAN.microbatches if first is None else first,
+        stages=tuple(StageRoutes(*row) for row in zip(owners, counted, strict=True)),
+    )
+
+
+def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0, step: int = 0) -> StepCommit:
+    """What each of the two in the middle is to count."""
+    everything = tuple(range(2 * step, 2 * step + 2))
+    rows = ((0, FIRST, everything), (1, MIDDLES[0], first), (1, MIDDLES[1], second), (2, LAST, everything))
+    return StepCommit(
+        plan=PLAN_HASH,
+        step=step,
+        attempt=START + attempt,
+        replicas=tuple(StageCommit(*row) for row in rows),
+    )
+
+
+def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **other: Any) -> Synced:
+    applied = Apply(plan=NOTHING, step=step - 1, attempt=attempt, samples=9) if step else None
+    return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied, **other)

@@ -1,107 +1,46 @@
-"""A world in memory for the step machines: a trainer, replicas, links, deaths; no clock, no torch.
+"""A world in memory for the step machines: peers, links, a chain of plans, and everything that goes wrong.
 
-Every delivery, computation and disturbance is one action, and a seed picks which comes next, so a
-seed is a history. Links are as `node.runs.links`: in order, but what a broken link loses comes again
-behind what was queued. A fake stage sums integers instead of gradients, so that sums are compared
-exactly, and refuses whatever the real one (`partition.execute`) refuses. The world checks while it
-runs; `Broken` says what is wrong.
+Every delivery, computation and disturbance is one event, and a seed picks which comes next, so a seed is a
+history. Links are as `node.runs.links`: in order, but what a broken link loses comes again behind what was
+queued. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and every
+peer learns of them in its own time. A fake stage sums integers instead of gradients, so that sums are
+compared exactly. The world checks while it runs; `Broken` says what is wrong. What can go wrong is in
+`steps_trouble`.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact
 from crypto.identity import PeerId
-from partition.plan.plan import Plan, StagePlan, plan_hash
-from partition.steps.frames import Direction, Frame, FrameHeader, OpenedFrame, make_frame, open_frame
-from partition.steps.replica import (
-    ApplyReady,
-    BackwardReady,
-    ForwardReady,
-    ReduceReady,
-    ReduceVoided,
-    Replica,
-    ReplicaDropped,
-    StepDiscarded,
-)
-from partition.steps.trainer import (
-    FeedReady,
-    ReplicaLost,
+from partition.plan.change import Change, Joining, successor
+from partition.plan.plan import NOTHING, Plan, StagePlan
+from partition.steps.committer import (
+    ReplicaFailed,
+    Resumed,
     StepApplied,
-    Trainer,
+    StepsPaused,
     TrainingEvaluated,
     TrainingFailed,
 )
-from tests.partition.fake_stage import (
-    METRICS,
-    Broken,
-    FakeStage,
-    Truth,
-    digest,
-    input_of,
-    label_of,
-    loss_of,
-    metrics_of,
-    payload,
-    peer,
-    samples_of,
-)
+from partition.steps.frames import OpenedFrame
+from partition.steps.messages import CommitterMessage, Open, ReplicaMessage, StepMessage
+from partition.steps.replica import ApplyReady, FillReady, ReduceReady, SaveReady
+from tests.partition.fake_stage import Broken, Truth, digest, peer
+from tests.partition.steps_links import Learning, Link, Pool, Taking
+from tests.partition.steps_machine import ALL_STAGES, Key, Machine, Reduction, Sends, Settings
+from tests.partition.steps_trouble import DISTURBANCES, GONE, disturb, reconnect
 
-ACTIONS_MAX = 50_000
-"""A walk has a few hundred; more means that messages go round in circles."""
-ALL_STAGES = -1
-"""In the place of a stage's number: the reduction of what is tied between all of them."""
+EVENTS_MAX = 60_000
+"""A history has some thousand; more means that messages go round in circles."""
+IDLE_WAKES_MAX = 150
+"""So often timers may fire, with nothing but messages in between, before it is said that nothing happens."""
 SLOW = 0.1
-"""The share of links that are 20 times slower, so that what others say overtakes them."""
-
-
-class HashSigner:
-    """Signs with a hash that anybody could make: enough where nobody lies."""
-
-    def __init__(self, peer: PeerId) -> None:
-        self.peer = peer
-
-    def sign(self, purpose: str, body: bytes) -> Fact:
-        return Fact(self.peer, body, digest(purpose, self.peer, body))
-
-    def check(self, purpose: str, fact: Fact) -> PeerId:
-        if fact.signature != digest(purpose, fact.author, fact.body):
-            raise RemoteProtocolError("a wrong signature")
-        return PeerId(fact.author)
-
-
-class Node:
-    """A replica, its fake stage and its queue of work; dead or alive."""
-
-    def __init__(self, me: PeerId, replica: Replica, stages: int) -> None:
-        self.me = me
-        self.replica = replica
-        self.signer = HashSigner(me)
-        self.stage = FakeStage(replica.stage, stages)
-        self.work: deque[Any] = deque()
-        self.reducing: ReduceReady | None = None
-        self.ended = False  # it heard that it is out
-
-
-class Link:
-    """Messages on their way, oldest first; while `broken` they wait."""
-
-    def __init__(self, is_slow: bool) -> None:
-        self.is_slow = is_slow
-        self.queue: deque[Any] = deque()
-        self.broken = False
-
-
-@dataclass
-class _Reduction:
-    """One all-reduce, of a stage or of what is tied: what each member brought, and who took the total."""
-
-    members: tuple[PeerId, ...]
-    brought: dict[PeerId, dict[int, int]] = field(default_factory=dict)
-    taken: list[PeerId] = field(default_factory=list)
+"""The share of links and of learners that are 20 times slower, so that what others say overtakes them."""
+ENCODED = 0.002
+"""The share of messages that go through their encoding: that they can is all there is to see."""
 
 
 class World:
@@ -113,438 +52,515 @@ class World:
         shape: list[int],
         *,
         microbatches: int,
-        steps: int,
-        evaluations: int,
-        replica_class: type[Replica] = Replica,
-        trainer_class: type[Trainer] = Trainer,
+        trainers: int = 1,
+        spares: int = 0,
+        settings: Settings,
     ) -> None:
         self.rng = rng
-        self.steps, self.evaluations = steps, evaluations
-        self.truth = Truth(len(shape), microbatches, steps, evaluations)
-        self.trainer_class = trainer_class
-        rows = []
+        self.settings = settings
+        self.truth = Truth(
+            len(shape), microbatches, settings.steps, settings.evaluations, frozen=settings.frozen
+        )
+        stages = []
         for stage, replicas in enumerate(shape):
             peers = tuple(peer(f"s{stage}r{replica}") for replica in range(replicas))
-            rows.append(StagePlan(stage, stage + 1, peers, tuple(rng.choice((1, 2, 5)) for _ in peers)))
-        self.plan = Plan(
+            stages.append(StagePlan(stage, stage + 1, peers, tuple(rng.choice((1, 2, 5)) for _ in peers)))
+        feeding = tuple(peer(f"t{number}") for number in range(trainers))
+        others = tuple(peer(f"x{number}") for number in range(spares))
+        roster = tuple(sorted((*(name for row in stages for name in row.replicas), *feeding, *others)))
+        first = Plan(
             run=bytes(32),
-            parent=bytes(32),
+            parent=NOTHING,
             height=0,
-            planner=peer("planner"),
-            trainer=peer("t0"),
-            requester=peer("requester"),
+            roster=roster,
+            trainers=feeding,
             microbatches=microbatches,
-            stages=tuple(rows),
+            stages=tuple(stages),
         )
-        self.replica_class = replica_class
+        self.plans = [first]
+        self.changes = [Change()]
+        self.now = 0.0
+        self.events = 0
+        self.progress = 0
+        self.pool = Pool(rng)
         self.links: dict[tuple[PeerId, PeerId], Link] = {}
-        self.reductions: dict[tuple[bytes, int, int, int], _Reduction] = {}
-        self.nodes: dict[PeerId, Node] = {}
-        for row in rows:
-            for name in row.replicas:
-                me = PeerId(name)
-                self.nodes[me] = Node(me, replica_class(me, self.plan), len(shape))
-        self.unheard: list[PeerId] = []  # dead, and the trainer does not know
-        self.wronged: set[PeerId] = set()  # whom the trainer may rightly drop: dead, suspected or failed
-        self.applied: dict[tuple[int, int], int] = {}
+        self.reductions: dict[Key, Reduction] = {}
+        self.copies: dict[int, dict[int, bytes]] = {}  # step, stage
         self.committed: list[tuple[int, int]] = []  # height, step
-        self.replacements = 0
-        self.reopened = False  # a stage began anew, so if nobody else is left the run does too
+        self.resumed: set[int] = set()
+        self.seen: dict[str, int] = {}
         self.outcome: str | None = None
         self.reason = ""
-        self._begin()
+        self.lied = False
+        self.slow_learners: set[PeerId] = set()
+        self.machines = {
+            PeerId(name): Machine(PeerId(name), settings, first, rng.choice((0.3, 1.0, 1.0)))
+            for name in roster
+        }
+        for machine in self.machines.values():
+            if rng.random() < SLOW:
+                self.slow_learners.add(machine.me)
+            if machine.committer is not None:
+                self.pass_on(machine, machine.committer.start(self.now))
+
+    @property
+    def plan(self) -> Plan:
+        """The newest."""
+        return self.plans[-1]
+
+    def alive(self, peers: tuple[bytes, ...]) -> list[Machine]:
+        return [self.machines[PeerId(name)] for name in peers if self.machines[PeerId(name)].is_alive]
 
     # Plans
 
-    def _begin(self) -> None:
-        self.trainer = self.trainer_class(
-            PeerId(self.plan.trainer),
-            self.plan,
-            steps=self.steps,
-            evaluations=self.evaluations,
-            metrics=METRICS,
-        )
-        self.signer = HashSigner(self.trainer.me)
-        self._from_trainer(self.trainer.start(0.0))
-
-    def replace_trainer(self, *, readmit: bool) -> None:
-        """The trainer dies; all that live, or are thought to, get a plan with another."""
-        self.replacements += 1
-        gone = set() if readmit else set(self.trainer.dropped)
-        rows = []
-        for stage in self.plan.stages:
-            known = [
-                (name, rate)
-                for name, rate in zip(stage.replicas, stage.rates, strict=True)
-                if (name in self.nodes or name in self.unheard) and name not in gone
-            ]
-            if not known:
-                self.outcome, self.reason = "failed", "no plan"
+    def decide(self, change: Change) -> None:
+        """The committee has decided what follows; everybody learns of it sooner or later."""
+        lost = set(change.lost)
+        for number, stage in enumerate(self.plan.stages):
+            left = set(stage.replicas) - lost - {row.peer for row in change.joined}
+            if not left and not any(row.stage == number for row in change.joined):
+                self._lose_stage(change, number)
                 return
-            rows.append(StagePlan(stage.first_layer, stage.last_layer, *zip(*known, strict=True)))
-        old = PeerId(self.plan.trainer)
-        self._cut(old)
-        self.plan = Plan(
-            run=self.plan.run,
-            parent=plan_hash(self.plan),
-            height=self.plan.height + 1,
-            planner=self.plan.planner,
-            trainer=peer(f"t{self.plan.height + 1}"),
-            requester=self.plan.requester,
-            microbatches=self.plan.microbatches,
-            stages=tuple(rows),
+        if not self.alive(tuple(set(self.plan.roster) - lost)):
+            self._end("failed", "nobody is left")
+            return
+        self.plans.append(successor(self.plan, change))
+        self.changes.append(change)
+        self._mend()
+        for machine in self.machines.values():
+            if machine.is_alive:
+                self.pool.add(Learning(machine))
+
+    def _mend(self) -> None:
+        """Who holds wrong parameters, and may now be believed, holds the right ones instead: nobody promises
+        that the last who could contradict it lives."""
+        for stage in self.plan.stages:
+            wrong = [each for each in self.alive(stage.replicas) if each.is_corrupt]
+            right = [each for each in self.alive(stage.replicas) if not each.is_corrupt]
+            if len(right) < 2 or len(right) <= len(wrong):
+                for machine in wrong:
+                    machine.mend(self.truth.parameters)
+
+    def _lose_stage(self, change: Change, stage: int) -> None:
+        """Its parameters are gone: begin again from a checkpoint, with somebody else in it."""
+        free = [
+            machine
+            for machine in self.alive(self.plan.roster)
+            if self.plan.stage_of(machine.me) is None and machine.me not in change.lost
+        ]
+        free = [machine for machine in free if all(row.peer != machine.me for row in change.joined)]
+        step = self.checkpoint()
+        if not free or step is None:
+            self._end("failed", f"no plan without stage {stage}")
+            return
+        row = Joining(self.rng.choice(free).me, stage, 1)
+        self.decide(
+            Change(
+                lost=change.lost,
+                joined=(*change.joined, row),
+                trainers=change.trainers,
+                restored=digest("checkpoint", step),
+                step=step,
+            )
         )
-        for me in list(self.nodes):
-            if self.plan.stage_of(me) is None:
-                self.kill(me)
-        self.unheard = [me for me in self.unheard if self.plan.stage_of(me) is not None]
-        self.wronged &= set(self.unheard) | (set(self.nodes) if readmit else set())
-        # The shells adopt first, in any order, and only then may the trainer begin.
-        for me, node in self.nodes.items():
-            if node.ended:  # its shell has closed the stage; a new one opens with the first parameters
-                self.nodes[me] = Node(me, self.replica_class(me, self.plan), len(self.plan.stages))
-                self._forget_reductions(me)
-                self.reopened = True
-            else:
-                node.replica.adopt(self.plan)
-                self._drain(node)
-        self._begin()
+
+    def checkpoint(self) -> int | None:
+        """The newest step of which every stage was copied somewhere."""
+        whole = [step for step, rows in self.copies.items() if len(rows) == len(self.plan.stages)]
+        return max(whole, default=None)
+
+    def restore(self) -> None:
+        """Go back to a checkpoint, if there is one."""
+        step = self.checkpoint()
+        if step is not None:
+            self.decide(Change(restored=digest("checkpoint", step), step=step))
+
+    def _learn(self, machine: Machine) -> None:
+        if machine.height + 1 >= len(self.plans):
+            return
+        if machine.me in self.slow_learners and self.rng.random() < 0.95:
+            self.pool.add(Learning(machine))
+            return
+        height = machine.height + 1
+        self.pass_on(machine, machine.adopt(self.plans[height], self.changes[height], self.now))
+        if machine.height + 1 < len(self.plans):
+            self.pool.add(Learning(machine))
+        for other in self.machines.values():  # a filling may have waited for it
+            if isinstance(other.work, FillReady):
+                self.pool.add(other)
 
     # Sending
 
-    def _put(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
-        if (sender, receiver) not in self.links:
-            self.links[sender, receiver] = Link(self.rng.random() < SLOW)
-        self.links[sender, receiver].queue.append(message)
-
-    def _from_trainer(self, sends: list[tuple[PeerId, object]]) -> None:
-        events = self.trainer.events[:]
-        self.trainer.events.clear()
-        me = self.trainer.me
-        feeds_first = self.rng.random() < 0.5
-        if not feeds_first:
-            for receiver, message in sends:
-                self._put(me, receiver, message)
-        for event in events:
-            self._trainer_event(event)
-        if feeds_first:
-            for receiver, message in sends:
-                self._put(me, receiver, message)
-        for lost in self.trainer.dropped:
-            if lost not in self.wronged:
-                raise Broken(f"{lost!r} was dropped, and it was neither dead nor suspected")
-
-    def _trainer_event(self, event: Any) -> None:
-        match event:
-            case FeedReady():
-                self._feed(event)
-            case StepApplied():
-                self.committed.append((self.plan.height, event.step))
-                if event.loss != self.truth.losses[event.step]:
-                    raise Broken(f"step {event.step} has loss {event.loss}, not {self.truth.losses}")
-            case TrainingEvaluated():
-                self.outcome = "done"
-                if (event.samples, event.metrics) != (self.truth.evaluated, self.truth.metrics):
-                    raise Broken(f"evaluated {event}, not {self.truth.evaluated}, {self.truth.metrics}")
-            case TrainingFailed():
-                self.outcome, self.reason = "failed", event.reason
-            case ReplicaLost():
-                pass
-
-    def _feed(self, feed: FeedReady) -> None:
-        last = len(self.plan.stages) - 1
-        halves: list[tuple[PeerId | None, Direction, int, Any]] = [
-            (feed.input_to, "input", 0, input_of),
-            (feed.labels_to, "labels", last, label_of),
-        ]
-        for receiver, direction, stage, make in halves:
-            if receiver is not None:
-                frame = make_frame(
-                    self.signer,
-                    payload(make(feed.step, feed.microbatch, feed.train)),
-                    plan=self.trainer.plan_hash,
-                    step=feed.step,
-                    microbatch=feed.microbatch,
-                    stage=stage,
-                    direction=direction,
-                    train=feed.train,
-                )
-                self._put(self.trainer.me, receiver, frame)
-
-    def _from_node(self, node: Node, sends: list[tuple[PeerId, object]]) -> None:
-        self._drain(node)
+    def pass_on(self, machine: Machine, sends: Sends) -> None:
+        """What a core wants sent, and what it has told its shell."""
+        if machine.replica is not None and machine.replica.events:
+            for void in machine.take_voids():
+                for key, reduction in self.reductions.items():
+                    # It may have sent all its parts before.
+                    if key[:2] == (void.plan, void.step) and self.rng.random() < 0.5:
+                        reduction.brought.pop(machine.me, None)
+        if machine.feeder is not None and machine.feeder.events:
+            for receiver, frame in machine.fed():
+                self._put(machine, receiver, frame)
         for receiver, message in sends:
-            self._put(node.me, receiver, message)
+            self._put(machine, receiver, message)
+        if machine.committer is not None and machine.committer.events:
+            events = machine.committer.events[:]
+            machine.committer.events.clear()
+            for event in events:
+                self._hear(machine, event)
+        if machine.work is None and machine.begin(self.now):
+            self._begin(machine)
 
-    def _forget_reductions(self, me: PeerId) -> None:
-        for reduction in self.reductions.values():
-            reduction.brought.pop(me, None)
+    def _put(self, sender: Machine, receiver: PeerId, message: Any) -> None:
+        if isinstance(message, StepMessage) and self.rng.random() < ENCODED:
+            self._encode(message)
+        link = self.links.get((sender.me, receiver))
+        if link is None:
+            is_slow = sender.me != receiver and self.rng.random() < SLOW
+            link = Link(sender, self.machines[receiver], is_slow)
+            self.links[sender.me, receiver] = link
+        if link.is_slow:  # it is signed when it is really sent
+            link.queue.append(message)
+        elif (signed := sender.wired(message)) is not None:
+            link.queue.append(signed)
+        if link.queue:
+            self.pool.add(link)
 
-    def _drain(self, node: Node) -> None:
-        for event in node.replica.events:
-            match event:
-                case ReduceVoided():
-                    for key, reduction in self.reductions.items():
-                        if key[:2] == (event.plan, event.step):
-                            reduction.brought.pop(node.me, None)
-                case ReplicaDropped():
-                    node.ended = True
-                    if node.me not in self.wronged:
-                        raise Broken("a replica was told that it is out, and it is not")
-                case _:
-                    node.work.append(event)
-        node.replica.events.clear()
-        if node.ended:
-            node.work.clear()
+    def _encode(self, message: StepMessage) -> None:
+        kinds: Any = CommitterMessage | ReplicaMessage
+        if decode(encode(message), kinds, bytes_max=2**20) != message:
+            raise Broken(f"{message} is another message once it is encoded")
 
-    # What can happen next
+    def _begin(self, machine: Machine) -> None:
+        """Its stage has something to do from now on."""
+        work = machine.work
+        if isinstance(work, ReduceReady):
+            stage = machine.stage
+            stage.total = stage.tied_total = None
+            machine.has_reported = False
+            everybody = tuple(name for row in work.members for name in row)
+            self._bring(machine, stage.index, work.members[stage.index], stage.sums)
+            self._bring(machine, ALL_STAGES, everybody, stage.tied_sums)
+        else:
+            self.pool.add(machine)
 
-    def actions(self) -> list[tuple[Any, ...]]:
-        """Every delivery, computation, reconnection and discovery of a death that may come next."""
-        found: list[tuple[Any, ...]] = []
-        for (sender, receiver), link in self.links.items():
-            here = receiver in self.nodes or receiver == self.trainer.me
-            if link.broken and (sender in self.nodes or sender == self.trainer.me):
-                found.append((self._reconnect, sender, receiver))
-            elif link.queue and here and not link.broken:
-                found.append((self._deliver, sender, receiver))
-        found += [(self._compute, me) for me, node in self.nodes.items() if node.work]
-        for key, reduction in self.reductions.items():
-            if len(reduction.brought) == len(reduction.members):
-                found += [
-                    (self._total, key, me)
-                    for me in reduction.members
-                    if me in self.nodes and me not in reduction.taken
-                ]
-        found += [(self._notice, me) for me in self.unheard]
-        return found
-
-    def run(self, disturbances: int, *, false_suspicion: bool = False, chance: float = 0.03) -> None:
-        """Walk until the run has ended; disturb it that often."""
-        for _ in range(ACTIONS_MAX):
-            if self.outcome is not None:
-                self._check_outcome()
-                return
-            if disturbances and self.rng.random() < chance:
-                disturbances -= 1
-                self._disturb(false_suspicion)
-                continue
-            actions = self.actions()
-            if not actions:
-                raise Broken(f"nothing more happens in phase {self.trainer.phase}, step {self.trainer.step}")
-            action, *arguments = self.rng.choice(actions)
-            if action == self._deliver and self.links[*arguments].is_slow and self.rng.random() < 0.95:
-                continue
-            action(*arguments)
-        raise Broken("the walk does not end")
-
-    def _check_outcome(self) -> None:
-        steps = [step for _, step in self.committed]
-        if steps != sorted(set(steps)) and not self.reopened:
-            raise Broken(f"steps {steps} were committed")
-        if self.outcome == "failed":
-            if not self.reason:
-                raise Broken("the run failed without a reason")
-            if all(set(stage.replicas) - self.wronged for stage in self.plan.stages):
-                raise Broken(f"the run failed though every stage had a replica: {self.reason}")
-            return
-        # A step that a trainer left half applied is finished by the next, which does not know its loss.
-        if len(steps) < self.steps - self.replacements:
-            raise Broken(f"of {self.steps} steps only {steps} were reported")
-        for me in self.trainer.live:
-            if (node := self.nodes.get(me)) is not None:
-                stage = node.stage
-                if (stage.step, stage.parameters) != (self.steps, self.truth.parameters[stage.index]):
-                    raise Broken(f"{me!r} ends with other parameters than the undisturbed run")
-
-    def _deliver(self, sender: PeerId, receiver: PeerId) -> None:
-        message = self.links[sender, receiver].queue.popleft()
-        if receiver == self.trainer.me:
-            self._from_trainer(self.trainer.receive(0.0, sender, message))
-            return
-        node = self.nodes[receiver]
-        if node.ended:
-            return
-        if isinstance(message, Frame):
-            message = open_frame(node.signer, sender, message)
-        try:
-            sends = node.replica.receive(0.0, sender, message)
-        except RemoteProtocolError as error:
-            # Who was dropped and lives may be behind the others; nobody listens to it any more.
-            if receiver in self.trainer.dropped:
-                return
-            raise Broken(f"{receiver!r} refuses {message} of the honest {sender!r}: {error}") from error
-        self._from_node(node, sends)
-
-    def _compute(self, me: PeerId) -> None:
-        node = self.nodes[me]
-        work = node.work.popleft()
-        match work:
-            case ForwardReady():
-                self._from_node(node, self._forward(node, work))
-            case BackwardReady():
-                back = node.stage.backward(work.step, work.microbatch, work.gradient.data)
-                frame = None if back is None else self._frame(node, work, back, -1, "gradient", True)
-                self._from_node(node, node.replica.backwarded(work, gradient=frame))
-            case ReduceReady():
-                node.stage.total = node.stage.tied_total = None
-                everybody = tuple(peer for row in work.members for peer in row)
-                self._bring(node, work, node.stage.index, work.members[node.stage.index], node.stage.sums)
-                self._bring(node, work, ALL_STAGES, everybody, node.stage.tied_sums)
-            case ApplyReady():
-                self._apply(node, work)
-            case StepDiscarded():
-                node.stage.discard()
-
-    def _bring(
-        self, node: Node, work: ReduceReady, stage: int, members: tuple[PeerId, ...], sums: dict[int, int]
-    ) -> None:
+    def _bring(self, machine: Machine, stage: int, members: tuple[PeerId, ...], sums: dict[int, int]) -> None:
+        work = machine.work
         key = (work.plan, work.step, work.attempt, stage)
-        reduction = self.reductions.setdefault(key, _Reduction(members))
+        reduction = self.reductions.setdefault(key, Reduction(members))
         if reduction.members != members:
             raise Broken("two views of who takes part in a reduction")
-        if node.me in reduction.brought or node.me in reduction.taken:
+        if machine.me in reduction.brought or machine.me in reduction.taken:
             raise Broken("a member takes part twice in one reduction")
-        reduction.brought[node.me] = dict(sums)
-        node.reducing = work
+        reduction.brought[machine.me] = dict(sums)
+        if len(reduction.brought) == len(members):
+            for name in members:
+                self.pool.add(Taking(key, self.machines[name]))
 
-    def _forward(self, node: Node, work: ForwardReady) -> list[tuple[PeerId, object]]:
-        labels = None if work.labels is None else work.labels.data
-        output, gradient, numbers = node.stage.forward(
-            work.step, work.microbatch, work.train, work.input.data, labels
-        )
-        last = node.stage.is_last
-        return node.replica.forwarded(
-            work,
-            output=None if output is None else self._frame(node, work, output, +1, "input", work.train),
-            gradient=None if gradient is None else self._frame(node, work, gradient, -1, "gradient", True),
-            samples=samples_of(work.microbatch),
-            loss=loss_of(numbers) if last else 0.0,
-            metrics=metrics_of(numbers, work.microbatch) if last else (),
-        )
+    def notice(self, peers: tuple[bytes, ...]) -> None:
+        """They are declared dead: the next plan is without them."""
+        lost = tuple(name for name in peers if name in self.plan.roster)
+        if lost and self.outcome is None:
+            self.decide(Change(lost=lost))
 
-    def _frame(
-        self,
-        node: Node,
-        work: ForwardReady | BackwardReady,
-        data: bytes,
-        towards: int,
-        direction: Direction,
-        train: bool,
-    ) -> Frame:
-        return make_frame(
-            node.signer,
-            payload(data),
-            plan=work.plan,
-            step=work.step,
-            microbatch=work.microbatch,
-            stage=node.stage.index + towards,
-            direction=direction,
-            train=train,
-        )
+    def rejoin(self, machine: Machine) -> None:
+        """It has lost the memory of its stage, and comes back empty."""
+        stage = self.plan.stage_of(machine.me)
+        if stage is not None and len(self.plan.stages[stage].replicas) > 1:
+            self.decide(Change(lost=(machine.me,), joined=(Joining(machine.me, stage, 1),)))
 
-    def _total(self, key: tuple[bytes, int, int, int], me: PeerId) -> None:
+    def _replace(self, name: PeerId) -> None:
+        if self.machines[name].is_alive and self.rng.random() < 0.5:
+            self.rejoin(self.machines[name])
+        if name in self.plan.roster and self.plan.stage_of(name) is not None:
+            self.notice((name,))
+
+    # What happens
+
+    def run(self, disturbances: int, *, chance: float = 0.02, kinds: tuple[str, ...] = DISTURBANCES) -> None:
+        """Walk until the run has ended; disturb it that often."""
+        idle = 0
+        while self.outcome is None:
+            if self.events > EVENTS_MAX:
+                raise Broken("the walk does not end")
+            if disturbances and self.rng.random() < chance:
+                disturbances -= 1
+                self.events += 1
+                disturb(self, self.rng.choice(kinds))
+            elif self.pool:
+                before = self.progress
+                self.step()
+                idle = 0 if self.progress > before else idle
+            else:
+                idle += 1
+                self._pass_time(idle)
+        self._check_outcome()
+
+    def step(self) -> None:
+        """One of the things that may happen now."""
+        token = self.pool.take()
+        actor = token.receiver if isinstance(token, Link) else token
+        actor = actor if isinstance(actor, Machine) else actor.machine
+        if not actor.is_alive:
+            return
+        if actor.is_frozen:
+            actor.parked.append(token)
+            return
+        self.now += 0.004 * self.rng.random()
+        match token:
+            case Link() if token.is_broken:
+                token.is_broken = False
+                self.pool.add(token)
+                if token.sender.is_alive:
+                    reconnect(self, token.sender, token.receiver.me)
+            case Link() if not token.queue:
+                return
+            case Link():
+                if token.is_slow and self.rng.random() < 0.95:
+                    self.pool.add(token)
+                    return
+                self._deliver(token)
+            case Machine():
+                if self.rng.random() > token.speed:
+                    self.pool.add(token)
+                    return
+                self.progress += 1
+                self._compute(token)
+            case Learning():
+                self.progress += 1
+                self._learn(actor)
+            case Taking():
+                self.progress += 1
+                self._take(token)
+        self.events += 1
+        self._wake()
+
+    def thaw(self, machine: Machine) -> None:
+        """It goes on where it was stopped."""
+        machine.is_frozen = False
+        for token in machine.parked:
+            self.pool.add(token)
+        machine.parked.clear()
+
+    def _wake(self) -> None:
+        for machine in self.machines.values():
+            committer = machine.committer
+            runs = machine.is_alive and not machine.is_frozen
+            if committer is not None and runs and committer.deadline <= self.now:
+                self.pass_on(machine, committer.wake(self.now))
+            if machine.is_frozen and machine.frozen_until <= self.now:
+                self.thaw(machine)
+
+    def _pass_time(self, idle: int) -> None:
+        """Nothing happens until a timer fires, or a machine goes on."""
+        if idle > IDLE_WAKES_MAX:
+            phases = [
+                (machine.height, machine.committer.phase, machine.committer.step)
+                for machine in self.machines.values()
+                if machine.committer is not None and machine.is_alive
+            ]
+            raise Broken(f"nothing more happens: {phases}")
+        times = [machine.frozen_until for machine in self.machines.values() if machine.is_frozen]
+        times += [
+            machine.committer.deadline
+            for machine in self.machines.values()
+            if machine.committer is not None and machine.is_alive and not machine.is_frozen
+        ]
+        soonest = min(times, default=self.now)
+        self.now = max(self.now, soonest) if soonest < 1e18 else self.now
+        self._wake()
+        dead = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
+        if dead and self.rng.random() < 0.2:
+            self.notice(tuple(dead))
+
+    def _deliver(self, link: Link) -> None:
+        message = link.queue.popleft()
+        if link.queue:
+            self.pool.add(link)
+        sender, receiver = link.sender, link.receiver
+        if link.is_slow and sender.is_alive:
+            message = sender.wired(message)
+        if message is None:
+            return
+        try:
+            for sends in self._receive(sender.me, receiver, message):
+                self.pass_on(receiver, sends)
+        except RemoteProtocolError as error:
+            raise Broken(f"{receiver.me!r} refuses {message} of the honest {sender.me!r}: {error}") from error
+
+    def _receive(self, sender: PeerId, machine: Machine, message: Any) -> Iterator[Sends]:
+        """To whichever of its roles it is for."""
+        if isinstance(message, (OpenedFrame, CommitterMessage)):
+            if machine.feeder is not None and isinstance(message, Open):
+                yield machine.feeder.receive(self.now, sender, message)
+            if machine.replica is not None:
+                yield machine.replica.receive(self.now, sender, message)
+        elif machine.committer is not None and isinstance(message, StepMessage):
+            yield machine.committer.receive(self.now, sender, message)
+
+    def _compute(self, machine: Machine) -> None:
+        work = machine.work
+        if work is None or isinstance(work, ReduceReady):
+            return
+        self._see(work)
+        if isinstance(work, FillReady):
+            self._fill(machine, work)
+            return
+        if isinstance(work, ApplyReady):
+            self._check_apply(machine, work)
+        if isinstance(work, SaveReady):
+            self._keep_copy(machine, work)
+            return
+        self.pass_on(machine, machine.compute())
+        if isinstance(work, ApplyReady):
+            self._mend()
+            if not machine.is_bounded:
+                raise Broken("something of a step is kept after it was applied")
+
+    def _fill(self, machine: Machine, work: FillReady) -> None:
+        if work.checkpoint != NOTHING:
+            if work.checkpoint != digest("checkpoint", work.step):
+                raise Broken("a checkpoint of another step than the plan says")
+            self.pass_on(machine, machine.filled(self.copies[work.step][machine.stage.index]))
+            return
+        able = [
+            source
+            for source in (self.machines[name] for name in work.sources)
+            if source.is_alive and source.replica is not None and source.replica.step == work.step
+        ]
+        # Without any it waits: the plan after this one will name others.
+        if able:
+            source = self.rng.choice(able)
+            if source.is_corrupt or source.stage.step != work.step:
+                raise Broken("a stage is filled from one that does not hold what it should")
+            self.pass_on(machine, machine.filled(source.stage.parameters))
+
+    def _keep_copy(self, machine: Machine, work: SaveReady) -> None:
+        stage = machine.stage
+        if stage.parameters != self.truth.parameters[work.step][stage.index]:
+            raise Broken("a copy of what nobody should hold")
+        self.copies.setdefault(work.step, {})[stage.index] = stage.parameters
+        machine.work = None
+        assert machine.replica is not None
+        self.pass_on(machine, machine.replica.saved(work))
+
+    def _take(self, token: Taking) -> None:
         """The all-reduce ends for one of its members."""
-        reduction, node = self.reductions[key], self.nodes[me]
-        reduction.taken.append(me)
+        reduction = self.reductions[token.key]
+        if len(reduction.brought) < len(reduction.members):
+            return  # it was void before it ended
+        reduction.taken.add(token.machine.me)
         total: dict[int, int] = {}
         for member in reduction.members:
             for microbatch, value in reduction.brought[member].items():
                 if microbatch in total:
                     raise Broken(f"micro-batch {microbatch} is in two sums")
                 total[microbatch] = value
-        work = node.reducing
-        if work is None or key[:3] != (work.plan, work.step, work.attempt):
-            return  # one that was void before this member had begun it
-        if key[3] == ALL_STAGES:
-            node.stage.tied_total = total
-        else:
-            node.stage.total = total
-        if node.stage.total is None or node.stage.tied_total is None:
-            return
-        name = digest(sorted(node.stage.total.items()), sorted(node.stage.tied_total.items()))
-        self._from_node(node, node.replica.reduced(work, name, node.stage.squared_norm))
+        self.pass_on(token.machine, token.machine.reduced(token.key, total))
 
-    def _apply(self, node: Node, work: ApplyReady) -> None:
-        expected = self.truth.totals[work.step][node.stage.index]
-        if node.stage.total != expected:
-            raise Broken(f"{node.me!r} applies {node.stage.total} in step {work.step}, not {expected}")
-        if node.stage.tied_total != self.truth.tied_totals[work.step]:
-            raise Broken(f"{node.me!r} applies another total of what is tied in step {work.step}")
+    def _check_apply(self, machine: Machine, work: ApplyReady) -> None:
+        stage = machine.stage
+        if stage.total != self.truth.totals[work.step][stage.index]:
+            raise Broken(f"{machine.me!r} applies {stage.total} in step {work.step}")
+        if stage.tied_total != self.truth.tied_totals[work.step]:
+            raise Broken(f"{machine.me!r} applies another total of what is tied in step {work.step}")
         if work.squared_norm != self.truth.squared_norms[work.step]:
-            raise Broken(f"{node.me!r} clips by {work.squared_norm} in step {work.step}")
-        parameters = node.stage.apply(work.step, work.samples, work.squared_norm)
-        self._from_node(node, node.replica.applied(work, parameters))
-        if node.replica._kept or node.replica._microbatches:
-            raise Broken("frames are kept after their step was applied")
+            raise Broken(f"{machine.me!r} clips by {work.squared_norm} in step {work.step}")
+        if stage.parameters != self.truth.parameters[work.step][stage.index]:
+            raise Broken(f"{machine.me!r} applies step {work.step} to other parameters than its stage")
 
-    # Disturbances
+    # What the committer says
 
-    def _disturb(self, false_suspicion: bool) -> None:
-        everybody = list(self.nodes)
-        choice = self.rng.choice(["kill", "break", "break", "trainer", "fail", "suspect"])
-        match choice:
-            case "break":
-                self._break()
-            case "trainer":
-                self.replace_trainer(readmit=false_suspicion and self.rng.random() < 0.5)
-            case "kill" if everybody:
-                self.kill(self.rng.choice(everybody))
-            case "fail" if everybody:
-                node = self.nodes[self.rng.choice(everybody)]
-                self.wronged.add(node.me)
-                self._from_node(node, node.replica.failed("the stage process is gone"))
-            case "suspect" if everybody and false_suspicion:
-                self._notice(self.rng.choice(everybody))
+    def _hear(self, machine: Machine, event: Any) -> None:
+        self._see(event)
+        match event:
+            case StepApplied():
+                self._check_step(machine, event)
+            case TrainingEvaluated():
+                self._check_ended(machine, event)
+                self._end("done", "")
+            case TrainingFailed():
+                self._check_failed(machine, event)
+            case ReplicaFailed() if event.reason != GONE and not self.lied:
+                raise Broken(f"{event.peer!r} gives up, and nothing was wrong: {event.reason}")
+            case Resumed():
+                if machine.height in self.resumed:
+                    raise Broken("a plan resumes twice")
+                self.resumed.add(machine.height)
+        if machine.height + 1 == len(self.plans):
+            self._act_on(event)
 
-    def kill(self, me: PeerId) -> None:
-        """SIGKILL: of what it sent, only what has left already may arrive."""
-        del self.nodes[me]
-        self._cut(me)
-        self.unheard.append(me)
-        self.wronged.add(me)
+    def _act_on(self, event: Any) -> None:
+        """What the shells would ask of the committee."""
+        match event:
+            case TrainingFailed() if self.checkpoint() is None:
+                self._end("failed", event.reason)
+            case TrainingFailed():
+                self.restore()
+            case ReplicaFailed():
+                self._replace(event.peer)
+            case StepsPaused():
+                self.decide(Change(trainers=(*self.plan.trainers[1:], self.plan.trainers[0])))
 
-    def _cut(self, me: PeerId) -> None:
-        for (sender, receiver), link in self.links.items():
-            if sender == me:
-                for _ in range(self.rng.randint(0, len(link.queue))):
-                    link.queue.pop()
-                link.broken = False
-            elif receiver == me:
-                link.queue.clear()
-                link.broken = False
+    def _see(self, what: object) -> None:
+        name = type(what).__name__
+        self.seen[name] = self.seen.get(name, 0) + 1
 
-    def _notice(self, me: PeerId) -> None:
-        if me in self.unheard:
-            self.unheard.remove(me)
-        self.wronged.add(me)
-        self._from_trainer(self.trainer.drop(0.0, me))
+    def _check_step(self, machine: Machine, event: StepApplied) -> None:
+        if event.loss != self.truth.losses[event.step]:
+            raise Broken(f"step {event.step} has loss {event.loss}, not {self.truth.losses}")
+        if [len(row) for row in event.work] != [
+            len(row.replicas) for row in self.plans[machine.height].stages
+        ]:
+            raise Broken("the work of a step is not that of its replicas")
+        self.committed.append((machine.height, event.step))
+        steps = self.chain()
+        if len(set(steps)) != len(steps):
+            raise Broken(f"steps {steps} are in the chain")
 
-    def _break(self) -> None:
-        """A stream breaks: what was in flight is lost, what was still queued is not."""
-        links = [
-            link
-            for (sender, receiver), link in self.links.items()
-            if link.queue and receiver not in self.unheard and not link.broken
+    def chain(self) -> list[int]:
+        """The steps of the surviving chain that were reported: nothing that a checkpoint took back."""
+        return [
+            step
+            for height, step in self.committed
+            if not any(
+                plan.restored != NOTHING and plan.height > height and plan.step <= step for plan in self.plans
+            )
         ]
-        if not links:
-            return
-        link = self.rng.choice(links)
-        link.broken = True
-        messages = list(link.queue)
-        lost = self.rng.randint(0, len(messages))
-        again = [messages[lost - 1]] if lost and self.rng.random() < 0.3 else []
-        link.queue = deque(again + messages[lost:])
 
-    def _reconnect(self, sender: PeerId, receiver: PeerId) -> None:
-        self.links[sender, receiver].broken = False
-        if sender == self.trainer.me:
-            self._from_trainer(self.trainer.reconnected(receiver))
-        else:
-            node = self.nodes[sender]
-            self._from_node(node, node.replica.reconnected(receiver))
+    def _check_failed(self, machine: Machine, event: TrainingFailed) -> None:
+        """Whether really no step can be resumed."""
+        plan = self.plans[machine.height]
+        rows = [[self.machines[PeerId(name)] for name in stage.replicas] for stage in plan.stages]
+        held = [
+            {step for each in row if each.height == machine.height for step in each.reachable} for row in rows
+        ]
+        if set.intersection(*held):
+            raise Broken(f"the run failed though every stage can go on: {event.reason}")
 
+    def _end(self, outcome: str, reason: str) -> None:
+        self.outcome, self.reason = outcome, reason
 
-def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:
-    """A frame as `open_frame` hands it over."""
-    return OpenedFrame(author, header, payload(data))
+    def _check_ended(self, machine: Machine, event: TrainingEvaluated) -> None:
+        if (event.samples, event.metrics) != (self.truth.evaluated, self.truth.metrics):
+            raise Broken(f"evaluated {event}, not {self.truth.evaluated}, {self.truth.metrics}")
+        plan = self.plans[machine.height]
+        for number, stage in enumerate(plan.stages):
+            for name in stage.replicas:
+                other = self.machines[PeerId(name)]
+                if other.is_alive and other.height == machine.height:
+                    held = other.stage.step, other.stage.parameters
+                    if held != (self.settings.steps, self.truth.parameters[-1][number]):
+                        raise Broken(f"{other.me!r} ends with other parameters than the undisturbed run")
+
+    def _check_outcome(self) -> None:
+        if self.outcome == "failed" and not self.reason:
+            raise Broken("the run failed without a reason")
+        # A step left half applied is finished under the next plan, which does not know its loss.
+        if self.outcome == "done" and len(self.chain()) + len(self.plans) - 1 < self.settings.steps:
+            raise Broken(f"of {self.settings.steps} steps only {self.chain()} were reported")
+        for machine in self.machines.values():
+            core = machine.replica
+            if core is not None and len(core._order.microbatches) > self.plan.microbatches:
+                raise Broken("more than a step is kept")

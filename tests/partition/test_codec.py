@@ -3,6 +3,7 @@
 import contextlib
 import struct
 import tracemalloc
+from random import Random
 
 import msgspec
 import numpy as np
@@ -14,7 +15,18 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codec import CODECS, Array, Codec, Payload, TensorHeader, Typed, pack, typed, unpack
+from partition.codec import (
+    CODECS,
+    Array,
+    Codec,
+    Payload,
+    TensorHeader,
+    Typed,
+    check_length,
+    pack,
+    typed,
+    unpack,
+)
 from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
@@ -63,7 +75,7 @@ def test_a_bundle_comes_back_bit_for_bit(bundle: list[Typed], codec: Codec, size
 def test_random_data_is_refused_or_decoded_within_the_bound(
     data: bytes, codec: Codec, headers: list[TensorHeader]
 ) -> None:
-    payload = Payload((), tuple(headers), codec, blake3(data).digest(), data)
+    payload = Payload((), tuple(headers), codec, blake3(data).digest(), memoryview(data))
     with contextlib.suppress(RemoteProtocolError):
         assert sum(array.nbytes for _, array in unpack(payload, bytes_max=64)) <= 64
 
@@ -95,7 +107,9 @@ def test_a_bundle_above_the_bound_is_refused_before_it_is_decompressed() -> None
 def claimed(codec: Codec, *tensors: tuple[TensorHeader, int, bytes]) -> Payload:
     """A payload of tensors with these marks and bytes, whatever they are."""
     data = b"".join(struct.pack("<II", marks, len(part)) + part for _, marks, part in tensors)
-    return Payload((), tuple(header for header, _, _ in tensors), codec, blake3(data).digest(), data)
+    return Payload(
+        (), tuple(header for header, _, _ in tensors), codec, blake3(data).digest(), memoryview(data)
+    )
 
 
 CODED, ZSTD, APART = 1, 2, 4
@@ -161,15 +175,40 @@ def test_numbers_beyond_the_type_are_refused() -> None:
 
 
 def resealed(payload: Payload, data: bytes) -> Payload:
-    return msgspec.structs.replace(payload, data=data, digest=blake3(data).digest())
+    return msgspec.structs.replace(payload, data=memoryview(data), digest=blake3(data).digest())
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_payload_that_is_longer_or_shorter_than_its_tensors_is_refused(codec: Codec) -> None:
     payload = pack([typed(np.arange(1_000.0)), typed(np.arange(3))], codec)
-    for data in (payload.data + b"\0", payload.data[:-1], payload.data[:4], b""):
+    whole = bytes(payload.data)
+    for data in (whole + b"\0", whole[:-1], whole[:4], b""):
         with pytest.raises(RemoteProtocolError):
             unpack(resealed(payload, data), bytes_max=_LARGE)
+
+
+def test_a_single_raw_tensor_is_neither_copied_into_its_payload_nor_out_of_it() -> None:
+    array = np.arange(1_000.0).reshape(10, 100)
+    payload = pack([typed(array)], "raw")
+    assert np.shares_memory(np.frombuffer(payload.data), array)
+    assert payload.data.readonly
+    ((_, out),) = unpack(payload, bytes_max=_LARGE)
+    assert np.shares_memory(out, array)
+    ((_, out),) = unpack(decode(encode(payload), Payload, bytes_max=_LARGE), bytes_max=_LARGE)
+    assert np.array_equal(out, array)
+
+
+@given(st.sampled_from(CODECS), st.lists(st.integers(1, 3_000), max_size=3), st.randoms())
+def test_every_payload_has_a_length_that_its_tensors_can_have(
+    codec: Codec, sizes: list[int], random: Random
+) -> None:
+    arrays = [np.frombuffer(random.randbytes(4 * size), np.uint32).astype(np.float32) for size in sizes]
+    payload = pack([*map(typed, arrays)], codec)
+    check_length(payload.tensors, codec, len(payload.data))
+    longest = payload.size_bytes + (0 if codec == "raw" else 8 * len(sizes))
+    for length in (longest + 1, longest - 1 if codec == "raw" else 8 * len(sizes) - 1):
+        with pytest.raises(RemoteProtocolError, match="bytes for tensors"):
+            check_length(payload.tensors, codec, length)
 
 
 @given(st.sampled_from(CODECS), st.data())
@@ -231,7 +270,7 @@ def test_the_same_tensors_are_the_same_bytes(codec: Codec) -> None:
 
 
 def test_a_bool_that_is_neither_is_refused() -> None:
-    payload = Payload((), (TensorHeader("bool", (2,)),), "raw", blake3(b"\1\2").digest(), b"\1\2")
+    payload = Payload((), (TensorHeader("bool", (2,)),), "raw", blake3(b"\1\2").digest(), memoryview(b"\1\2"))
     with pytest.raises(RemoteProtocolError, match="0 and 1"):
         unpack(payload, bytes_max=_LARGE)
 

@@ -179,6 +179,18 @@ def test_totals_that_are_not_finite_are_refused() -> None:
     assert bytes(stage.arenas["parameters"]) == before
 
 
+def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
+    build = GraphBuilder(dtype="float64")
+    batch = build.symbol("batch")
+    build.begin()
+    # Of a single element torch gives the norm without squaring it.
+    scaled = build.node("mul.Tensor", build.input("x", "float64", batch, 1), build.parameter("w", 1))
+    build.end(outputs=[scaled], loss=build.node("sum", scaled))
+    stage = Held(whole(build.finish()), (1,))
+    stage.vector("totals")[:] = 1e200
+    assert stage.ask(Norm(), Normed).squared_norm == inf
+
+
 def test_a_gradient_that_is_not_finite_is_told_by_the_norm_and_blames_no_replica() -> None:
     graph = model()
     first, _ = cut(graph, bytes(32), legal_positions(graph)[:1])

@@ -16,6 +16,8 @@ from partition.codec import (
     DIMENSIONS_MAX,
     SIDE_MAX,
     SIZES_MAX,
+    Codec,
+    Payload,
     TensorHeader,
     pack,
     typed,
@@ -23,19 +25,31 @@ from partition.codec import (
 )
 from partition.model.graph import TENSORS_MAX
 from partition.steps import frames
-from partition.steps.frames import FRAME_PURPOSE, HEADER_BYTES_MAX, Frame, FrameHeader, make_frame, open_frame
+from partition.steps.frames import (
+    FRAME_PURPOSE,
+    HEADER_BYTES_MAX,
+    Frame,
+    FrameHeader,
+    OpenedFrame,
+    make_frame,
+    open_frame,
+)
 
 ALICE, BOB = (IdentitySigner(Identity(bytes([number]) * 32), "test") for number in (1, 2))
 TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 MASK = np.array([True, False, True])
 
 
-def frame_of_alice() -> Frame:
+PAYLOAD = pack([typed(TENSOR), typed(MASK)], "zstd", (3,))
+
+
+def frame_of_alice(payload: Payload = PAYLOAD) -> Frame:
     return make_frame(
         ALICE,
-        pack([typed(TENSOR), typed(MASK)], "zstd", (3,)),
+        payload,
         plan=bytes(32),
         step=4,
+        attempt=6,
         microbatch=9,
         stage=1,
         direction="input",
@@ -49,16 +63,21 @@ HEADER: FrameHeader = decode(FRAME.header.body, FrameHeader, bytes_max=HEADER_BY
 
 def signed_by_alice(**changes: Any) -> Frame:
     """Alice herself says something odd."""
-    return Frame(ALICE.sign(FRAME_PURPOSE, encode(replace(HEADER, **changes))), FRAME.data)
+    return Frame(ALICE.sign(FRAME_PURPOSE, encode(replace(HEADER, **changes))))
+
+
+def opened_by_bob(frame: Frame, data: bytes | memoryview = PAYLOAD.data) -> OpenedFrame:
+    return open_frame(BOB, ALICE.peer, frame, memoryview(data))
 
 
 def test_a_frame_comes_back_as_it_was_sent() -> None:
     sent: Frame = decode(encode(FRAME), Frame, bytes_max=10_000)
-    opened = open_frame(BOB, ALICE.peer, sent)
+    opened = opened_by_bob(sent)
     assert opened.author == ALICE.peer
     assert opened.header == FrameHeader(
         bytes(32),
         4,
+        6,
         9,
         1,
         "input",
@@ -76,43 +95,62 @@ def test_a_frame_comes_back_as_it_was_sent() -> None:
 def test_the_largest_numbers_fit_a_header() -> None:
     huge = 2**63 - 1
     tensors = (TensorHeader("bfloat16", (SIDE_MAX,) * DIMENSIONS_MAX),) * TENSORS_MAX
-    frame = signed_by_alice(step=huge, microbatch=huge, sizes=(SIDE_MAX,) * SIZES_MAX, tensors=tensors)
-    assert open_frame(BOB, ALICE.peer, frame).header.microbatch == huge
+    frame = signed_by_alice(
+        step=huge, attempt=huge, microbatch=huge, sizes=(SIDE_MAX,) * SIZES_MAX, tensors=tensors
+    )
+    assert opened_by_bob(frame, bytes(8 * TENSORS_MAX)).header.microbatch == huge
 
 
 def test_a_frame_of_another_author_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="signed by another peer"):
-        open_frame(ALICE, BOB.peer, FRAME)
+        open_frame(ALICE, BOB.peer, FRAME, PAYLOAD.data)
 
 
 def test_an_altered_header_is_refused() -> None:
     body = encode(replace(HEADER, microbatch=8))
     with pytest.raises(RemoteProtocolError, match="wrong signature"):
-        open_frame(BOB, ALICE.peer, Frame(replace(FRAME.header, body=body), FRAME.data))
+        opened_by_bob(Frame(replace(FRAME.header, body=body)))
 
 
 def test_a_fact_signed_for_another_purpose_is_refused() -> None:
     fact = ALICE.sign("contact", FRAME.header.body)
     with pytest.raises(RemoteProtocolError, match="wrong signature"):
-        open_frame(BOB, ALICE.peer, Frame(fact, FRAME.data))
+        opened_by_bob(Frame(fact))
 
 
 def test_altered_data_is_refused_where_it_is_unpacked() -> None:
-    opened = open_frame(BOB, ALICE.peer, Frame(FRAME.header, FRAME.data[:-1] + b"\0"))
+    opened = opened_by_bob(FRAME, bytes(PAYLOAD.data[:-1]) + b"\0")
     with pytest.raises(RemoteProtocolError, match="wrong digest"):
         unpack(opened.payload, bytes_max=51)
 
 
 def test_an_oversize_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "PAYLOAD_BYTES_MAX", len(FRAME.data) - 1)
+    monkeypatch.setattr(frames, "PAYLOAD_BYTES_MAX", len(PAYLOAD.data) - 1)
     with pytest.raises(RemoteProtocolError, match="at most"):
-        open_frame(BOB, ALICE.peer, FRAME)
+        opened_by_bob(FRAME)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
+def test_a_frame_whose_payload_cannot_be_its_tensors_is_refused_before_its_signature_is_checked(
+    codec: Codec,
+) -> None:
+    payload = pack([typed(np.arange(100, dtype=np.float32))], codec)
+    frame = frame_of_alice(payload)
+    longest = 400 if codec == "raw" else 408
+    for data in (b"", bytes(longest + 1), bytes(48 << 20), *([bytes(longest - 1)] if codec == "raw" else [])):
+        with pytest.raises(RemoteProtocolError, match="bytes for tensors"):
+            opened_by_bob(Frame(replace(frame.header, signature=bytes(64))), data)
+
+
+def test_an_opened_frame_has_the_very_memory_that_came() -> None:
+    data = memoryview(bytes(PAYLOAD.data))
+    assert opened_by_bob(FRAME, data).payload.data.obj is data.obj
 
 
 def test_an_oversize_header_is_refused() -> None:
     fact = ALICE.sign(FRAME_PURPOSE, bytes(HEADER_BYTES_MAX + 1))
     with pytest.raises(RemoteProtocolError, match="at most"):
-        open_frame(BOB, ALICE.peer, Frame(fact, FRAME.data))
+        opened_by_bob(Frame(fact))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +158,7 @@ def test_an_oversize_header_is_refused() -> None:
     [
         {"stage": 64},
         {"step": -1},
+        {"attempt": 2**63},
         {"direction": "sideways"},
         {"digest": b"1"},
         {"sizes": (0,)},
@@ -134,14 +173,14 @@ def test_an_oversize_header_is_refused() -> None:
 )
 def test_an_impossible_header_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError, match="not a valid message"):
-        open_frame(BOB, ALICE.peer, signed_by_alice(**changes))
+        opened_by_bob(signed_by_alice(**changes))
 
 
 @given(st.binary(max_size=100), st.binary(max_size=70), st.binary(max_size=40))
 def test_random_facts_are_refused(body: bytes, signature: bytes, author: bytes) -> None:
     fact = replace(FRAME.header, body=body, signature=signature, author=author)
     with pytest.raises(RemoteProtocolError):
-        open_frame(BOB, ALICE.peer, Frame(fact, b""))
+        opened_by_bob(Frame(fact), b"")
 
 
 @given(st.integers(0, len(FRAME.header.body) - 1), st.integers(1, 255))
@@ -149,4 +188,4 @@ def test_no_byte_of_the_header_can_be_altered(place: int, change: int) -> None:
     body = bytearray(FRAME.header.body)
     body[place] ^= change
     with pytest.raises(RemoteProtocolError):
-        open_frame(BOB, ALICE.peer, Frame(replace(FRAME.header, body=bytes(body)), FRAME.data))
+        opened_by_bob(Frame(replace(FRAME.header, body=bytes(body))))

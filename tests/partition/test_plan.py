@@ -11,25 +11,26 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import (
+    COMMITTEE_MAX,
     HEIGHT_MAX,
     MICROBATCHES_MAX,
+    NOTHING,
     PLAN_BYTES_MAX,
     Plan,
     StagePlan,
+    committee,
     decode_plan,
     encode_plan,
     plan_hash,
-    planner_of,
 )
 
-A, B, C, D = (PeerId(bytes([number]) * 32) for number in range(4))
+A, B, C, D, E = (PeerId(bytes([number]) * 32) for number in range(5))
 PLAN = Plan(
     run=bytes(32),
-    parent=bytes(32),
+    parent=bytes([1]) * 32,
     height=3,
-    planner=D,
-    trainer=A,
-    requester=D,
+    roster=(A, B, C, D),
+    trainers=(A,),
     microbatches=8,
     stages=(StagePlan(0, 2, (C, A), (5, 6)), StagePlan(2, 5, (B,), (7,))),
 )
@@ -46,8 +47,9 @@ def test_another_plan_has_another_hash() -> None:
     assert plan_hash(replace(PLAN, height=4)) != plan_hash(PLAN)
 
 
-def test_members_are_everybody_once_by_peer_id() -> None:
+def test_members_are_the_roster_and_the_first_trainer_commits() -> None:
     assert PLAN.members == (A, B, C, D)
+    assert replace(PLAN, trainers=(D, A)).committer == D
     assert [PLAN.stage_of(peer) for peer in PLAN.members] == [0, 1, 0, None]
 
 
@@ -69,9 +71,18 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         ({"stages": (FIRST, replace(LAST, replicas=(A,)))}, "two stages"),
         ({"stages": (replace(FIRST, replicas=(b"short", B)),)}, "length >= 32"),
         ({"height": HEIGHT_MAX}, "<"),
+        ({"height": 0}, "is not the first"),
+        ({"parent": NOTHING}, "is not the first"),
         ({"microbatches": 0}, ">= 1"),
         ({"microbatches": MICROBATCHES_MAX + 1}, "<="),
-        ({"trainer": b""}, "length >= 32"),
+        ({"trainers": ()}, "length >= 1"),
+        ({"trainers": (b"",)}, "length >= 32"),
+        ({"trainers": (A, A)}, "a trainer twice"),
+        ({"trainers": (E,)}, "not admitted"),
+        ({"roster": ()}, "length >= 1"),
+        ({"roster": (B, A, C, D)}, "not sorted"),
+        ({"roster": (A, A, B, C, D)}, "names a peer twice"),
+        ({"roster": (A, C, D)}, "a replica that is not admitted"),
         ({"run": bytes(31)}, "length >= 32"),
     ],
 )
@@ -102,5 +113,32 @@ def test_an_altered_byte_is_refused_or_makes_another_plan(place: int, value: int
     assert (plan_hash(plan) == plan_hash(PLAN)) == (plan == PLAN)
 
 
-def test_the_lowest_live_peer_plans() -> None:
-    assert planner_of([C, A, B]) == A
+# Who decides what comes next
+
+
+def crowded(members: int, run: bytes = bytes(32)) -> Plan:
+    roster = tuple(sorted(bytes([number, 1]) * 16 for number in range(members)))
+    return replace(
+        PLAN, run=run, roster=roster, trainers=roster[:1], stages=(StagePlan(0, 1, roster[:1], (1,)),)
+    )
+
+
+@given(st.integers(1, 200), st.binary(min_size=32, max_size=32))
+def test_a_committee_is_of_the_roster_and_the_same_for_all(members: int, run: bytes) -> None:
+    plan = crowded(members, run)
+    seats = committee(plan)
+    assert len(seats) == len(set(seats)) == min(members, COMMITTEE_MAX)
+    assert set(seats) <= set(plan.roster)
+    assert committee(decode_plan(encode_plan(plan))) == seats
+
+
+def test_nearly_every_plan_has_another_committee() -> None:
+    seats = {committee(replace(crowded(200), height=height)) for height in range(1, 51)}
+    assert len(seats) > 40
+
+
+def test_among_some_only_those_are_of_the_committee_in_the_same_order() -> None:
+    plan = crowded(12)
+    everybody = sorted(plan.roster, key=lambda peer: (committee(plan) + plan.roster).index(peer))
+    few = (everybody[7], everybody[1], everybody[4])
+    assert committee(plan, few) == (everybody[1], everybody[4], everybody[7])

@@ -1,82 +1,68 @@
-"""Who takes which micro-batch: the same for everybody, in proportion to the rates, moved only by a death."""
+"""Who takes which micro-batch: in proportion to the rates, and the same for everybody."""
 
 from fractions import Fraction
 from math import ceil
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from crypto.identity import PeerId
-from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, Plan, StagePlan, decode_plan, encode_plan
-from partition.plan.schedule import Routes, deal, stage_owners
+from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, decode_plan, encode_plan
+from partition.plan.schedule import deal, feeder_of
+from tests.partition.fake_stage import peer
+from tests.partition.small_plan import PLAN
 
-PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(REPLICAS_MAX))
-
-
-@st.composite
-def stages(draw: st.DrawFn) -> StagePlan:
-    rates = draw(st.lists(st.integers(0, 1_000), min_size=1, max_size=6))
-    return StagePlan(0, 1, PEERS[: len(rates)], tuple(rates))
+rates = st.lists(st.integers(1, 1_000), min_size=1, max_size=6)
+TRAINERS = tuple(peer(f"t{number}") for number in range(5))
+FED = replace(PLAN, roster=tuple(sorted((*PLAN.roster, *TRAINERS))), trainers=TRAINERS)
 
 
-@given(stages(), st.integers(1, 60), st.data())
-def test_a_drop_moves_only_what_the_dropped_had(
-    stage: StagePlan, microbatches: int, data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(stage.replicas))
-    before = stage_owners(stage, microbatches, ())
-    for number in range(1, len(order)):
-        dropped = [PeerId(peer) for peer in order[:number]]
-        after = stage_owners(stage, microbatches, dropped)
-        for was, owner in zip(before, after, strict=True):
-            assert owner not in dropped
-            assert owner == was or was == dropped[-1]
-        before = after
-    assert stage_owners(stage, microbatches, [PeerId(peer) for peer in order]) == ()
-
-
-@given(stages(), st.integers(1, 60), st.lists(st.sampled_from(PEERS), max_size=4))
-def test_a_peer_of_another_stage_or_a_second_drop_moves_nothing(
-    stage: StagePlan, microbatches: int, others: list[PeerId]
-) -> None:
-    dropped = [peer for peer in others if peer not in stage.replicas]
-    twice = [*dropped, PEERS[0], *dropped, PEERS[0]]
-    assert stage_owners(stage, microbatches, dropped) == stage_owners(stage, microbatches, ())
-    assert stage_owners(stage, microbatches, twice) == stage_owners(stage, microbatches, [PEERS[0]])
-
-
-@given(st.lists(st.integers(1, 1_000), min_size=1, max_size=6), st.integers(1, 200))
+@given(rates, st.integers(1, 200))
 def test_no_deal_ends_a_stage_earlier(rates: list[int], microbatches: int) -> None:
-    owners = list(deal(range(microbatches), PEERS[: len(rates)], rates).values())
-    end = max(Fraction(owners.count(peer), rate) for peer, rate in zip(PEERS, rates, strict=False))
+    owners = list(deal(range(microbatches), range(len(rates)), rates).values())
+    end = max(Fraction(owners.count(place), rate) for place, rate in enumerate(rates))
     done_before = sum(ceil(end * rate) - 1 for rate in rates)  # all that could be done strictly earlier
     assert done_before < microbatches
 
 
+@given(rates, st.integers(1, 60), st.data())
+def test_only_those_named_are_dealt_to(rates: list[int], microbatches: int, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.sampled_from(range(len(rates))), min_size=1, unique=True))
+    assert set(deal(range(microbatches), places, rates).values()) <= set(places)
+
+
 def test_twice_the_rate_gets_twice_the_microbatches() -> None:
-    owners = list(deal(range(9), PEERS[:2], (10, 20)).values())
-    assert (owners.count(PEERS[0]), owners.count(PEERS[1])) == (3, 6)
+    owners = list(deal(range(9), range(2), (10, 20)).values())
+    assert (owners.count(0), owners.count(1)) == (3, 6)
 
 
-def test_the_same_answer_from_the_bytes_of_the_plan_and_for_every_step() -> None:
-    plan = Plan(
-        run=bytes(32),
-        parent=bytes(32),
-        height=0,
-        planner=PEERS[0],
-        trainer=PEERS[0],
-        requester=PEERS[0],
-        microbatches=5,
-        stages=(StagePlan(0, 2, PEERS[:3], (3, 1, 2)), StagePlan(2, 3, PEERS[3:5], (1, 1))),
-    )
-    here, there = (Routes(plan, [PEERS[1]]), Routes(decode_plan(encode_plan(plan)), [PEERS[1]]))
-    for stage in range(2):
-        assert here.live(stage)
-        for number in range(5):
-            assert here.owner(stage, number) == there.owner(stage, number) == here.owner(stage, number + 35)
+def test_who_has_something_to_do_gets_less() -> None:
+    owners = list(deal(range(6), range(2), (1, 1), (4, 0)).values())
+    assert (owners.count(0), owners.count(1)) == (1, 5)
+
+
+def test_who_measured_nothing_can_still_be_dealt_to() -> None:
+    assert list(deal(range(3), range(2), (0, 0)).values()) == [0, 1, 0]
 
 
 def test_equal_replicas_take_turns_in_the_largest_stage_of_a_plan() -> None:
-    owners = deal(range(MICROBATCHES_MAX), PEERS, [1] * REPLICAS_MAX)
-    assert [owners[number] for number in range(REPLICAS_MAX)] == list(PEERS)
+    owners = deal(range(MICROBATCHES_MAX), range(REPLICAS_MAX), [1] * REPLICAS_MAX)
+    assert [owners[number] for number in range(REPLICAS_MAX)] == list(range(REPLICAS_MAX))
     assert len(owners) == MICROBATCHES_MAX
+
+
+@given(st.integers(0, 2**62), st.booleans(), st.sampled_from(TRAINERS))
+def test_when_a_trainer_goes_only_its_own_microbatches_move(number: int, train: bool, gone: bytes) -> None:
+    before = feeder_of(FED, train, number)
+    assert before == feeder_of(decode_plan(encode_plan(FED)), train, number)
+    after = feeder_of(replace(FED, trainers=tuple(each for each in TRAINERS if each != gone)), train, number)
+    assert after == before or before == gone
+
+
+def test_every_trainer_feeds_its_share() -> None:
+    feeding = [feeder_of(FED, True, number) for number in range(500)]
+    assert min(feeding.count(trainer) for trainer in TRAINERS) > 60
+
+
+def test_a_lone_trainer_feeds_everything() -> None:
+    assert feeder_of(replace(PLAN, trainers=PLAN.trainers[:1]), False, 7) == PLAN.committer

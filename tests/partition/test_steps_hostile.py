@@ -12,35 +12,71 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from partition.plan.plan import NOTHING
+from partition.steps.committer import Committer, StepApplied
+from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.frames import FrameHeader
 from partition.steps.messages import (
+    EVALUATIONS_IN_FLIGHT_MAX,
     Applied,
     Apply,
     Counted,
-    Drop,
     Evaluated,
     Failed,
+    Fill,
+    Open,
+    Progress,
     Reduced,
+    Save,
     StageCommit,
+    StageRoutes,
     StepCommit,
     StepMessage,
     Sync,
     Synced,
+    Work,
 )
-from partition.steps.replica import ApplyReady, ForwardReady, ReduceReady, Replica
-from partition.steps.trainer import StepApplied, Trainer
+from partition.steps.replica import (
+    ApplyReady,
+    BackwardReady,
+    FillReady,
+    ForgetReady,
+    ForwardReady,
+    ReduceReady,
+    RemoveReady,
+    Replica,
+    SaveReady,
+    StepDiscarded,
+)
+from partition.steps.routes import attempts
 from tests.partition.fake_stage import payload, peer
-from tests.partition.small_plan import FIRST, LAST, MIDDLES, PLAN, PLAN_HASH, SENT, TRAINER, frame, synced
-from tests.partition.steps_world import World, opened
+from tests.partition.small_plan import (
+    FIRST,
+    LAST,
+    MIDDLES,
+    PLAN,
+    PLAN_HASH,
+    SECOND,
+    SENT,
+    START,
+    TRAINER,
+    commit,
+    frame,
+    opening,
+    synced,
+)
+from tests.partition.steps_machine import Settings, opened
+from tests.partition.steps_world import World
 
-PEERS = [TRAINER, FIRST, *MIDDLES, LAST, peer("stranger")]
-counts = st.one_of(st.integers(0, 5), st.just(2**63 - 1))
-hashes = st.sampled_from([PLAN_HASH, PLAN_HASH, PLAN_HASH, bytes(32)])
+HERE = MIDDLES[0]
+STRANGER = peer("stranger")
+PEERS = [TRAINER, SECOND, FIRST, *MIDDLES, LAST, STRANGER]
+counts = st.one_of(st.integers(0, 5), st.integers(START, START + 3), st.just(2**63 - 1))
+hashes = st.sampled_from([PLAN_HASH, PLAN_HASH, PLAN_HASH, NOTHING])
 floats = st.floats()
 peers = st.sampled_from(PEERS)
-lists_of_peers = st.lists(peers, max_size=4).map(tuple)
 norms = st.one_of(st.none(), floats)
-numbers = st.lists(floats, max_size=2).map(tuple)
+numbers = st.lists(counts, max_size=4).map(tuple)
 applies = st.builds(
     Apply,
     plan=hashes,
@@ -49,20 +85,42 @@ applies = st.builds(
     samples=st.integers(1, 2**40 - 1),
     squared_norm=norms,
 )
+routes = st.builds(StageRoutes, st.binary(min_size=1, max_size=3), numbers)
+openings = st.builds(
+    Open,
+    plan=hashes,
+    step=counts,
+    attempt=counts,
+    train=st.booleans(),
+    first=counts,
+    stages=st.lists(routes, min_size=1, max_size=4).map(tuple),
+)
+likely_openings = st.builds(
+    opening,
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    step=st.integers(0, 1),
+    attempt=st.integers(0, 3),
+    train=st.booleans(),
+)
+likely_commits = st.builds(
+    commit,
+    st.sampled_from([(), (0,), (0, 1), (7,)]),
+    st.sampled_from([(), (1,), (0, 1)]),
+    attempt=st.integers(0, 3),
+)
 commits = st.builds(
     StepCommit,
     plan=hashes,
     step=counts,
     attempt=counts,
-    replicas=st.lists(
-        st.builds(StageCommit, st.integers(0, 3), peers, st.lists(counts, max_size=3).map(tuple)), max_size=5
-    ).map(tuple),
+    replicas=st.lists(st.builds(StageCommit, st.integers(0, 3), peers, numbers), max_size=5).map(tuple),
 )
 frames = st.builds(
     lambda header, author: opened(author, header),
     st.builds(
         FrameHeader,
         hashes,
+        counts,
         counts,
         counts,
         st.integers(0, 3),
@@ -75,19 +133,38 @@ frames = st.builds(
     ),
     peers,
 )
+fills = st.builds(
+    Fill,
+    plan=hashes,
+    step=counts,
+    digest=hashes,
+    sources=st.lists(peers, min_size=1, max_size=2).map(tuple),
+    applied=st.one_of(st.none(), applies),
+)
+losses = st.lists(floats, max_size=2).map(tuple)
 messages = st.one_of(
     applies,
     commits,
+    likely_commits,
+    openings,
+    likely_openings,
+    fills,
     frames,
-    st.builds(Sync, plan=hashes, dropped=lists_of_peers),
-    st.builds(Drop, plan=hashes, step=counts, dropped=lists_of_peers),
+    st.builds(Sync, plan=hashes),
+    st.builds(Save, plan=hashes, step=counts),
     st.builds(
         Synced,
         plan=hashes,
-        step=counts,
+        step=st.one_of(st.none(), counts),
+        counted=numbers,
+        samples=numbers,
+        losses=losses,
+        begun=numbers,
         reduced=st.one_of(st.none(), counts),
         applied=st.one_of(st.none(), applies),
+        digest=hashes,
     ),
+    st.builds(Progress, plan=hashes, step=counts, microbatch=counts, stage=st.integers(0, 3)),
     st.builds(
         Counted,
         plan=hashes,
@@ -97,7 +174,7 @@ messages = st.one_of(
         samples=counts,
         loss=floats,
     ),
-    st.builds(Evaluated, plan=hashes, microbatch=counts, samples=counts, loss=floats, metrics=numbers),
+    st.builds(Evaluated, plan=hashes, microbatch=counts, samples=counts, loss=floats, metrics=losses),
     st.builds(Reduced, plan=hashes, step=counts, attempt=counts, digest=hashes, squared_norm=norms),
     st.builds(Applied, plan=hashes, step=counts, digest=hashes),
     st.builds(Failed, plan=hashes, reason=st.text(max_size=20)),
@@ -108,23 +185,35 @@ arrivals = st.lists(st.tuples(peers, messages), max_size=30)
 
 def perform(replica: Replica) -> None:
     """Do at once what the core asks for."""
-    while replica.events:
-        match replica.events.pop(0):
-            case ForwardReady() as work:
+    while (work := replica.next(0.0)) is not None:
+        match work:
+            case ForwardReady():
                 output, gradient = (None, SENT) if replica.is_last else (SENT, None)
                 replica.forwarded(work, output=output, gradient=gradient, samples=1, loss=1.0, metrics=(1.0,))
-            case ReduceReady() as work:
+            case BackwardReady():
+                replica.backwarded(work, gradient=SENT)
+            case RemoveReady():
+                replica.removed(work)
+            case ForgetReady():
+                replica.forgotten(work)
+            case ReduceReady():
                 replica.reduced(work, bytes(32))
-            case ApplyReady() as work:
-                replica.applied(work, bytes(32))
+            case ApplyReady():
+                replica.applied(work, bytes(32), Work())
+            case SaveReady():
+                replica.saved(work)
+            case StepDiscarded():
+                replica.discarded(work)
+            case FillReady():
+                replica.filled(work, bytes(32))
 
 
-@given(st.sampled_from([FIRST, MIDDLES[0], LAST]), arrivals)
+@given(st.sampled_from([FIRST, HERE, LAST]), arrivals, st.booleans())
 @settings(max_examples=300)
 def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
-    me: PeerId, arrivals: list[tuple[PeerId, Any]]
+    me: PeerId, arrivals: list[tuple[PeerId, Any]], is_new: bool
 ) -> None:
-    replica = Replica(me, PLAN)
+    replica = Replica(me, PLAN, step=None if is_new else 0)
     for sender, message in [(TRAINER, Sync(plan=PLAN_HASH)), *arrivals]:
         try:
             replica.receive(0.0, sender, message)
@@ -133,56 +222,234 @@ def test_whatever_a_replica_is_sent_ends_in_nothing_worse_than_a_remote_protocol
         perform(replica)
     for name in PEERS:
         replica.reconnected(name)
+    assert len(replica._order.microbatches) <= PLAN.microbatches
+    assert len(replica._held_out.microbatches) <= EVALUATIONS_IN_FLIGHT_MAX
 
 
 @given(arrivals, st.booleans(), st.integers(0, 2))
 @settings(max_examples=300)
-def test_whatever_a_trainer_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
+def test_whatever_a_committer_is_sent_ends_in_nothing_worse_than_a_remote_protocol_error(
     arrivals: list[tuple[PeerId, Any]], is_synced: bool, steps: int
 ) -> None:
-    trainer = Trainer(TRAINER, PLAN, steps=steps, evaluations=3, metrics=1)
-    trainer.start(0.0)
+    committer = Committer(TRAINER, PLAN, steps=steps, evaluations=3, metrics=1)
+    committer.start(0.0)
     everybody = [(name, synced(0)) for name in (FIRST, *MIDDLES, LAST)] if is_synced else []
-    for sender, message in [*everybody, *arrivals]:
-        try:
-            trainer.receive(0.0, sender, message)
-        except RemoteProtocolError:
-            continue
+    for now, (sender, message) in enumerate([*everybody, *arrivals]):
+        with suppress(RemoteProtocolError):
+            committer.receive(float(now), sender, message)
+        committer.wake(float(now))
     for name in PEERS:
-        trainer.reconnected(name)
-        trainer.drop(0.0, name)
-    assert not any(isinstance(event, StepApplied) and event.samples < 1 for event in trainer.events)
+        committer.reconnected(name)
+        committer.suspect(99.0, name)
+    assert not any(isinstance(event, StepApplied) and event.samples < 1 for event in committer.events)
+
+
+@given(st.lists(st.tuples(peers, st.one_of(openings, likely_openings)), max_size=20))
+@settings(max_examples=200)
+def test_whatever_a_feeder_is_sent_it_feeds_nobody_but_the_first_and_the_last_stage(
+    arrivals: list[tuple[PeerId, Open]],
+) -> None:
+    feeder = Feeder(SECOND, PLAN)
+    for sender, message in arrivals:
+        with suppress(RemoteProtocolError):
+            feeder.receive(0.0, sender, message)
+    for event in feeder.events:
+        if isinstance(event, FeedReady):
+            assert event.input_to in (None, FIRST)
+            assert event.labels_to in (None, LAST)
+
+
+# One thing wrong at a time
+
+
+def waiting(me: PeerId = HERE) -> Replica:
+    replica = Replica(me, PLAN)
+    replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
+    replica.receive(0.0, TRAINER, opening((0, 0)))
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("me", "sender", "wrong"),
+    [
+        (HERE, FIRST, {"stage": 0}),
+        (HERE, FIRST, {"stage": 2}),
+        (HERE, FIRST, {"step": 1}),
+        (HERE, FIRST, {"microbatch": 2}),
+        (HERE, FIRST, {"attempt": attempts(PLAN).stop}),
+        (HERE, FIRST, {"direction": "gradient"}),
+        (HERE, FIRST, {"direction": "labels"}),
+        (HERE, LAST, {}),
+        (HERE, TRAINER, {}),
+        (HERE, MIDDLES[1], {}),
+        (HERE, STRANGER, {}),
+        (HERE, LAST, {"direction": "gradient", "train": False}),
+        (HERE, MIDDLES[1], {"direction": "gradient"}),
+        (FIRST, HERE, {"stage": 0}),
+        (FIRST, TRAINER, {"stage": 0, "direction": "labels"}),
+        (FIRST, STRANGER, {"stage": 0}),
+        (LAST, HERE, {"stage": 2, "direction": "labels"}),
+        (LAST, TRAINER, {"stage": 2}),
+        (LAST, TRAINER, {"stage": 2, "direction": "gradient"}),
+    ],
+)
+def test_a_frame_with_one_thing_wrong_is_refused(me: PeerId, sender: PeerId, wrong: dict[str, Any]) -> None:
+    right = {"microbatch": 0, "direction": "input", **wrong}
+    with pytest.raises(RemoteProtocolError, match="a frame"):
+        waiting(me).receive(0.0, sender, frame(sender, **right))
+
+
+@pytest.mark.parametrize(
+    ("me", "sender", "right"),
+    [
+        (HERE, FIRST, {}),
+        (HERE, LAST, {"direction": "gradient"}),
+        (HERE, FIRST, {"train": False, "microbatch": 90}),
+        (HERE, FIRST, {"attempt": 0}),
+        (HERE, FIRST, {"attempt": START + 9}),
+        (FIRST, SECOND, {"stage": 0}),
+        (LAST, SECOND, {"stage": 2, "direction": "labels"}),
+        (LAST, MIDDLES[1], {"stage": 2}),
+    ],
+)
+def test_a_frame_of_any_replica_or_trainer_that_may_own_it_is_taken(
+    me: PeerId, sender: PeerId, right: dict[str, Any]
+) -> None:
+    replica = waiting(me)
+    replica.receive(0.0, sender, frame(sender, **{"microbatch": 0, **right}))
+    assert replica._order.microbatches or replica._held_out.microbatches
+
+
+def test_a_frame_of_another_plan_or_of_a_step_that_is_over_leaves_no_trace() -> None:
+    replica = waiting()
+    replica.receive(0.0, FIRST, frame(FIRST, 0, plan=NOTHING))
+    assert replica._order.microbatches == {}
+    later = Replica(HERE, PLAN, step=3)
+    later.receive(0.0, FIRST, frame(FIRST, 0))
+    assert later._order.microbatches == {}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        opening(),
+        commit((0,), (1,)),
+        Sync(plan=PLAN_HASH),
+        Save(plan=PLAN_HASH, step=0),
+        Apply(plan=PLAN_HASH, step=0, attempt=START, samples=1),
+        Fill(plan=PLAN_HASH, step=0, digest=NOTHING, sources=(MIDDLES[1],)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_only_the_committer_says_what_the_steps_are(message: Any) -> None:
+    for sender in (SECOND, FIRST, HERE, LAST, STRANGER):
+        with pytest.raises(RemoteProtocolError, match="not the committer"):
+            waiting().receive(0.0, sender, message)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (opening((0, 2)), "to nobody"),
+        (opening(step=1), "has not reached"),
+        (replace(opening(), first=1), "other micro-batches than those of its step"),
+        (opening(counted=((5,), (), ())), "not in it"),
+        (replace(opening(), stages=opening().stages[:2]), "does not belong to its plan"),
+        (replace(opening(), attempt=0), "does not belong to its plan"),
+        (opening((0,) * (EVALUATIONS_IN_FLIGHT_MAX + 1), train=False), "held-out micro-batches at once"),
+        (commit((0,), ()), "missing"),
+        (commit((0, 1), (1,)), "counted twice"),
+        (commit((0,), (1,), step=1), "has not reached"),
+        (replace(commit((0,), (1,)), attempt=7), "has not reached"),
+        (replace(commit((0,), (1,)), replicas=commit((0,), (1,)).replicas[:3]), "or not all"),
+        (Apply(plan=PLAN_HASH, step=0, attempt=START, samples=1), "before the totals"),
+        (Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=0, samples=0, loss=0.0), "not for a replica"),
+    ],
+)
+def test_a_committer_that_makes_no_sense_is_refused(message: Any, reason: str) -> None:
+    replica = Replica(HERE, PLAN)
+    replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
+    with pytest.raises(RemoteProtocolError, match=reason):
+        replica.receive(0.0, TRAINER, message)
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "reason"),
+    [
+        (STRANGER, synced(0), "without a stage"),
+        (TRAINER, synced(0), "without a stage"),
+        (FIRST, opening(), "not for a committer"),
+        (FIRST, synced(3, attempt=7, counted=(1,), samples=(0,), losses=(0.0,)), "outside of the open step"),
+        (FIRST, synced(0, counted=(1, 1), samples=(0, 0), losses=(0.0, 0.0)), "one of them twice"),
+        (FIRST, synced(0, counted=(1,), begun=(1,), samples=(0,), losses=(0.0,)), "one of them twice"),
+        (FIRST, synced(0, counted=(1,)), "without their losses"),
+        (LAST, synced(0, counted=(1,), samples=(2**40,), losses=(0.0,)), "impossible number of samples"),
+        (FIRST, replace(synced(3), step=4), "does not fit"),
+    ],
+)
+def test_a_replica_that_makes_no_sense_is_refused(sender: PeerId, message: Any, reason: str) -> None:
+    committer = Committer(TRAINER, PLAN, steps=5, evaluations=1)
+    committer.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        committer.receive(0.0, sender, message)
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "reason"),
+    [
+        (
+            FIRST,
+            Counted(plan=PLAN_HASH, step=0, microbatch=2, stage=0, samples=0, loss=0.0),
+            "not in the step",
+        ),
+        (LAST, Counted(plan=PLAN_HASH, step=0, microbatch=1, stage=2, samples=2**40, loss=0.0), "impossible"),
+        (LAST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=2), "or in the last"),
+        (FIRST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=1), "does not hold"),
+    ],
+)
+def test_a_replica_that_counts_what_it_cannot_is_refused(sender: PeerId, message: Any, reason: str) -> None:
+    committer = Committer(TRAINER, PLAN, steps=5, evaluations=1)
+    committer.start(0.0)
+    for name in (FIRST, *MIDDLES, LAST):
+        committer.receive(0.0, name, synced(0))
+    with pytest.raises(RemoteProtocolError, match=reason):
+        committer.receive(0.0, sender, message)
 
 
 def messages_of(world: World, rng: Random) -> Iterator[StepMessage]:
     """What somebody without a part in the run might say, under the run's own plan hash."""
-    name = world.trainer.plan_hash
+    machine = world.machines[world.plan.committer]
+    assert machine.committer is not None
     while True:
+        name, step = machine.committer.plan_hash, machine.committer.step
         yield rng.choice(
             [
                 Sync(plan=name),
-                Drop(plan=name, step=world.trainer.step, dropped=(rng.choice(list(world.nodes)),)),
-                Apply(plan=name, step=world.trainer.step, attempt=0, samples=1),
-                StepCommit(plan=name, step=world.trainer.step, attempt=0, replicas=()),
+                Apply(plan=name, step=step, attempt=0, samples=1),
+                StepCommit(plan=name, step=step, attempt=0, replicas=()),
                 Failed(plan=name, reason="I am not of this run"),
-                Applied(plan=name, step=world.trainer.step, digest=bytes(32)),
+                Applied(plan=name, step=step, digest=bytes(32)),
             ]
         )
 
 
 def test_a_stranger_changes_nothing() -> None:
     for seed in range(40):
-        world = World(Random(seed), [2, 2], microbatches=2, steps=2, evaluations=1)
+        world = World(Random(seed), [2, 2], microbatches=2, settings=Settings(steps=2, evaluations=1))
         rng = Random(seed)
         says = messages_of(world, rng)
+        committer = world.machines[world.plan.committer].committer
+        nodes = [machine for machine in world.machines.values() if machine.replica is not None]
         while world.outcome is None:
-            action, *arguments = world.rng.choice(world.actions())
-            action(*arguments)
-            node = rng.choice(list(world.nodes.values()))
-            for core in (world.trainer, node.replica):
+            if world.pool:
+                world.step()
+            replica = rng.choice(nodes).replica
+            assert committer is not None
+            assert replica is not None
+            for core in (committer, replica):
                 with pytest.raises(RemoteProtocolError):
-                    core.receive(0.0, peer("stranger"), next(says))
-            header = replace(frame(FIRST, 0).header, plan=world.trainer.plan_hash, step=node.replica.step)
+                    core.receive(world.now, STRANGER, next(says))
+            header = replace(frame(FIRST, 0).header, plan=replica.plan_hash, step=replica.step or 0)
             with suppress(RemoteProtocolError):
-                assert node.replica.receive(0.0, peer("stranger"), opened(peer("stranger"), header)) == []
+                assert replica.receive(world.now, STRANGER, opened(STRANGER, header)) == []
         assert world.outcome == "done"

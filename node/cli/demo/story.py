@@ -57,7 +57,7 @@ class Story:
     def take(self, event: Event) -> None:
         """One event, from the run or from the membership at the trainer's node."""
         match event["kind"]:
-            case "RunPlanned":
+            case "RunPlanned" if self.plan is None:  # later ones do without the victim
                 self.plan = event
             case "StepCommitted":
                 self.committed.append(event)

@@ -1,0 +1,478 @@
+"""What a death costs: real nodes train, some of them are killed with SIGKILL in a step, and the run goes on.
+
+A node is a process group of its own with one core; whoever is killed takes its stage with it, as in a power
+cut. Three stages of two replicas, the one that asked, and spares; a tiny GPT in float64 on a text made here.
+The first run is left alone, and every other result is held against its: also where a stage went back to a
+checkpoint, for what is computed again is the same arithmetic, but for the order of sums.
+
+Of each scenario: `stalled_seconds` is the longest time without a committed step from the kill on, `noticed`
+and `planned` when the first survivor held the victim for dead and the next plan came into force, `lost` the
+steps committed before the kill and again after it, `replayed` the micro-batches whose sums died, and
+`frames_again` what was sent a second time for them. Not measured here: networks between machines.
+"""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from _figures import Goal, arguments, leave, report
+from blake3 import blake3
+
+from node import toml
+from node.cli.capturing import capture_to
+from node.cli.client import ask, request
+from node.cli.demo.processes import SwarmProcesses
+from node.cli.demo.stopping import Stopped, StopSign
+from node.errors import EXIT_FORCED, PeerloomError, RunFailed
+from node.runs.manifest import RunFile
+
+STAGES, REPLICAS, SPARES = 3, 2, 2
+CHECKPOINT_EVERY = 6
+KILL_STEP = 8
+"""Counted from 0: in the middle between two checkpoints, and late enough that one is on other disks."""
+STALL_GOAL_SECONDS = 15.0
+EXACT = 1e-9
+"""Of a tensor's largest value, in float64: what the order of sums may change."""
+MEET_SECONDS_MAX, PLACE_SECONDS_MAX, STEP_SECONDS_MAX, END_SECONDS_MAX = 60.0, 180.0, 120.0, 60.0
+"""After so long without what is waited for, a scenario has failed."""
+RUN_FILE = """\
+model = "gpt"
+data = "text.txt"
+
+[options]
+layers = 3
+heads = 2
+width = 16
+dropout = 0.1
+
+[train]
+steps = {steps}
+batch = 16
+microbatch = 2
+window = 16
+optimizer = "adam"
+learning_rate = 0.003
+dtype = "float64"
+seed = 5
+
+[plan]
+stages = {stages}
+replicas = {replicas}
+trainers = 2
+checkpoint_every = {every}
+"""
+"""Two trainers: the data is a file that only the one who asks has, and it may be the one who dies."""
+
+Event = dict[str, Any]
+Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a run is."""
+
+    steps: int
+    stages: int
+    replicas: int
+    spares: int
+    every: int = CHECKPOINT_EVERY
+
+    @property
+    def nodes(self) -> int:
+        return self.stages * self.replicas + 1 + self.spares
+
+
+class Nodes:
+    """The living nodes of one swarm, and all that each says of runs, in the order in which it comes."""
+
+    def __init__(self, folder: Path, stop: StopSign) -> None:
+        self.heard: list[tuple[str, Event]] = []
+        self._processes = SwarmProcesses(folder, f"survival-{folder.name[-8:]}", stop.pause)
+        self._stop = stop
+        self._inbox: SimpleQueue[tuple[str, Event]] = SimpleQueue()
+        self._living: list[str] = []
+        self._started = 0
+
+    @property
+    def living(self) -> list[str]:
+        """Names, the eldest first."""
+        return list(self._living)
+
+    def name_of(self, peer: str) -> str:
+        return next(node.name for node in self._processes.nodes.values() if node.peer == peer)
+
+    def ask(self, name: str, command: str, values: Mapping[str, object] | None = None) -> Any:
+        """What a node answers to one of its client's commands."""
+        return ask(self._processes.nodes[name].data_dir, command, values, seconds=STEP_SECONDS_MAX)
+
+    def refill(self, count: int) -> None:
+        """Start as many fresh nodes as are lacking, and wait until everybody has met everybody."""
+        names = [f"n{self._started + number}" for number in range(count - len(self._living))]
+        self._started += len(names)
+        self._processes.launch(names)
+        for name in names:
+            through = self._processes.nodes[self._living[0]].address if self._living else None
+            self._processes.start(name, through)
+            self._living.append(name)
+            threading.Thread(target=self._listen, args=(name,), daemon=True).start()
+        until = time.monotonic() + MEET_SECONDS_MAX
+        while any(self._processes.status(name)["members_alive"] != count - 1 for name in self._living):
+            if time.monotonic() > until:
+                raise RunFailed(f"{count} nodes did not meet within {MEET_SECONDS_MAX:.0f} s")
+            self._stop.pause(0.1)
+
+    def kill(self, names: Iterable[str]) -> float:
+        """SIGKILL to nodes and their stages; when, in unix seconds."""
+        at = time.time()
+        for name in names:
+            self._living.remove(name)
+            self._processes.kill(name)
+        return at
+
+    def hear(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Take what the nodes say until something is so; False where nothing is said for so long."""
+        while not until():
+            end = time.monotonic() + seconds
+            while True:
+                self._stop.pause()
+                try:
+                    self.heard.append(self._inbox.get(timeout=0.1))
+                    break
+                except Empty:
+                    self._processes.check()
+                    if time.monotonic() > end:
+                        return False
+        return True
+
+    def close(self) -> None:
+        """Let every node say goodbye; kill those that do not."""
+        self._processes.close()
+
+    def kill_all(self) -> None:
+        """End every process at once."""
+        self._processes.kill_all()
+
+    def _listen(self, name: str) -> None:
+        with suppress(PeerloomError):  # its end; whether that was wanted, `check` says
+            for reply in request(self._processes.nodes[name].data_dir, "events"):
+                if "event" in reply:
+                    self._inbox.put((name, reply["event"]))
+
+
+@dataclass
+class Watch:
+    """One run as the nodes of its first plan tell it."""
+
+    nodes: Nodes
+    run: str
+    requester: str
+    killed: list[str] = field(default_factory=list)
+    killed_at: float = 0.0
+
+    def events(self, kind: str, name: str = "") -> list[Event]:
+        """Those of a kind that one node has published, the first witness if none is named."""
+        name = name or self.witness
+        return [
+            event
+            for teller, event in self.nodes.heard
+            if teller == name and event["kind"] == kind and event.get("run") == self.run
+        ]
+
+    @property
+    def plan(self) -> Event:
+        """The first one."""
+        return self.events("RunPlanned", self.requester)[0]
+
+    @property
+    def members(self) -> list[str]:
+        """Of the first plan: the requester, then replica by replica."""
+        stages = self.plan["stages"]
+        return [self.requester, *(self.nodes.name_of(peer) for stage in stages for peer in stage)]
+
+    @property
+    def witness(self) -> str:
+        """Of those members that live, the one that has heard of the most steps."""
+        if not self.killed:
+            return self.requester
+        living = [name for name in self.members if name in self.nodes.living]
+        return max(living, key=lambda name: len(self.events("StepCommitted", name)))
+
+    @property
+    def endings(self) -> dict[str, Event]:
+        """How the run ended, by the node that says so."""
+        found = {name: self.events("RunEnded", name) for name in self.nodes.living}
+        return {name: rows[0] for name, rows in found.items() if rows}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended wherever it was taken up."""
+        accepted = [name for name in self.nodes.living if self.events("RunAccepted", name)]
+        return len(self.endings) >= max(1, len(accepted))
+
+    # What it cost
+
+    def figures(self) -> dict[str, Any]:
+        """See the module's docstring."""
+        commits = [row["at_seconds"] for row in self.events("StepCommitted")]
+        after = [at for at in commits if at > self.killed_at]
+        gaps = [late - early for early, late in zip([self.killed_at, *after], after, strict=False)]
+        plans = [row for row in self.events("RunPlanned") if row["height"]]
+        lost = [row for name in self.nodes.living for row in self._lost(name)]
+        noticed = [row["at_seconds"] for row in lost]
+        return {
+            "stalled_seconds": round(max(gaps), 2) if gaps else None,
+            "noticed_seconds": round(min(noticed) - self.killed_at, 2) if noticed else None,
+            "planned_seconds": round(plans[0]["at_seconds"] - self.killed_at, 2) if plans else None,
+            "lost_steps": self._lost_steps(),
+            "replayed": sum(row["replayed"] for row in self._resumed()),
+            "frames_again": sum(
+                row["replayed"] for row in self.events("StepCommitted") if row["at_seconds"] > self.killed_at
+            ),
+            "plans": len(plans),
+            "held_for_dead": len({row["peer"] for row in lost}),
+            "restored": sum(row["restored_step"] is not None for row in plans),
+        }
+
+    def _lost(self, name: str) -> list[Event]:
+        return [
+            event
+            for teller, event in self.nodes.heard
+            if teller == name and event["kind"] == "MemberLost" and event["at_seconds"] > self.killed_at
+        ]
+
+    def _resumed(self) -> list[Event]:
+        return self.events("RunResumed")
+
+    def _lost_steps(self) -> int:
+        """Steps committed twice: the more, as this witness heard it or as the committers counted it."""
+        steps: list[int] = [row["step"] for row in self.events("StepCommitted")]
+        counted: int = sum(row["lost_steps"] for row in self._resumed())
+        return max(len(steps) - len(set(steps)), counted)
+
+
+Choose = Callable[[Watch], list[str]]
+
+
+def replica_of(stage: int) -> Choose:
+    """The first replica of a stage: the one that also saves it."""
+    return lambda watch: [watch.nodes.name_of(watch.plan["stages"][stage][0])]
+
+
+def all_of(stage: int) -> Choose:
+    """Every replica of a stage."""
+    return lambda watch: [watch.nodes.name_of(peer) for peer in watch.plan["stages"][stage]]
+
+
+def requester(watch: Watch) -> list[str]:
+    """Who asked for the run: it feeds and commits."""
+    return [watch.requester]
+
+
+def planner(watch: Watch) -> list[str]:
+    """The first in line to propose the next plan, also the one without itself."""
+    return [watch.nodes.name_of(watch.plan["planner"])]
+
+
+def keeper(watch: Watch) -> list[str]:
+    """A member that keeps copies of the most stages; not one that another scenario kills anyway."""
+    others = [name for name in watch.members if [name] not in (requester(watch), planner(watch))]
+    return [max(others, key=lambda name: _stages_kept(watch, name))]
+
+
+def _stages_kept(watch: Watch, name: str) -> int:
+    rows = watch.nodes.ask(name, "checkpoint.list")["checkpoints"]
+    return max((len(row["stages_here"]) for row in rows if row["run"] == watch.run), default=0)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who dies in a step. `stall_goal`: whether the run may stand still for STALL_GOAL_SECONDS only."""
+
+    name: str
+    choose: Choose | None
+    stall_goal: bool = False
+
+
+UNDISTURBED = Scenario("nobody", None)
+SCENARIOS = (
+    UNDISTURBED,
+    *(Scenario(f"a replica of stage {n + 1}", replica_of(n), stall_goal=True) for n in range(STAGES)),
+    Scenario("both replicas of stage 2", all_of(1)),
+    Scenario("the requester, who commits", requester),
+    Scenario("the first to propose", planner),
+    Scenario("a keeper of checkpoints", keeper),
+)
+QUICK: tuple[Scenario, ...] = (UNDISTURBED, Scenario("a replica of stage 2", replica_of(1), stall_goal=True))
+
+
+class Stalled(Exception):
+    """A run that did not come to its end."""
+
+
+class Play:
+    """Plays scenarios in one swarm; `folder` holds the run's file, its data and its model."""
+
+    def __init__(self, nodes: Nodes, shape: Shape, folder: Path) -> None:
+        self._nodes = nodes
+        self._shape = shape
+        self._folder = folder
+        self._expected: Tensors | None = None
+
+    def scenario(self, scenario: Scenario) -> dict[str, Any]:
+        """One run, from its placing to its weights; what it cost. Raises Stalled."""
+        self._nodes.refill(self._shape.nodes)
+        self._nodes.heard.clear()
+        watch = self._submit()
+        self._train(watch, scenario)
+        nodes = self._nodes
+        if not nodes.hear(lambda: bool(watch.endings), STEP_SECONDS_MAX):
+            raise Stalled(f"{scenario.name}: no end, {len(watch.events('StepCommitted'))} steps")
+        if not nodes.hear(lambda: watch.is_over, END_SECONDS_MAX):
+            raise Stalled(f"{scenario.name}: it has ended at {', '.join(watch.endings)} only")
+        ends = watch.endings
+        outcomes = {row["outcome"] for row in ends.values()}
+        if outcomes != {"done"}:
+            raise Stalled(f"{scenario.name}: {'; '.join(str(row['detail']) for row in ends.values())}")
+        tensors = self._weights(watch, ends)
+        if self._expected is None:
+            self._expected = tensors
+        steps = [row["seconds"] for row in watch.events("StepCommitted")]
+        return {
+            "killed": scenario.name,
+            "outcome": "done",
+            **(watch.figures() if watch.killed else {}),
+            "difference": float(f"{difference(tensors, self._expected):.1e}"),
+            "loss": round(watch.events("RunEvaluated")[-1]["loss"], 6),
+            "step_median_seconds": round(float(np.median(steps)), 3),
+        }
+
+    def _submit(self) -> Watch:
+        name = self._nodes.living[-1]
+        path = self._folder / "RUN.toml"
+        values = {"text": path.read_text(), "path": str(path), "name": path.name, "follow": False}
+        run = self._nodes.ask(name, "train", values | {"graph": str(self._folder / "gpt.peerloom")})["run"]
+        return Watch(self._nodes, run, name)
+
+    def _train(self, watch: Watch, scenario: Scenario) -> None:
+        """Until whoever is chosen has been killed, in the middle of a step."""
+
+        def is_due() -> bool:
+            steps = watch.events("StepCommitted")
+            return len(steps) > KILL_STEP and any(row["step"] for row in watch.events("CheckpointKept"))
+
+        if scenario.choose is None:
+            return
+        if not self._nodes.hear(is_due, PLACE_SECONDS_MAX):
+            raise Stalled(f"{scenario.name}: only {len(watch.events('StepCommitted'))} steps before the kill")
+        chosen = scenario.choose(watch)
+        time.sleep(0.4 * watch.events("StepCommitted")[-1]["seconds"])
+        watch.killed = chosen
+        watch.killed_at = self._nodes.kill(chosen)
+
+    def _weights(self, watch: Watch, ends: Mapping[str, Event]) -> Tensors:
+        """As the last of the survivors keeps them. Raises Stalled where they are not what they should be."""
+        name, end = list(ends.items())[-1]
+        out = self._folder / f"{watch.run}.safetensors"
+        self._nodes.ask(name, "runs.fetch", {"run": watch.run, "out": str(out)})
+        data = out.read_bytes()
+        if blake3(data).hexdigest() != end["weights"]:
+            raise Stalled(f"{name} keeps other weights than the run ended with")
+        tensors: Tensors = safetensors.numpy.load(data)
+        return tensors
+
+
+def difference(found: Tensors, expected: Tensors) -> float:
+    """The largest over all tensors, as a share of the tensor's largest value."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    return max(
+        float(np.abs(found[name] - expected[name]).max() / max(1e-12, float(np.abs(expected[name]).max())))
+        for name in expected
+    )
+
+
+def goals_of(row: Mapping[str, Any], scenario: Scenario, shape: Shape) -> list[Goal]:
+    """What is held of one scenario."""
+    name = scenario.name
+    goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
+    if scenario.choose is not None:
+        goals.append(Goal(f"{name}: steps lost", row["lost_steps"], "<=", shape.every))
+    if scenario.stall_goal:
+        stalled = float("inf") if row["stalled_seconds"] is None else row["stalled_seconds"]
+        goals.append(Goal(f"{name}: seconds without a step", stalled, "<=", STALL_GOAL_SECONDS))
+    return goals
+
+
+def prepare(folder: Path, shape: Shape) -> None:
+    """The text, the run's file and the captured model."""
+    text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(120))
+    (folder / "text.txt").write_text(text)
+    path = folder / "RUN.toml"
+    path.write_text(
+        RUN_FILE.format(steps=shape.steps, stages=shape.stages, replicas=shape.replicas, every=shape.every)
+    )
+    capture_to(folder / "gpt.peerloom", toml.parse(path.read_text(), RunFile, name=path.name).value, path, "")
+
+
+@contextmanager
+def swarm() -> Iterator[tuple[Nodes, Path]]:
+    """A swarm without nodes yet, and a folder; whatever happens, no process and no file stays."""
+    folder = Path(tempfile.mkdtemp(prefix="peerloom-survival-"))
+    stop = StopSign()
+    nodes = Nodes(folder, stop)
+
+    def force() -> None:
+        nodes.kill_all()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    with stop.heeded(force):
+        try:
+            yield nodes, folder
+        finally:
+            nodes.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str, Any]], list[Goal]]:
+    """Play them all in one swarm; it ends with the first that does not end well."""
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    with swarm() as (nodes, folder):
+        prepare(folder, shape)
+        play = Play(nodes, shape, folder)
+        for scenario in scenarios:
+            try:
+                row = play.scenario(scenario)
+            except (Stalled, PeerloomError) as error:
+                rows.append({"killed": scenario.name, "outcome": str(error)})
+                break
+            rows.append(row)
+            goals += goals_of(row, scenario, shape)
+    done = sum(row["outcome"] == "done" for row in rows)
+    return rows, [Goal("runs that ended done", done, ">=", len(scenarios)), *goals]
+
+
+def main() -> int:
+    """Play, report."""
+    flags = arguments(__doc__ or "")
+    scenarios, shape = SCENARIOS, Shape(steps=80, stages=STAGES, replicas=REPLICAS, spares=SPARES)
+    if flags.quick:
+        scenarios, shape = QUICK, Shape(steps=15, stages=2, replicas=2, spares=0)
+    try:
+        rows, goals = measure(scenarios, shape)
+    except Stopped:
+        return EXIT_FORCED
+    return report("survival", rows, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())

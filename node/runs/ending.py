@@ -1,0 +1,107 @@
+"""How a run ends: the stages' parameters joined to one result, everybody told, the result fetched by each."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+import trio
+
+from crypto.identity import PeerId
+from node.errors import StageFailed, Unreachable
+from node.runs.manifest import Run
+from node.runs.replica import ReplicaShell
+from node.runs.requests import REASON_LENGTH_MAX, Done, End
+from node.runs.service import Service
+from node.runs.weights import FETCH_SECONDS_MAX, collect, fetch_weights, keep
+from partition.plan.plan import Plan, plan_hash
+
+END_SECONDS_MAX = 60.0
+"""A member fetches the weights before it answers an End."""
+RETRY_SECONDS = 1.0
+DECLINES_MAX = 5
+"""So often a member may not know the plan that a result is asked for by, or an end is told by: a new one has
+come there first. Later it has forgotten the run."""
+
+
+async def collect_result(
+    service: Service, run: Run, plan: Plan, replica: ReplicaShell | None
+) -> tuple[str, str | None]:
+    """Join the stages' parameters and keep them: their hash, and why that could not be done, if so.
+
+    `replica` is the stage that this node holds itself, if it does.
+    """
+    seams, me = service.seams, service.signer.peer
+    own = None
+    if replica is not None:
+        with suppress(StageFailed):  # another replica of its stage may hand them over
+            own = await replica.export()
+    reason = ""
+    for _ in range(DECLINES_MAX):
+        try:
+            graph = await service.models.get(run.manifest.graph_hash, plan.members)
+            data = await collect(run, graph, plan, service.live(), me, own, seams)
+            return await seams.executor.run(partial(keep, seams.storage, run.text, data)), None
+        except Unreachable as error:
+            reason = error.detail
+        except OSError as error:
+            return "", f"the weights could not be kept: {error.strerror or error}"
+        # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
+        await trio.sleep(RETRY_SECONDS)
+    return "", reason
+
+
+async def end_for_all(
+    service: Service,
+    plan: Callable[[], Plan | None],
+    end: Callable[[str, str, str], Awaitable[None]],
+    outcome: str,
+    detail: str,
+    weights: str,
+) -> None:
+    """Tell the living members of the plan in force that the run is over, for a bounded time; then `end` here.
+
+    A newer one may come into force meanwhile: whoever is under it does not know the old one any more. Who
+    cannot be told gives the run up by silence, and finds the weights by the DHT.
+    """
+
+    async def tell(peer: PeerId) -> None:
+        declined = 0
+        while peer in service.live() and declined < DECLINES_MAX:
+            message = End(plan_hash(named()), outcome, detail[:REASON_LENGTH_MAX], weights)
+            with suppress(Unreachable):
+                if isinstance(await service.ask(peer, message, END_SECONDS_MAX), Done):
+                    return
+                declined += 1
+            await trio.sleep(RETRY_SECONDS)
+
+    def named() -> Plan:
+        now = plan()
+        assert now is not None, "a run that ends for all has begun"
+        return now
+
+    told = {service.signer.peer}
+    with trio.move_on_after(END_SECONDS_MAX):
+        while left := [peer for peer in named().members if peer not in told and peer in service.live()]:
+            told.update(left)
+            async with trio.open_nursery() as nursery:
+                for peer in left:
+                    nursery.start_soon(tell, peer)
+    await end(outcome, detail, weights)
+
+
+async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:
+    """Fetch and keep the result that `source` has; why not, in words for a person, empty where it is here."""
+    seams = service.seams
+    until = seams.clock.monotonic() + FETCH_SECONDS_MAX
+    while True:
+        try:
+            data = await fetch_weights(seams, run.text, [source], weights)
+            await seams.executor.run(partial(keep, seams.storage, run.text, data))
+            return ""
+        except Unreachable as error:
+            # All members ask at once, and a source serves a few at a time.
+            if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:
+                return f"the weights are not here: {error.detail}"
+        except OSError as error:
+            return f"the weights could not be kept: {error.strerror or error}"
+        await trio.sleep(RETRY_SECONDS)

@@ -1,0 +1,53 @@
+"""What a stage's answers are packed with, by what the links they take are measured to carry.
+
+Until a link is measured its frames are as small as the run allows. Then the codec is the one with which a
+micro-batch is through soonest (`partition.codecs.choice`), so that compression is never the bottleneck. What
+a codec takes on this machine is measured once, on a frame of the run's own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from crypto.identity import PeerId
+from node.seams import Executor
+from partition.codec import Codec, Payload, unpack
+from partition.codecs.choice import Cost, Frames, allowed, choose, narrowest
+from partition.model.graph import FLOATING
+
+SAMPLE_BYTES = 1 << 18
+"""A shorter tensor tells little; frames that short are sent in no time anyway."""
+SAMPLE_BYTES_MAX = 1 << 20
+
+
+class LinkCodecs:
+    """One stage's. `rate` is a link's bytes per second, None where it is not known."""
+
+    def __init__(self, frames: Frames, rate: Callable[[PeerId], float | None], executor: Executor) -> None:
+        self._frames = frames
+        self._rate = rate
+        self._executor = executor
+        self._costs: Mapping[Codec, Cost] | None = None
+        self._sizes: dict[bool, int] = {}
+
+    def codec(self, receivers: Sequence[PeerId], *, is_gradient: bool) -> Codec:
+        """For what goes to one of these; the slowest of their links decides."""
+        rates = [self._rate(peer) for peer in receivers]
+        known = [rate for rate in rates if rate is not None]
+        size = self._sizes.get(is_gradient)
+        if self._costs is None or size is None or not known or len(known) < len(rates):
+            return narrowest(self._frames, is_gradient=is_gradient)
+        codecs = allowed(self._frames, is_gradient=is_gradient)
+        return choose(codecs, size, "float32", min(known), self._costs)
+
+    async def learn(self, payload: Payload, *, is_gradient: bool) -> None:
+        """Look at what was packed: how large it is and, once, what the codecs take."""
+        self._sizes[is_gradient] = payload.size_bytes
+        if self._costs is not None:
+            return
+        for place, tensor in enumerate(payload.tensors):
+            if tensor.dtype in FLOATING and tensor.size_bytes >= SAMPLE_BYTES:
+                arrays = await self._executor.run(lambda: unpack(payload, bytes_max=payload.size_bytes))
+                kind, array = arrays[place]
+                if kind in ("float32", "float64"):
+                    sample = array.reshape(-1).astype("f4")[: SAMPLE_BYTES_MAX // 4]
+                    self._costs = await self._executor.calibrate(sample)
+                return

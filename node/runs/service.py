@@ -1,0 +1,50 @@
+"""What the parts of a run's membership need of the node: the shape of `node.runs.runs.Runs`."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from crypto.noise import Data
+from node.events import Event
+from node.runs.admission import Machine
+from node.runs.checkpoints import Checkpoints
+from node.runs.copies import Copies
+from node.runs.data import Dataset
+from node.runs.manifest import Run
+from node.runs.models import Models
+from node.runs.placement import Offer
+from node.runs.requests import Reply, Request
+from node.seams import Seams
+from partition.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from node.runs.member import RunMember
+
+
+class Service(Protocol):
+    """`live` are those believed alive, `gone` those known to be dead or to have left."""
+
+    seams: Seams
+    signer: Signer
+    models: Models
+    machine: Machine
+    live: Callable[[], Sequence[PeerId]]
+    gone: Callable[[], Sequence[PeerId]]
+    offers: Callable[[], Sequence[Offer]]
+    publish: Callable[[Event], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    checkpoints: Checkpoints
+    copies: Copies
+
+    def link_rate(self, peer: PeerId) -> float | None: ...
+    def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object) -> None: ...
+    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
+    async def load_data(self, run: Run, holders: Sequence[PeerId]) -> Dataset: ...
+    def follow(self, plan: bytes, member: "RunMember") -> None: ...
+    def publish_plan(self, run: Run, plan: Plan) -> None: ...
+    def publish_lease(self, run: Run, plan: Plan, stage: int) -> None: ...
+    def forgotten(self, member: "RunMember") -> None: ...
+    def ended(self, member: "RunMember", outcome: str, detail: str, weights: str) -> None: ...

@@ -1,0 +1,72 @@
+"""The states of a run, and what leads from one to another.
+
+A state is this member's view; `RunChanged` events say it. What is not in the table cannot happen: asking for
+it is our own bug.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from crypto.errors import LocalProtocolError
+
+State = Literal[
+    "submitted", "placing", "running", "degraded", "paused", "ending", "done", "failed", "stopped"
+]
+Cause = Literal[
+    "leases wanted",
+    "plan in force",
+    "stage short of replicas",
+    "quorum lost",
+    "stage lost",
+    "node restarted",
+    "training over",
+    "result kept",
+    "no way on",
+    "asked to stop",
+]
+
+_ENDS: Mapping[Cause, State] = {"no way on": "failed", "asked to stop": "stopped"}
+_GOES_ON: Mapping[Cause, State] = {
+    "plan in force": "running",
+    "stage short of replicas": "degraded",
+    "quorum lost": "paused",
+    "stage lost": "paused",
+    "training over": "ending",
+    "result kept": "done",  # a member hears only of the end
+    **_ENDS,
+}
+NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
+    {
+        "submitted": {
+            "leases wanted": "placing",
+            "plan in force": "running",
+            "node restarted": "paused",
+            **_ENDS,
+        },
+        "placing": {"plan in force": "running", **_ENDS},
+        "running": _GOES_ON,
+        "degraded": _GOES_ON,
+        "paused": _GOES_ON,
+        "ending": {
+            "result kept": "done",
+            "plan in force": "running",
+            "stage short of replicas": "degraded",
+            "quorum lost": "paused",
+            "stage lost": "paused",
+            **_ENDS,
+        },
+        "done": {},
+        "failed": {},
+        "stopped": {},
+    }
+)
+OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not leads)
+
+
+def after(state: State, cause: Cause) -> State:
+    """The state that `cause` leads to. Raises LocalProtocolError: it leads nowhere from here."""
+    try:
+        return NEXT[state][cause]
+    except KeyError:
+        raise LocalProtocolError(f"'{cause}' cannot happen to a run that is {state}") from None

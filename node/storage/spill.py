@@ -1,0 +1,60 @@
+"""Bytes that need not stay in memory: in files without a name, seen through maps, gone with their last view.
+
+The system writes them to the disk when it likes, takes their memory when it needs it, and reads them again
+when they are looked at. What is gone before it was written never reaches the disk. Not for what must survive
+anything: the system frees such a file when the process ends, however it ends.
+"""
+
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from threading import Lock
+
+from crypto.noise import Data
+
+FILE_BYTES = 1 << 30
+"""One file's, most of it a hole until it is used: a file for each piece would be a descriptor for each."""
+
+
+class Spill:
+    """One folder's. Called in the executor's threads, and may be by several at once: they take turns, as the
+    disk would have them do anyway."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = Lock()
+        self._latest: weakref.ref[mmap.mmap] | None = None
+        self._descriptor = -1
+        self._used = 0
+
+    def put(self, data: Data) -> memoryview:
+        """A read-only view of the same bytes. Raises OSError: the disk is full."""
+        view = memoryview(data).cast("B")
+        with self._lock:
+            mapping = self._with_room(len(view))
+            begin = self._used
+            # Not through the map: a full disk would kill the process there, and here it is an error.
+            written = 0
+            while written < len(view):
+                written += os.pwrite(self._descriptor, view[written:], begin + written)
+            self._used += -(-len(view) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return memoryview(mapping)[begin : begin + len(view)]
+
+    def _with_room(self, length: int) -> mmap.mmap:
+        mapping = self._latest() if self._latest is not None else None
+        if mapping is not None and self._used + length <= len(mapping):
+            return mapping
+        # No name from the first moment where the system can do that, and from the second where not.
+        file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed with its map
+        try:
+            file.truncate(max(FILE_BYTES, length))
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            file.close()
+            raise
+        # Whatever looks at the file holds its map; with the last view the map goes, and so does the file.
+        weakref.finalize(mapping, file.close)
+        self._latest, self._descriptor, self._used = weakref.ref(mapping), file.fileno(), 0
+        return mapping

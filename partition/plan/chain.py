@@ -1,0 +1,181 @@
+"""The links of a run's chain of plans that a member knows, and what it keeps of them over a restart.
+
+Pure: who decides the next link is in `partition.plan.agreement`. Only the newest links are kept; those before
+them are folded into the plan they led to.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from partition.plan.change import CHANGE_BYTES_MAX, Change, decode_change, encode_change, successor
+from partition.plan.plan import (
+    HASH_BYTES,
+    HEIGHT_MAX,
+    NOTHING,
+    PLAN_BYTES_MAX,
+    Hash,
+    Height,
+    Plan,
+    check_plan,
+    plan_hash,
+)
+from partition.plan.votes import LINKS_BYTES_MAX, LINKS_MAX, Link, Vote
+
+FORKS_MAX = 16
+"""Instances of a fork that a member votes in for one parent. Where those within reach change more often than
+that, it waits for the majority.
+"""
+PAST_MAX = 64
+"""Plans remembered at which this member has voted; at older ones it is taken to have."""
+DURABLE_BYTES_MAX = PLAN_BYTES_MAX + LINKS_BYTES_MAX + (1 + FORKS_MAX) * (CHANGE_BYTES_MAX + 256) + 2**14
+
+
+class Chain:
+    """Plans one after another, from `plans[0]` on; `links[i]` leads from `plans[i]` to `plans[i + 1]`.
+
+    RemoteProtocolError where they do not.
+    """
+
+    def __init__(self, base: Plan, links: Sequence[bytes] = ()) -> None:
+        check_plan(base)
+        self.plans = [base]
+        self.hashes = [plan_hash(base)]
+        self.links: list[bytes] = []
+        self._peers: frozenset[bytes] = frozenset(base.roster)
+        for link in links:
+            plan, _ = follow(self.head, link)
+            self.append(plan, link)
+
+    @property
+    def head(self) -> Plan:
+        """The newest plan."""
+        return self.plans[-1]
+
+    @property
+    def head_hash(self) -> bytes:
+        """Its hash."""
+        return self.hashes[-1]
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether `peer` is or was on the roster of a plan that is kept."""
+        return peer in self._peers
+
+    def peers(self) -> tuple[bytes, ...]:
+        """All of those, sorted."""
+        return tuple(sorted(self._peers))
+
+    def place(self, plan: bytes) -> int | None:
+        """The index of the plan of this hash, None where it is not among those kept."""
+        return self.hashes.index(plan) if plan in self.hashes else None
+
+    def append(self, plan: Plan, link: bytes) -> None:
+        """One plan more, which `link` led to; the oldest are folded where they are too many."""
+        self.plans.append(plan)
+        self.hashes.append(plan_hash(plan))
+        self.links.append(link)
+        while len(self.links) > LINKS_MAX or sum(map(len, self.links)) > LINKS_BYTES_MAX:
+            del self.plans[0], self.hashes[0], self.links[0]
+        self._peers = frozenset().union(*(plan.roster for plan in self.plans))
+
+
+def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
+    """The plan after `plan`, and the change that `link` encodes; else RemoteProtocolError.
+
+    One change has one encoding, so that whoever compares bytes compares changes. A fork is what it says:
+    named by those who go on, and all others are lost.
+    """
+    change = decode_change(link)
+    if encode_change(change) != link:
+        raise RemoteProtocolError("a change that is not in its canonical form")
+    new = successor(plan, change)
+    if change.fork != NOTHING and change.fork != fork_name(plan, staying(plan, new)):
+        raise RemoteProtocolError("a fork that is not named by those who go on")
+    return new, change
+
+
+def staying(plan: Plan, new: Plan) -> tuple[bytes, ...]:
+    """Those of the roster of `plan` that are on that of `new`, sorted."""
+    return tuple(sorted(set(plan.roster) & set(new.roster)))
+
+
+def fork_name(plan: Plan, members: Sequence[bytes]) -> bytes:
+    """The instance in which those of the roster (sorted) decide alone what follows `plan`."""
+    return blake3(plan_hash(plan) + b"".join(members)).digest()
+
+
+def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
+    """The same change by `members` alone: all others are lost, and nobody else.
+
+    Whoever is lost and joins again still comes back empty.
+    """
+    inside = set(members)
+    outside = tuple(peer for peer in plan.roster if peer not in inside)
+    joined = tuple(row for row in change.joined if row.peer not in outside)
+    empty = {row.peer for row in joined} & set(change.lost)
+    return replace(
+        change,
+        lost=tuple(sorted({*outside, *empty})),
+        joined=joined,
+        admitted=tuple(peer for peer in change.admitted if peer not in outside),
+        fork=fork_name(plan, members),
+    )
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True):
+    """The newest plans that this member has voted at and left, and the highest of those before them."""
+
+    plans: Annotated[tuple[tuple[Height, Hash], ...], msgspec.Meta(max_length=PAST_MAX)] = ()
+    height: Annotated[int, msgspec.Meta(ge=-1, lt=HEIGHT_MAX)] = -1
+
+    def with_plan(self, plan: Plan) -> "Past":
+        """One more."""
+        plans = (*self.plans, (plan.height, plan_hash(plan)))
+        dropped = (height for height, _ in plans[:-PAST_MAX])
+        return Past(plans[-PAST_MAX:], max(self.height, *dropped, -1))
+
+    def may_hold(self, plan: Plan) -> bool:
+        """Whether this member may have voted on what follows `plan`."""
+        return plan.height <= self.height or (plan.height, plan_hash(plan)) in self.plans
+
+
+class Voted(msgspec.Struct, frozen=True, array_like=True):
+    """A vote, and the instance it belongs to."""
+
+    fork: Hash
+    vote: Vote
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """What a member must not forget: its links, and its votes on what follows the newest plan."""
+
+    base: Plan
+    links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=LINKS_MAX)]
+    votes: Annotated[tuple[Voted, ...], msgspec.Meta(max_length=1 + FORKS_MAX)]
+    abstains: bool
+    past: Past
+
+
+def pack(kept: Kept) -> bytes:
+    """The bytes to be stored, with their BLAKE3 before them."""
+    body = encode(kept)
+    return blake3(body).digest() + body
+
+
+def base_plan(data: bytes) -> Plan:
+    """The oldest plan that stored bytes tell of. Raises RemoteProtocolError."""
+    return unpack(data).base
+
+
+def unpack(data: bytes) -> Kept:
+    """What `pack` made; RemoteProtocolError where the bytes have changed since."""
+    body = data[HASH_BYTES:]
+    if blake3(body).digest() != data[:HASH_BYTES]:
+        raise RemoteProtocolError("a stored chain of plans that is damaged")
+    kept: Kept = decode(body, Kept, bytes_max=DURABLE_BYTES_MAX)
+    return kept

@@ -1,0 +1,124 @@
+"""From one plan to the next: what a committee decides is a `Change`, and the plan follows from it.
+
+Pure and the same everywhere. What a change may say is checked against the parent alone; whether a lost peer
+is really lost is for whoever proposes it, and for the majority that accepts it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from partition.plan.plan import (
+    HEIGHT_MAX,
+    NOTHING,
+    ROSTER_MAX,
+    Count,
+    Hash,
+    Peer,
+    Peers,
+    Plan,
+    StageNumber,
+    StagePlan,
+    decode_plan,
+    encode_plan,
+    plan_hash,
+)
+
+CHANGE_BYTES_MAX = 64 * 1024
+JOININGS_MAX = 64
+
+
+class Joining(msgspec.Struct, frozen=True, array_like=True):
+    """A peer that holds another replica of `stage` from now on. It may be on the roster already."""
+
+    peer: Peer
+    stage: StageNumber
+    rate: Count
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """What is different in the next plan.
+
+    `lost` are off the roster: dead, gone, or without the memory of their stage. Whoever is `lost` and also in
+    `joined` comes back empty. `admitted` are on the roster from now on, without a stage. `trainers` are those
+    of the next plan, the first of them commits; () keeps those that are left. `restored` is the checkpoint
+    every stage goes back to, of `step` committed steps; without one the replicas go on from what they hold.
+    `fork` names those who go on without the majority.
+    """
+
+    lost: Peers = ()
+    joined: Annotated[tuple[Joining, ...], msgspec.Meta(max_length=JOININGS_MAX)] = ()
+    admitted: Peers = ()
+    trainers: Peers = ()
+    restored: Hash = NOTHING
+    step: Count = 0
+    fork: Hash = NOTHING
+
+
+def encode_change(change: Change) -> bytes:
+    """The value that is agreed on."""
+    return encode(change)
+
+
+def decode_change(data: bytes) -> Change:
+    """Else RemoteProtocolError."""
+    change: Change = decode(data, Change, bytes_max=CHANGE_BYTES_MAX)
+    return change
+
+
+def successor(plan: Plan, change: Change) -> Plan:
+    """The plan after `plan`; else RemoteProtocolError: a stage would have nobody, or nobody would train.
+
+    Trainers that are left keep their order. Where none is, those of the roster without a stage follow, then
+    the others, by peer id: whoever is on the roster can fetch the data.
+    """
+    lost = set(change.lost)
+    joined = {row.peer: row for row in change.joined}
+    if len(joined) != len(change.joined):
+        raise RemoteProtocolError("a change in which a peer joins twice")
+    if not lost <= set(plan.roster):
+        raise RemoteProtocolError("a change that loses somebody who was not there")
+    if any(row.stage >= len(plan.stages) for row in change.joined):
+        raise RemoteProtocolError("a change that adds to a stage that is none")
+    if change.restored == NOTHING and change.step:
+        raise RemoteProtocolError("a change to a step without a checkpoint")
+    if plan.height + 1 >= HEIGHT_MAX:
+        raise RemoteProtocolError("a chain of plans without an end")
+    roster = tuple(sorted((set(plan.roster) - lost) | set(joined) | set(change.admitted)))
+    if len(roster) > ROSTER_MAX:
+        raise RemoteProtocolError(f"a roster of {len(roster)}, at most {ROSTER_MAX}")
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        left = [
+            (peer, rate)
+            for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+            if peer not in lost and peer not in joined
+        ]
+        left += [(row.peer, row.rate) for row in change.joined if row.stage == number]
+        if not left:
+            raise RemoteProtocolError(f"stage {number + 1} of {len(plan.stages)} would have no replica")
+        peers, rates = zip(*left, strict=True)
+        stages.append(StagePlan(stage.first_layer, stage.last_layer, peers, rates))
+    kept = tuple(peer for peer in (change.trainers or plan.trainers) if peer in roster)
+    new = Plan(
+        run=plan.run,
+        parent=plan_hash(plan),
+        height=plan.height + 1,
+        roster=roster,
+        trainers=kept or heirs(roster, stages)[:1],
+        microbatches=plan.microbatches,
+        stages=tuple(stages),
+        step=change.step,
+        restored=change.restored,
+        fork=change.fork,
+    )
+    return decode_plan(encode_plan(new))  # a plan that nobody could read is none
+
+
+def heirs(roster: Sequence[bytes], stages: Sequence[StagePlan]) -> tuple[bytes, ...]:
+    """Who would train if no trainer were left, the first first."""
+    busy = {peer for stage in stages for peer in stage.replicas}
+    return tuple(sorted(roster, key=lambda peer: (peer in busy, peer)))

@@ -1,0 +1,179 @@
+"""What a member learns of the chain from others: links that it lacks, and branches that are not its own.
+
+Part of `partition.plan.agreement`: it holds no vote. Other members are believed, as far as what they say is
+valid.
+
+Of two members one may be behind, or each of another branch. A Head that asks is answered by the links its
+sender lacks, or, where its plan is none of ours, by all we know and our own Head. An answer is not answered
+again.
+"""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.chain import Chain, follow
+from partition.plan.change import Change
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.votes import Decided, Head, Sends, survives
+
+BEHIND_SECONDS = 30.0
+"""One that came late itself may know too little to help; within so long somebody else will."""
+STRAYED_MAX = 64
+"""Plans of other branches that are recognised at once."""
+
+
+@dataclass(frozen=True)
+class ForkFound:
+    """`peer` is of another branch of the chain, which is the one to go on with."""
+
+    peer: PeerId
+    head: Head
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """`peer` is further, and for BEHIND_SECONDS nobody could tell how to get there: too much was missed."""
+
+    peer: PeerId
+    head: Head
+
+
+@dataclass(frozen=True)
+class ChainBroken:
+    """`peer` says that another change was decided at `height` than we know of: a lie, or a lost disk."""
+
+    peer: PeerId
+    height: int
+
+
+LearnerEvent = ForkFound | LeftBehind | ChainBroken
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A link that follows our head."""
+
+    plan: Plan
+    change: Change
+    link: bytes
+
+
+class Learner:
+    """The chain as this member knows it, and who was heard to be elsewhere."""
+
+    def __init__(self, me: PeerId, chain: Chain, *, may_fork: bool) -> None:
+        self.events: list[LearnerEvent] = []
+        self.chain = chain
+        self.said = Head(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
+        self._me = me
+        self._may_fork = may_fork
+        # Of peers whose plan is none of ours, the last Head of each.
+        self._heads: dict[PeerId, Head] = {}
+        self._strayed: list[bytes] = []
+        self._behind_since: float | None = None
+
+    def append(self, rows: list[Taken]) -> None:
+        """Our chain is so much longer."""
+        for row in rows:
+            self.chain.append(row.plan, row.link)
+        self._behind_since = None
+        self._heads = {peer: head for peer, head in self._heads.items() if self.chain.knows(peer)}
+
+    def head(self, *, asks: bool) -> Head:
+        """What we say of ourselves."""
+        plan = self.chain.head
+        return replace(
+            self.said,
+            run=plan.run,
+            parent=self.chain.head_hash,
+            fork=plan.fork,
+            height=plan.height,
+            asks=asks,
+        )
+
+    def links_after(self, place: int) -> Decided:
+        """All that followed our plan at `place`."""
+        return Decided(
+            run=self.chain.head.run,
+            parent=self.chain.hashes[place],
+            links=tuple(self.chain.links[place:]),
+            whole=place == 0,
+        )
+
+    def learn(self, sender: PeerId, message: Decided) -> tuple[list[Taken], Sends]:
+        """The links that follow our head, not taken yet, and what is to be sent.
+
+        All are checked before one counts. A fork that we are not of is another branch, even where it begins
+        at our head.
+        """
+        place = self.chain.place(message.parent)
+        if place is None:
+            # We miss what came before, or it was never ours. Who has said all it knows cannot say which.
+            return [], [] if message.whole else [(sender, self.head(asks=True))]
+        plan = self.chain.plans[place]
+        taken: list[Taken] = []
+        strayed: list[bytes] = []
+        for link in message.links:
+            ours = self.chain.links[place] if place < len(self.chain.links) else None
+            if link == ours and not strayed:
+                place += 1
+                plan = self.chain.plans[place]
+                continue
+            before = plan
+            plan, change = follow(before, link)
+            if change.fork != NOTHING and not self._may_fork:
+                raise RemoteProtocolError("a fork in a run that allows none")
+            if ours is not None and not strayed and follow(before, ours)[1].fork == change.fork:
+                self.events.append(ChainBroken(sender, plan.height))
+                raise RemoteProtocolError(f"two different changes were decided for height {plan.height}")
+            is_without_us = change.fork != NOTHING and self._me not in plan.roster
+            if strayed or ours is not None or is_without_us:
+                strayed.append(plan_hash(plan))
+            else:
+                taken.append(Taken(plan, change, link))
+        if strayed:
+            known = [each for each in self._strayed if each not in strayed]
+            self._strayed = (known + strayed)[-STRAYED_MAX:]
+            self._judge(sender)
+        return taken, []
+
+    def hear(self, now: float, sender: PeerId, head: Head) -> Sends:
+        """What a member says of itself."""
+        ours = self.chain.head
+        place = self.chain.place(head.plan)
+        if place is not None:
+            if self.chain.plans[place].height != head.height:
+                raise RemoteProtocolError("a head at another height than its plan")
+            self._heads.pop(sender, None)
+            return [] if head.plan == self.chain.head_hash else [(sender, self.links_after(place))]
+        self._heads[sender] = head
+        is_strayed = self._judge(sender)
+        if not is_strayed and head.height > ours.height:
+            if head.asks:
+                return [(sender, self.head(asks=True))]  # it knows our plan, or will say all it knows
+            self._fall_behind(now, sender, head)
+        return [(sender, self.links_after(0)), (sender, self.head(asks=False))] if head.asks else []
+
+    def _fall_behind(self, now: float, sender: PeerId, head: Head) -> None:
+        # Where there are forks, further is not yet better.
+        if self._may_fork and not survives(self.head(asks=False), head):
+            return
+        if self._behind_since is None:
+            self._behind_since = now
+        elif now >= self._behind_since + BEHIND_SECONDS:
+            self.events.append(LeftBehind(sender, head))
+
+    def _judge(self, sender: PeerId) -> bool:
+        """Whether the last Head of `sender` is of another branch; an event where that one survives."""
+        head = self._heads.get(sender)
+        if head is None:
+            return False
+        is_passed = self.chain.plans[0].height <= head.height <= self.chain.head.height
+        if not is_passed and head.plan not in self._strayed:
+            return False
+        if survives(self.head(asks=False), head):
+            self.events.append(ForkFound(sender, head))
+        return True

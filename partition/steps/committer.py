@@ -1,0 +1,578 @@
+"""The committer's side of exact mode: it opens numbered micro-batches and names what a step is.
+
+Step t is the set of micro-batches [tK, (t+1)K). It is committed in two rounds, by all replicas of the plan or
+not at all, so that a death at any moment leaves every stage either before or after the step, never between
+its replicas, and a minority can commit nothing:
+
+    syncing -> (finishing a step) -> (filling) -> counting -> committing -> applying -> counting ...
+                                         ^                                     |
+                                         +--- who ended with other parameters -+        ... evaluating -> done
+
+Who is gone is decided elsewhere, and makes the next plan, with a new Committer. Within a plan micro-batches
+only move: from whoever is suspected, or has work at hand and says nothing. Only the first trainer commits.
+"""
+
+from collections.abc import Iterable
+from math import inf, isfinite
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.ledger import Ledger, Place
+from partition.steps.messages import (
+    EVALUATIONS_IN_FLIGHT_MAX,
+    SAMPLES_MAX,
+    Applied,
+    Apply,
+    Counted,
+    Evaluated,
+    Failed,
+    Fill,
+    Open,
+    Progress,
+    Reduced,
+    Save,
+    Sends,
+    StepCommit,
+    StepMessage,
+    Sync,
+    Synced,
+    Work,
+)
+from partition.steps.outcomes import (
+    MicrobatchesMoved,
+    ReplicaFailed,
+    ReplicaRebuilt,
+    Resumed,
+    StepApplied,
+    StepsPaused,
+    TrainingEvaluated,
+    TrainingFailed,
+)
+from partition.steps.pace import Pace
+from partition.steps.resume import Lacking, can_resume, check_synced, minority, resume_point
+from partition.steps.routes import attempts, step_numbers
+
+__all__ = [
+    "Committer",
+    "MicrobatchesMoved",
+    "ReplicaFailed",
+    "ReplicaRebuilt",
+    "Resumed",
+    "StepApplied",
+    "StepsPaused",
+    "TrainingEvaluated",
+    "TrainingFailed",
+]
+
+DISSENTS_MAX = 2
+"""So often the replicas of a stage may come to different totals: a broken transfer, not a broken machine."""
+SYNC_AGAIN_SECONDS = 2.0
+"""A replica learns of its plan by another way than the Sync, and ignores one that is ahead of it."""
+OPEN_AGAIN_SECONDS = 10.0
+"""The same for trainers, who answer nothing: when all has been silent for so long."""
+STALL_CHECK_SECONDS = 1.0
+
+Phase = Literal[
+    "syncing", "filling", "counting", "committing", "applying", "paused", "evaluating", "done", "failed"
+]
+
+
+class Committer:
+    """Commits the steps of one run under one plan, from whatever step its replicas have reached."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        plan: Plan,
+        *,
+        steps: int,
+        evaluations: int,
+        metrics: int = 0,
+        save_every: int = 0,
+    ) -> None:
+        """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never."""
+        self.me = me
+        self.plan = plan
+        self.plan_hash = plan_hash(plan)
+        self.steps = steps
+        self.evaluations = evaluations
+        self.metrics = metrics
+        self.save_every = save_every
+        self.events: list[Any] = []
+        self.phase: Phase = "syncing"
+        self.step = plan.step
+        self.attempt = attempts(plan).start
+        self._places: dict[PeerId, Place] = {
+            PeerId(peer): (number, index)
+            for number, stage in enumerate(plan.stages)
+            for index, peer in enumerate(stage.replicas)
+        }
+        self._everybody = list(dict.fromkeys([*self._places, *(PeerId(peer) for peer in plan.trainers)]))
+        self._last = len(plan.stages) - 1
+        self._pace = Pace()
+        self._ledger = Ledger(plan, range(0), train=True)
+        self._synced: dict[PeerId, Synced] = {}
+        self._digests: dict[PeerId, bytes] = {}
+        self._filling: dict[PeerId, Fill] = {}
+        self._rebuilding: set[PeerId] = set()
+        self._filled: list[PeerId] = []
+        self._losses: dict[int, tuple[int, float]] = {}
+        self._reduced: dict[PeerId, Reduced] = {}
+        self._dissents = 0
+        self._applied: dict[PeerId, Work] = {}
+        self._awaited: set[PeerId] = set()
+        self._evaluated: dict[int, Evaluated] = {}
+        self._evaluations_awaited = 0
+        self._failed: set[PeerId] = set()
+        self._suspected: set[PeerId] = set()
+        self._commit: StepCommit | None = None
+        self._apply: Apply | None = None
+        self._save: Save | None = None
+        self._save_asked = False
+        self._pausing = False
+        self._has_opened = False
+        self._now = 0.0
+        self._heard = 0.0
+        self._check_at = 0.0
+        self._waiting: dict[PeerId, float] = {}
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` is wanted: what is timed here is whom to ask again, and who has stalled."""
+        return self._check_at if self.phase in ("syncing", "counting", "evaluating") else inf
+
+    def start(self, now: float) -> Sends:
+        """Ask every replica where it is; again, those that have not said so."""
+        self._now, self._check_at = now, now + SYNC_AGAIN_SECONDS
+        return [(peer, Sync(plan=self.plan_hash)) for peer in self.awaited]
+
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """While syncing: who has not said where it is."""
+        return tuple(peer for peer in self._places if peer not in self._synced)
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:
+        """A step message from a replica."""
+        if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
+            return []
+        place = self._places.get(sender)
+        if place is None:
+            raise RemoteProtocolError("a step message from a peer without a stage")
+        if self.phase in ("done", "failed"):
+            return []
+        self._now = self._heard = now
+        self._waiting.pop(sender, None)
+        match message:
+            case Synced():
+                return self._on_synced(sender, message)
+            case Progress():
+                return self._on_progress(place, message)
+            case Counted():
+                return self._on_counted(place, message)
+            case Reduced():
+                return self._on_reduced(sender, message)
+            case Applied():
+                return self._on_applied(sender, message)
+            case Evaluated():
+                return self._on_evaluated(place, message)
+            case Failed():
+                self._give_up(sender, message.reason)
+                return []
+        raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
+
+    def wake(self, now: float) -> Sends:
+        """Ask those again who have not answered a Sync; move what has stalled."""
+        if now < self.deadline:
+            return []
+        self._now = now
+        if self.phase == "syncing":
+            return self.start(now)
+        self._check_at = now + STALL_CHECK_SECONDS
+        sends = self._move(self._stalled())
+        if not sends and now - self._heard >= OPEN_AGAIN_SECONDS:
+            sends = self._to_everybody(self._open_message())
+        if sends:
+            self._heard = now
+        return sends
+
+    def suspect(self, now: float, peer: PeerId) -> Sends:
+        """SWIM suspects it: let others do what it has not counted. Should it be dead, a new plan follows."""
+        self._now = now
+        if peer not in self._places or self.phase in ("done", "failed"):
+            return []
+        if self.phase in ("counting", "evaluating"):
+            return self._move([peer])
+        self._suspected.add(peer)
+        return []
+
+    def save(self, now: float) -> Sends:
+        """Have the replicas keep a copy of their state: at once between two commits, else after this step."""
+        self._now = now
+        self._save_asked = True
+        return self._save_now() if self.phase in ("counting", "evaluating", "paused") else []
+
+    def pause(self, now: float) -> Sends:
+        """Open no step after this one; `StepsPaused` says when. An evaluation goes on to its end."""
+        self._now = now
+        self._pausing = True
+        return []
+
+    def open_count(self, peer: PeerId) -> int:
+        """How many micro-batches of the open step are this replica's: as many are lost with it."""
+        place = self._places.get(peer)
+        open_now = self.phase in ("counting", "committing")
+        return len(self._ledger.numbers_of(place)) if place is not None and open_now else 0
+
+    def reconnected(self, peer: PeerId) -> Sends:
+        """The stream to `peer` broke and is open again: say again what it may have missed."""
+        is_replica = peer in self._places
+        if peer not in self._everybody or self.phase in ("done", "failed"):
+            return []
+        messages: list[StepMessage | None] = [self._save if is_replica else None]
+        match self.phase:
+            case "syncing" if is_replica and peer not in self._synced:
+                messages.append(Sync(plan=self.plan_hash))
+            case "filling":
+                messages.append(self._filling.get(peer))
+            case "counting" | "evaluating":
+                messages.append(self._open_message())
+            case "committing":
+                messages.append(self._open_message())
+                messages.append(self._commit if is_replica else None)
+            case "applying":
+                messages.append(self._apply if is_replica else None)
+        return [(peer, message) for message in messages if message is not None]
+
+    # Where everybody is
+
+    def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
+        check_synced(self.plan, message)
+        if self.phase == "filling" and sender in self._filling:
+            fill = self._filling[sender]
+            applied = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
+            if message.step != fill.step or not applied or fill.digest not in (NOTHING, message.digest):
+                return []  # what it said before it was filled
+            del self._filling[sender]
+            self._digests[sender] = message.digest
+            self._filled.append(sender)
+            if sender in self._rebuilding:
+                self._rebuilding.discard(sender)
+                self.events.append(ReplicaRebuilt(self.step, self._places[sender][0], sender))
+            return [] if self._filling else self._go_on()
+        if self.phase != "syncing":
+            return []
+        self._synced[sender] = message
+        return [] if len(self._synced) < len(self._places) else self._when_synced()
+
+    def _when_synced(self) -> Sends:
+        point = resume_point(self.plan, self._synced)
+        if isinstance(point, Lacking):
+            return self._fail(point.reason, point.stage)
+        self.step, apply = point
+        able = {peer: row for peer, row in self._synced.items() if can_resume(row, self.step, apply)}
+        behind = {peer for peer, row in able.items() if row.step != self.step}
+        self._digests = {peer: row.digest for peer, row in able.items() if peer not in behind}
+        if not behind:
+            self._apply = apply
+            return self._repair()
+        assert apply is not None
+        # Finish the step that the committer before left half applied, then go on.
+        self.step -= 1
+        self.phase, self._awaited = "applying", behind
+        self._apply = replace(apply, plan=self.plan_hash, step=self.step)
+        return [(peer, self._apply) for peer in self._places if peer in behind]
+
+    def _repair(self) -> Sends:
+        """Whoever holds nothing, or other parameters than the most of its stage, takes theirs."""
+        wrong = minority(
+            self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NOTHING}
+        )
+        self._rebuilding = set(wrong)
+        applied = self._apply and replace(self._apply, plan=self.plan_hash)
+        for peer, (stage, _) in self._places.items():
+            if peer in self._digests and peer not in wrong:
+                continue
+            sources = [
+                PeerId(other)
+                for other in self.plan.stages[stage].replicas
+                if other in self._digests and other not in wrong
+            ]
+            digest = next((name for other in sources if (name := self._digests[other]) != NOTHING), NOTHING)
+            self._filling[peer] = Fill(
+                plan=self.plan_hash, step=self.step, digest=digest, sources=tuple(sources), applied=applied
+            )
+        if not self._filling:
+            return self._go_on()
+        self.phase = "filling"
+        return list(self._filling.items())
+
+    # A step
+
+    def _go_on(self) -> Sends:
+        """All hold the same after `step` steps."""
+        self._digests.clear()
+        sends = self._save_now() if self._save_asked else []
+        if self._pausing:
+            self.phase = "paused"
+            self.events.append(StepsPaused(self.step))
+            return sends
+        return sends + self._open_step()
+
+    def _open_step(self) -> Sends:
+        self._losses.clear()
+        self._reduced.clear()
+        self._applied.clear()
+        self._commit = self._apply = None
+        self._dissents = 0
+        self.attempt = attempts(self.plan).start
+        is_over = self.step >= self.steps
+        numbers = self._held_out() if is_over else step_numbers(self.plan, self.step)
+        self._ledger = Ledger(self.plan, numbers, train=not is_over)
+        self._ledger.moved = {self._places[peer] for peer in self._suspected}
+        self._suspected.clear()
+        if not is_over and not self._take_synced():
+            return self._fail(_diverged(f"step {self.step}: the loss"))
+        if not self._has_opened:
+            self._has_opened = True
+            self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
+        self._ledger.deal(self._rates())
+        self._synced.clear()
+        self._waiting.clear()
+        self._heard, self._check_at = self._now, self._now + STALL_CHECK_SECONDS
+        if is_over:
+            self.phase = "evaluating"
+            self._when_evaluated()
+            return self._to_everybody(self._open_message()) if self.evaluations else []
+        self.phase = "counting"
+        return self._to_everybody(self._open_message()) + self._when_counted()
+
+    def _take_synced(self) -> bool:
+        """What is counted of the open step stays with whoever counted it. False if a loss is no number."""
+        rows = [
+            (self._places[peer], self._synced[peer])
+            for peer in self._places
+            if peer in self._synced and self._synced[peer].step == self.step and peer not in self._filled
+        ]
+        for place, row in rows:
+            self._ledger.take_counted(place, row.counted)
+            if place[0] == self._last:
+                for number, samples, loss in zip(row.counted, row.samples, row.losses, strict=True):
+                    self._losses.setdefault(number, (samples, loss))
+        for place, row in rows:
+            self._ledger.take_begun(place, row.begun)
+        return all(isfinite(loss) for _, loss in self._losses.values())
+
+    def _on_progress(self, place: Place, message: Progress) -> Sends:
+        if self.phase not in ("counting", "evaluating") or message.step != self.step:
+            return []
+        if message.stage != place[0] or place[0] == self._last:
+            raise RemoteProtocolError("progress in a stage that its sender does not hold, or in the last")
+        if self._ledger.owns(place, message.microbatch):
+            self._ledger.forwarded(place, message.microbatch)
+        return []
+
+    def _on_counted(self, place: Place, message: Counted) -> Sends:
+        if self.phase != "counting" or message.step != self.step or message.stage != place[0]:
+            return []
+        if message.microbatch not in self._ledger.numbers:
+            raise RemoteProtocolError("a micro-batch was counted that is not in the step")
+        if message.samples > SAMPLES_MAX:
+            raise RemoteProtocolError("a loss of an impossible number of samples")
+        if not self._ledger.owns(place, message.microbatch):
+            return []
+        if not isfinite(message.loss):
+            return self._fail(_diverged(f"step {self.step}: the loss"))
+        self._ledger.count(place, message.microbatch)
+        if place[0] == self._last:
+            self._losses[message.microbatch] = (message.samples, message.loss)
+        return self._when_counted()
+
+    def _when_counted(self) -> Sends:
+        return self._commit_step() if self._ledger.is_complete else []
+
+    def _commit_step(self) -> Sends:
+        self.phase = "committing"
+        self._reduced.clear()
+        self._commit = StepCommit(
+            plan=self.plan_hash, step=self.step, attempt=self.attempt, replicas=self._ledger.rows()
+        )
+        return self._to_replicas(self._commit)
+
+    def _on_reduced(self, sender: PeerId, message: Reduced) -> Sends:
+        if (self.phase, message.step, message.attempt) != ("committing", self.step, self.attempt):
+            return []
+        self._reduced[sender] = message
+        if len(self._reduced) < len(self._places):
+            return []
+        dissenters = minority(self.plan, {peer: row.digest for peer, row in self._reduced.items()})
+        if dissenters:
+            return self._reduce_again(dissenters)
+        squared_norm = self._squared_norm()
+        if squared_norm is not None and not isfinite(squared_norm):
+            return self._fail(_diverged(f"step {self.step}: the gradient's norm"))
+        self.phase, self._awaited = "applying", set(self._places)
+        self._apply = Apply(
+            plan=self.plan_hash,
+            step=self.step,
+            attempt=self.attempt,
+            samples=max(1, sum(samples for samples, _ in self._losses.values())),
+            squared_norm=squared_norm,
+        )
+        return self._to_replicas(self._apply)
+
+    def _reduce_again(self, dissenters: list[PeerId]) -> Sends:
+        self._dissents += 1
+        if self._dissents <= DISSENTS_MAX:
+            self.attempt += 1
+            return self._commit_step()
+        for peer in dissenters:
+            self._give_up(
+                peer, f"step {self.step}: {self._dissents} times it came to another total than its stage"
+            )
+        return []
+
+    def _squared_norm(self) -> float | None:
+        """Of all stages' totals, by the first replica of each; None where nobody says one.
+
+        Equal totals may have norms that differ in the last bit from machine to machine; by taking one for
+        all, all scale by the same number.
+        """
+        first = [self._reduced[PeerId(stage.replicas[0])].squared_norm for stage in self.plan.stages]
+        norms = [norm for norm in first if norm is not None]
+        return sum(norms) if norms else None
+
+    def _on_applied(self, sender: PeerId, message: Applied) -> Sends:
+        if self.phase != "applying" or message.step != self.step or sender not in self._awaited:
+            return []
+        self._awaited.discard(sender)
+        self._digests[sender] = message.digest
+        self._applied[sender] = message.work
+        return [] if self._awaited else self._when_applied()
+
+    def _when_applied(self) -> Sends:
+        # A step that another committer opened is only finished here: its losses are not known.
+        if self._commit is not None:
+            samples = max(1, sum(samples for samples, _ in self._losses.values()))
+            loss = sum(self._losses[number][1] for number in sorted(self._losses)) / samples
+            work = tuple(
+                tuple(self._applied[PeerId(peer)] for peer in stage.replicas) for stage in self.plan.stages
+            )
+            self.events.append(StepApplied(self.step, loss, samples, len(self._places), work))
+            owned = self._ledger.owned()
+            for peer, place in self._places.items():
+                self._pace.measured(peer, self._applied[peer], len(owned.get(place, ())))
+        self.step += 1
+        self._save_asked |= bool(self.save_every) and self.step % self.save_every == 0
+        return self._repair()
+
+    # Evaluation
+
+    def _on_evaluated(self, place: Place, message: Evaluated) -> Sends:
+        if self.phase != "evaluating" or place[0] != self._last:
+            return []
+        if message.microbatch >= self._ledger.numbers.stop:
+            raise RemoteProtocolError("an evaluation that was not asked for")
+        if len(message.metrics) != self.metrics or message.samples > SAMPLES_MAX:
+            raise RemoteProtocolError("an evaluation with impossible numbers")
+        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluated:
+            return []
+        if not message.is_finite:
+            return self._fail(_diverged("held out: the loss or a metric"))
+        self._evaluated[message.microbatch] = message
+        self._ledger.finish(message.microbatch)
+        return self._when_evaluated()
+
+    def _when_evaluated(self) -> Sends:
+        if len(self._evaluated) == self.evaluations:
+            rows = [self._evaluated[number] for number in sorted(self._evaluated)]
+            self.phase = "done"
+            self.events.append(
+                TrainingEvaluated(
+                    sum(row.samples for row in rows),
+                    sum(row.loss for row in rows),
+                    tuple(sum(row.metrics[place] for row in rows) for place in range(self.metrics)),
+                )
+            )
+            return []
+        while self._evaluations_awaited in self._evaluated:
+            self._evaluations_awaited += 1
+        numbers = self._ledger.numbers
+        half = EVALUATIONS_IN_FLIGHT_MAX // 2
+        if numbers.stop == self.evaluations or self._evaluations_awaited - numbers.start < half:
+            return []
+        self._ledger = self._ledger.slide(self._held_out(), self._rates())
+        return self._open_again()
+
+    def _held_out(self) -> range:
+        """Those to be under way now."""
+        first = self._evaluations_awaited
+        return range(first, min(self.evaluations, first + EVALUATIONS_IN_FLIGHT_MAX))
+
+    # Moves and failures
+
+    def _stalled(self) -> list[PeerId]:
+        """Replicas that have had work at hand and said nothing for longer than they ever take."""
+        obliged = self._ledger.obliged()
+        waiting = {}
+        for peer, place in self._places.items():
+            if place in obliged:
+                waiting[peer] = self._waiting.get(peer, self._now)
+        self._waiting = waiting
+        return [
+            peer for peer, since in waiting.items() if self._now - since >= self._pace.patience_seconds(peer)
+        ]
+
+    def _move(self, peers: Iterable[PeerId]) -> Sends:
+        moved = self._ledger.move((self._places[peer] for peer in peers), self._rates())
+        for (stage, index), count in moved.items():
+            peer = PeerId(self.plan.stages[stage].replicas[index])
+            self.events.append(MicrobatchesMoved(self.step, stage, peer, count))
+        return self._open_again() if moved else []
+
+    def _give_up(self, peer: PeerId, reason: str) -> None:
+        if peer not in self._failed:
+            self._failed.add(peer)
+            self.events.append(ReplicaFailed(peer, self._places[peer][0], reason))
+
+    def _fail(self, reason: str, stage: int | None = None) -> Sends:
+        self.phase = "failed"
+        self.events.append(TrainingFailed(reason, stage))
+        return []
+
+    # Bookkeeping
+
+    def _rates(self) -> list[list[int]]:
+        return [self._pace.rates(stage) for stage in self.plan.stages]
+
+    def _open_again(self) -> Sends:
+        self.attempt += 1
+        return self._to_everybody(self._open_message())
+
+    def _open_message(self) -> Open:
+        return Open(
+            plan=self.plan_hash,
+            step=self.step,
+            attempt=self.attempt,
+            train=self.phase != "evaluating",
+            first=self._ledger.numbers.start,
+            stages=self._ledger.routes(),
+        )
+
+    def _save_now(self) -> Sends:
+        self._save_asked = False
+        self._save = Save(plan=self.plan_hash, step=self.step)
+        return self._to_replicas(self._save)
+
+    def _to_replicas(self, message: StepMessage) -> Sends:
+        return [(peer, message) for peer in self._places]
+
+    def _to_everybody(self, message: StepMessage) -> Sends:
+        return [(peer, message) for peer in self._everybody]
+
+
+def _diverged(what: str) -> str:
+    return f"{what} is no finite number any more; a lower train.learning_rate, or train.clip_norm, may help"

@@ -1,0 +1,110 @@
+"""A trainer's side of exact mode: which inputs and labels it is to send to whom.
+
+Every trainer of the plan feeds the micro-batches that are its own (`partition.plan.schedule.feeder_of`), as
+the committer's Open asks. What a frame is, and that it is the same at a second sending, is the shell's.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import Plan, plan_hash
+from partition.plan.schedule import feeder_of
+from partition.steps.messages import Open, Sends
+from partition.steps.routes import Routes
+
+
+@dataclass(frozen=True)
+class FeedReady:
+    """Send this micro-batch's inputs and labels; None for a half that nobody wants.
+
+    A held-out one that is `EVALUATIONS_IN_FLIGHT_MAX` before another is never asked for again.
+    """
+
+    step: int
+    attempt: int
+    microbatch: int
+    train: bool
+    input_to: PeerId | None
+    labels_to: PeerId | None
+
+
+@dataclass(frozen=True)
+class FramesDone:
+    """The frames of `step`, and of all before it, will not be asked for again."""
+
+    step: int
+
+
+class Feeder:
+    """One trainer under one plan."""
+
+    deadline = inf
+
+    def __init__(self, me: PeerId, plan: Plan) -> None:
+        self.me = me
+        self.plan = plan
+        self.plan_hash = plan_hash(plan)
+        self.events: list[Any] = []
+        self._last = len(plan.stages) - 1
+        self._routes: Routes | None = None
+        self._mine: list[int] = []
+        self._sent: dict[tuple[int, Literal["input", "labels"]], PeerId] = {}
+
+    def receive(self, now: float, sender: PeerId, message: Open) -> Sends:  # noqa: ARG002 - the shape of a core
+        """An Open of the committer. Sends nothing itself: `events` say what the shell is to send."""
+        if message.plan != self.plan_hash:
+            return []
+        if sender != self.plan.committer:
+            raise RemoteProtocolError("an Open from a peer that is not the committer")
+        routes = Routes(self.plan, message)
+        before = self._routes
+        if before is not None:
+            if (routes.step, routes.attempt) <= (before.step, before.attempt):
+                return []
+            if routes.step > before.step:
+                self.events.append(FramesDone(before.step))
+                self._sent.clear()
+        if before is None or routes.numbers != before.numbers or routes.train != before.train:
+            self._mine = [
+                number for number in routes.numbers if feeder_of(self.plan, routes.train, number) == self.me
+            ]
+        self._routes = routes
+        for key in [key for key in self._sent if key[0] < routes.numbers.start]:
+            del self._sent[key]
+        for number in self._mine:
+            self._feed(routes, number, again_to=None)
+        return []
+
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
+        """Nothing here is timed."""
+        return []
+
+    def reconnected(self, peer: PeerId) -> Sends:
+        """The stream to `peer` broke and is open again: ask again for what it may have lost."""
+        if self._routes is not None:
+            for number in self._mine:
+                self._feed(self._routes, number, again_to=peer)
+        return []
+
+    def _feed(self, routes: Routes, number: int, *, again_to: PeerId | None) -> None:
+        receivers: dict[str, PeerId | None] = {"input": None, "labels": None}
+        for stage, direction in ((0, "input"), (self._last, "labels")):
+            wanted = routes.wants(stage, number)
+            key: Any = number, direction
+            if wanted is not None and (self._sent.get(key) != wanted or wanted == again_to):
+                self._sent[key] = wanted
+                receivers[direction] = wanted
+        if any(receivers.values()):
+            self.events.append(
+                FeedReady(
+                    routes.step,
+                    routes.attempt,
+                    number,
+                    routes.train,
+                    receivers["input"],
+                    receivers["labels"],
+                )
+            )

@@ -1,0 +1,190 @@
+"""What the committer knows of the micro-batches that are open: who owns which, and how far everybody is."""
+
+from collections.abc import Iterable, Sequence
+
+from partition.plan.plan import Plan
+from partition.plan.schedule import deal
+from partition.steps.messages import StageCommit, StageRoutes
+
+Place = tuple[int, int]
+"""A replica: its stage, and its place there."""
+
+
+class Ledger:
+    """A run of `numbers`, in every stage of the plan. `train`: what has gone forward comes back."""
+
+    def __init__(self, plan: Plan, numbers: range, *, train: bool) -> None:
+        self.numbers = numbers
+        self.moved: set[Place] = set()
+        self._plan = plan
+        self._train = train
+        self._owners: list[dict[int, int]] = [{} for _ in plan.stages]
+        self._counted: list[set[int]] = [set() for _ in plan.stages]
+        self._forwarded: list[set[int]] = [set() for _ in plan.stages]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is counted everywhere."""
+        return all(len(counted) == len(self.numbers) for counted in self._counted)
+
+    def owns(self, place: Place, number: int) -> bool:
+        """Whether this is its owner."""
+        stage, index = place
+        return self._owners[stage].get(number) == index
+
+    def numbers_of(self, place: Place) -> list[int]:
+        """What it owns."""
+        return [number for number in self.numbers if self.owns(place, number)]
+
+    def owned(self) -> dict[Place, list[int]]:
+        """The same of all at once; whoever owns nothing is left out."""
+        found: dict[Place, list[int]] = {}
+        for stage, owners in enumerate(self._owners):
+            for number in self.numbers:
+                found.setdefault((stage, owners[number]), []).append(number)
+        return found
+
+    def routes(self) -> tuple[StageRoutes, ...]:
+        """As an Open says it."""
+        return tuple(
+            StageRoutes(bytes(owners[number] for number in self.numbers), tuple(sorted(counted)))
+            for owners, counted in zip(self._owners, self._counted, strict=True)
+        )
+
+    def rows(self) -> tuple[StageCommit, ...]:
+        """As a StepCommit says it."""
+        owned = self.owned()
+        return tuple(
+            StageCommit(number, peer, tuple(owned.get((number, index), ())))
+            for number, stage in enumerate(self._plan.stages)
+            for index, peer in enumerate(stage.replicas)
+        )
+
+    # What is heard
+
+    def count(self, place: Place, number: int) -> None:
+        """The owner has it in its sums."""
+        self._forwarded[place[0]].discard(number)
+        self._counted[place[0]].add(number)
+
+    def forwarded(self, place: Place, number: int) -> None:
+        """The owner has sent its output on."""
+        if number not in self._counted[place[0]] and place[0] < len(self._plan.stages) - 1:
+            self._forwarded[place[0]].add(number)
+
+    def finish(self, number: int) -> None:
+        """It is through in all stages."""
+        for stage in range(len(self._plan.stages)):
+            self.count((stage, 0), number)
+
+    def take_counted(self, place: Place, numbers: Iterable[int]) -> None:
+        """What a replica had counted before; who comes first owns it."""
+        stage, index = place
+        for number in numbers:
+            if number in self.numbers and number not in self._owners[stage]:
+                self._owners[stage][number] = index
+                self.count(place, number)
+
+    def take_begun(self, place: Place, numbers: Iterable[int]) -> None:
+        """What a replica had sent on before; who comes first owns it, if nobody has counted it."""
+        stage, index = place
+        for number in numbers:
+            if number in self.numbers and number not in self._owners[stage]:
+                self._owners[stage][number] = index
+                self.forwarded(place, number)
+
+    # Dealing
+
+    def deal(self, rates: Sequence[Sequence[int]]) -> None:
+        """Give what nobody owns to whoever would finish it first, the moved only where there is no other."""
+        for stage, owners in enumerate(self._owners):
+            places = self._willing(stage, ()) or range(len(rates[stage]))
+            free = [number for number in self.numbers if number not in owners]
+            owners.update(deal(free, places, rates[stage], self._loads(stage)))
+
+    def move(self, away: Iterable[Place], rates: Sequence[Sequence[int]]) -> dict[Place, int]:
+        """Take from these what they have not counted, and how much of each it was.
+
+        They get nothing more of this run of numbers, and whoever had something taken before gets nothing
+        back; where nobody else is left all stays as it is.
+        """
+        leaving = set(away) - self.moved
+        found: dict[Place, int] = {}
+        for stage, owners in enumerate(self._owners):
+            gone = {index for number, index in leaving if number == stage}
+            places = self._willing(stage, gone)
+            if not gone or not places:
+                continue
+            taken = [
+                number
+                for number in self.numbers
+                if owners[number] in gone and number not in self._counted[stage]
+            ]
+            for number in taken:
+                place = stage, owners.pop(number)
+                found[place] = found.get(place, 0) + 1
+            self._forwarded[stage].difference_update(taken)
+            self.moved.update((stage, index) for index in gone)
+            owners.update(deal(taken, places, rates[stage], self._loads(stage)))
+        return found
+
+    def slide(self, numbers: range, rates: Sequence[Sequence[int]]) -> "Ledger":
+        """The same over a later run of numbers: what is in both stays where it is."""
+        later = Ledger(self._plan, numbers, train=self._train)
+        later.moved = self.moved
+        for stage, owners in enumerate(self._owners):
+            later._owners[stage] = {number: owners[number] for number in numbers if number in owners}
+            later._counted[stage] = {number for number in self._counted[stage] if number in numbers}
+            later._forwarded[stage] = {number for number in self._forwarded[stage] if number in numbers}
+        later.deal(rates)
+        return later
+
+    def _willing(self, stage: int, gone: Iterable[int]) -> list[int]:
+        excluded = {index for number, index in self.moved if number == stage} | set(gone)
+        return [index for index in range(len(self._plan.stages[stage].replicas)) if index not in excluded]
+
+    def _loads(self, stage: int) -> list[int]:
+        """What each has still to do."""
+        loads = [0] * len(self._plan.stages[stage].replicas)
+        for number, index in self._owners[stage].items():
+            loads[index] += number not in self._counted[stage]
+        return loads
+
+    # Who is waited for
+
+    def obliged(self) -> set[Place]:
+        """Replicas with work at hand.
+
+        A forward pass alone obliges only who has nothing between its two passes: others may be holding as
+        much as they have memory for.
+        """
+        found: set[Place] = set()
+        for stage, owners in enumerate(self._owners):
+            holding: set[int] = set()
+            fresh: set[int] = set()
+            for number, index in owners.items():
+                if number in self._counted[stage]:
+                    continue
+                if number in self._forwarded[stage]:
+                    holding.add(index)
+                    if self._train and number in self._counted[stage + 1]:
+                        found.add((stage, index))
+                elif stage == 0 or number in self._forwarded[stage - 1] or number in self._counted[stage - 1]:
+                    fresh.add(index)
+            found |= {(stage, index) for index in (fresh - holding if self._train else fresh)}
+        return found
+
+    def replayed(self) -> int:
+        """How many are to be computed again, each stage for itself, because whoever did is gone.
+
+        Known of what nobody here has counted or sent on, though the stage after has begun it or the stage
+        before has its gradient; before `deal` only.
+        """
+        last = len(self._plan.stages) - 1
+        count = 0
+        for stage, owners in enumerate(self._owners):
+            for number in self.numbers:
+                after = stage < last and number in self._owners[stage + 1]
+                before = stage > 0 and number in self._counted[stage - 1]
+                count += number not in owners and (after or before)
+        return count

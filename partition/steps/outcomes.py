@@ -1,0 +1,86 @@
+"""What a committer tells its shell of the run."""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.steps.messages import Work
+
+
+@dataclass(frozen=True)
+class StepApplied:
+    """A step is final on every replica. `loss` is the mean over its samples.
+
+    `work` is what it took of each replica, by stage, in the plan's order.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    replicas: int
+    work: tuple[tuple[Work, ...], ...]
+
+
+@dataclass(frozen=True)
+class MicrobatchesMoved:
+    """`count` micro-batches of this replica went to the others of its stage."""
+
+    step: int
+    stage: int
+    peer: PeerId
+    count: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Once per plan, when its first Open is made: the run goes on with `step`.
+
+    `replayed` micro-batches of it are computed again (one that is in two stages counts twice), as far as that
+    can be seen: nobody of the plan has begun them, though in the stage after they are begun, or in the stage
+    before counted. `filled` have taken their stage from others.
+    """
+
+    step: int
+    replayed: int
+    filled: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaRebuilt:
+    """A replica held other parameters than its stage after `step` steps, and has taken theirs."""
+
+    step: int
+    stage: int
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class ReplicaFailed:
+    """The run cannot go on with this replica: a plan without it is wanted."""
+
+    peer: PeerId
+    stage: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsPaused:
+    """`step` steps are applied, and nothing is opened any more under this plan."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class TrainingEvaluated:
+    """The held-out samples have all been through: sums over them."""
+
+    samples: int
+    loss: float
+    metrics: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TrainingFailed:
+    """The run cannot go on under this plan, and why; `stage` is the one that nobody holds, if it is that."""
+
+    reason: str
+    stage: int | None = None

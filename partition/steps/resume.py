@@ -1,0 +1,80 @@
+"""Where a run goes on under a new plan, from what its replicas say they hold."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import NOTHING, Plan
+from partition.steps.messages import SAMPLES_MAX, Apply, Synced
+from partition.steps.routes import step_numbers
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """No replica of `stage` holds what the others could go on with; `reason` is for a person."""
+
+    stage: int
+    reason: str
+
+
+def check_synced(plan: Plan, message: Synced) -> None:
+    """Whether it makes sense in itself and under the plan; else RemoteProtocolError."""
+    step = message.step
+    if plan.restored != NOTHING and step is not None and step < plan.step:
+        raise RemoteProtocolError("an earlier step than that of the checkpoint which the plan restores")
+    if message.applied is not None and message.applied.step + 1 != step:
+        raise RemoteProtocolError("steps applied that its last Apply does not fit")
+    numbers = range(0) if step is None else step_numbers(plan, step)
+    named = (*message.counted, *message.begun)
+    if len(set(named)) != len(named) or any(number not in numbers for number in named):
+        raise RemoteProtocolError("micro-batches outside of the open step, or one of them twice")
+    if not len(message.counted) == len(message.samples) == len(message.losses):
+        raise RemoteProtocolError("micro-batches without their losses")
+    if any(samples > SAMPLES_MAX for samples in message.samples):
+        raise RemoteProtocolError("a loss of an impossible number of samples")
+
+
+def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
+    """Whether a replica has applied these `step` steps, the last by `apply`, or holds the total to do so."""
+    if synced.step == step:
+        return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
+    return synced.step == step - 1 and apply is not None and synced.reduced == apply.attempt
+
+
+def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Apply | None] | Lacking:
+    """The most steps that every stage has, or can have, applied, and the last one's Apply; or what is lost.
+
+    The newest step alone would let one replica that lies, or was lost and came back, end the run.
+    """
+    claims = [(row.step, row.applied) for row in synced.values() if row.step is not None]
+    if plan.restored != NOTHING:
+        claims = [claim for claim in claims if claim[0] == plan.step]
+    claims.sort(key=lambda claim: (claim[0], claim[1].attempt if claim[1] else 0), reverse=True)
+    lacking = 0
+    for step, apply in claims:
+        missing = [
+            number
+            for number, stage in enumerate(plan.stages)
+            if not any(can_resume(synced[PeerId(peer)], step, apply) for peer in stage.replicas)
+        ]
+        if not missing:
+            return step, apply
+        lacking = lacking or 1 + missing[0]
+    newest = f", and cannot go on after the {claims[0][0]} that others have committed" if claims else ""
+    stage = max(0, lacking - 1)
+    reason = f"no replica of stage {stage + 1} of {len(plan.stages)} holds its parameters{newest}"
+    return Lacking(stage, reason)
+
+
+def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
+    """Who says something else than most of its stage; among equally many the first in the plan is right."""
+    wrong = []
+    for stage in plan.stages:
+        said = [(PeerId(peer), digests[PeerId(peer)]) for peer in stage.replicas if PeerId(peer) in digests]
+        if said:
+            # Counter keeps the order of the plan among equals.
+            right = Counter(digest for _, digest in said).most_common(1)[0][0]
+            wrong += [peer for peer, digest in said if digest != right]
+    return wrong

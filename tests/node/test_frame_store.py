@@ -1,0 +1,194 @@
+"""Frames kept until their step is applied: bounded in memory, the rest in files without a name."""
+
+import errno
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.noise import Data
+from node.errors import StageFailed
+from node.events import Event, RunChanged, RunEnded, StepCommitted
+from node.runs import frame_store
+from node.runs.frame_store import FrameStore
+from node.storage import spill
+from node.storage.folder import FolderStorage
+from partition.codec import Payload, pack, typed, unpack
+from sim.executor import SimExecutor
+from sim.seams import MemoryStorage
+from tests.stack import assert_equal, manifest, reference, simulate, swarm, train, weights
+
+
+def payload_of(number: int, floats: int = 1_000) -> Payload:
+    return pack([typed(np.full(floats, number, np.float32))], "raw")
+
+
+def is_payload(payload: Payload, number: int) -> bool:
+    ((_, array),) = unpack(payload, bytes_max=1 << 20)
+    return bool((array == number).all())
+
+
+def files_open_in(folder: Path) -> int:
+    """Files of this process that lie in `folder`, named or not."""
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue  # the one that lists
+    return sum(target.startswith(str(folder)) for target in targets)
+
+
+async def test_what_is_beyond_the_bound_goes_to_the_disk_and_is_gone_with_its_last_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    kept = [await store.keep(payload_of(number)) for number in range(5)]
+    assert store.held_bytes == 8_000, "two frames of 4,000 bytes"
+    assert files_open_in(tmp_path) > 0
+    assert os.listdir(tmp_path) == [], "the file has no name"
+    assert all(is_payload(payload, number) for number, payload in enumerate(kept))
+    part = kept[1].data[100:200]  # as a link holds what it has still to send
+    last = kept[4].data[100:200]
+    kept.clear()
+    assert store.held_bytes == 4_000
+    assert files_open_in(tmp_path) > 0
+    assert bytes(part[:4]) == np.float32(1).tobytes()
+    assert bytes(last[:4]) == np.float32(4).tobytes()
+    del part, last
+    assert store.held_bytes == 0
+    assert files_open_in(tmp_path) == 0
+
+
+async def test_what_has_gone_makes_room_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    for number in range(100):
+        assert is_payload(await store.keep(payload_of(number)), number)
+    assert files_open_in(tmp_path) == 0, "nothing was ever in the way"
+
+
+async def test_what_is_kept_in_memory_is_not_copied(tmp_path: Path) -> None:
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    payload = payload_of(1)
+    kept = await store.keep(payload)
+    assert np.shares_memory(np.frombuffer(kept.data), np.frombuffer(payload.data))
+    assert kept == payload
+    assert (await store.keep(pack([], "raw"))).data.nbytes == 0
+
+
+def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "FILE_BYTES", 1 << 14)
+    storage = FolderStorage(tmp_path)
+    views = [storage.spill(bytes([number]) * 3_000) for number in range(9)]
+    assert [bytes(view) for view in views] == [bytes([number]) * 3_000 for number in range(9)]
+    assert files_open_in(tmp_path) == 2 * 3, "a file and its map, each with room for four"
+    large = storage.spill(bytes(100_000))
+    assert len(large) == 100_000
+    assert all(view.readonly for view in [*views, large])
+    del views, large
+    assert files_open_in(tmp_path) == 0
+
+
+async def test_a_full_disk_is_a_failure_of_the_stage_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8 << 20)
+    monkeypatch.setattr(os, "pwrite", no_room)
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    with pytest.raises(StageFailed, match=r"more than 8 MiB, and the disk .*No space left on device.*: make"):
+        await store.keep(payload_of(1, 3 << 20))
+    assert store.held_bytes == 0
+    assert files_open_in(tmp_path) == 0
+
+
+TINY_BYTES_MAX = 20_000
+"""Of a step of the small model: two of its frames."""
+
+
+def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]]:
+    """Every store there is, and what it held each time something was kept."""
+    keep = FrameStore.keep
+    seen: list[tuple[FrameStore, int]] = []
+
+    async def kept(store: FrameStore, payload: Payload) -> Payload:
+        result = await keep(store, payload)
+        seen.append((store, store.held_bytes))
+        return result
+
+    monkeypatch.setattr(FrameStore, "keep", kept)
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", TINY_BYTES_MAX)
+    return seen
+
+
+def test_with_next_to_no_memory_for_frames_a_run_with_a_death_in_it_is_as_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch_stores(monkeypatch)
+    folder = FolderStorage(tmp_path)
+    spilled: list[int] = []
+
+    def spill_for_real(_: MemoryStorage, data: Data) -> memoryview:
+        spilled.append(len(data))
+        return folder.spill(data)
+
+    monkeypatch.setattr(MemoryStorage, "spill", spill_for_real)
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 1:
+                    await trio.sleep(0.75 * event.seconds)
+                    plan = next(iter(group.nodes["e"].state.runs.values())).plan
+                    assert plan is not None
+                    group.kill(group.name_of(plan.stages[0][0]))
+
+            run, events = await train(group, "e", manifest(), disturb)
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            assert_equal(weights(group, "e", run), reference(run), "float64")
+
+    simulate(scenario)
+    gc.collect()  # a killed node is a circle of objects
+    assert max(held for _, held in seen) <= TINY_BYTES_MAX
+    assert sum(spilled) > 10 * TINY_BYTES_MAX
+    assert {store.held_bytes for store, _ in seen} == {0}
+    assert files_open_in(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_finds_no_room_for_its_frames_says_so_and_the_run_goes_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch_stores(monkeypatch)
+    spill_to_memory = MemoryStorage.spill
+    full: list[MemoryStorage] = []
+    reasons: list[str] = []
+
+    def spill_where_there_is_room(storage: MemoryStorage, data: Data) -> memoryview:
+        if not full:
+            full.append(storage)
+        if storage is full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return spill_to_memory(storage, data)
+
+    monkeypatch.setattr(MemoryStorage, "spill", spill_where_there_is_room)
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            run, events = await train(group, "e", manifest(steps=2))
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            reasons.extend(event.reason for event in events if isinstance(event, RunChanged))
+            assert_equal(weights(group, "e", run), reference(run), "float64")
+
+    simulate(scenario)
+    assert any("No space left on device" in reason for reason in reasons), reasons

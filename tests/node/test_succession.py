@@ -1,0 +1,126 @@
+"""What plan should come next: who is lost, who comes in their place, and when there is no way on."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.identity import PeerId
+from node.runs.succession import Hopeless, Outlook, next_change
+from partition.plan.change import Change, Joining, successor
+from partition.plan.plan import NOTHING, Plan, StagePlan, check_plan
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(bytes([number]) * 32)
+
+
+FIRST, SECOND, THIRD, FOURTH, REQUESTER, SPARE = (peer(number) for number in range(1, 7))
+PLAN = Plan(
+    run=bytes(32),
+    parent=NOTHING,
+    height=0,
+    roster=(FIRST, SECOND, THIRD, FOURTH, REQUESTER),
+    trainers=(REQUESTER,),
+    microbatches=4,
+    stages=(StagePlan(0, 1, (FIRST, SECOND), (1, 1)), StagePlan(1, 2, (THIRD, FOURTH), (1, 1))),
+)
+CHECKPOINT = (b"c" * 32, 40)
+
+
+def view(absent: tuple[PeerId, ...] = (), **changes: object) -> Outlook:
+    fields = {"plan": PLAN, "absent": frozenset(absent), "wanted": (2, 2), **changes}
+    return Outlook(**fields)  # type: ignore[arg-type]  # fields by name
+
+
+def change_of(outlook: Outlook) -> Change:
+    found = next_change(outlook)
+    assert isinstance(found, Change)
+    successor(outlook.plan, found)
+    return found
+
+
+def test_while_everybody_lives_nothing_is_wished_for() -> None:
+    assert next_change(view()) is None
+    assert next_change(view(candidates=((SPARE, 9),))) is None
+
+
+def test_a_lost_replica_leaves_the_roster_and_its_stage_goes_on_with_the_other() -> None:
+    change = change_of(view((SECOND,)))
+    assert change == Change(lost=(SECOND,))
+
+
+def test_who_is_lost_goes_first_and_is_replaced_in_the_plan_after() -> None:
+    change = change_of(view((SECOND,), candidates=((SPARE, 9),)))
+    assert (change.lost, change.joined) == ((SECOND,), ())
+    after = successor(PLAN, change)
+    refill = next_change(view(plan=after, candidates=((SPARE, 9),)))
+    assert refill == Change(joined=(Joining(SPARE, 0, 9),))
+    assert next_change(view(plan=after, candidates=((SPARE, 9),), may_refill=False)) is None
+
+
+def test_a_stage_without_a_replica_goes_back_to_the_checkpoint_on_a_newcomer() -> None:
+    change = change_of(view((THIRD, FOURTH), candidates=((SPARE, 9),), restorable=CHECKPOINT))
+    assert change == Change(
+        lost=(THIRD, FOURTH), joined=(Joining(SPARE, 1, 9),), restored=CHECKPOINT[0], step=CHECKPOINT[1]
+    )
+
+
+def test_a_replica_without_its_memory_may_come_back_to_its_own_stage_empty() -> None:
+    change = change_of(view((THIRD, FOURTH), candidates=((THIRD, 9),), restorable=CHECKPOINT))
+    assert change.joined == (Joining(THIRD, 1, 9),)
+    assert THIRD in change.lost
+
+
+def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None:
+    nobody = next_change(view((THIRD, FOURTH), restorable=CHECKPOINT))
+    assert isinstance(nobody, Hopeless)
+    assert "stage 2 of 2 has no replica left" in nobody.reason
+    nothing = next_change(view((THIRD, FOURTH), candidates=((SPARE, 9),)))
+    assert isinstance(nothing, Hopeless)
+    assert "no checkpoint" in nothing.reason
+
+
+def test_the_last_of_a_stage_that_wants_to_leave_is_replaced_before_it_goes() -> None:
+    alone = successor(PLAN, Change(lost=(SECOND,)))
+    leaving = frozenset((FIRST,))
+    change = change_of(view(plan=alone, leaving=leaving, candidates=((SPARE, 9),), may_refill=False))
+    assert change == Change(joined=(Joining(SPARE, 0, 9),))
+    both = successor(alone, change)
+    assert next_change(view(plan=both, leaving=leaving, may_refill=False)) is None
+
+
+def test_the_requester_is_admitted_again_when_it_comes_back() -> None:
+    without = successor(PLAN, Change(lost=(REQUESTER,)))
+    assert change_of(view(plan=without, newcomers=(REQUESTER,))) == Change(admitted=(REQUESTER,))
+
+
+@given(
+    absent=st.sets(st.sampled_from(PLAN.members)),
+    leaving=st.sets(st.sampled_from(PLAN.members)),
+    candidates=st.lists(st.sampled_from([*PLAN.members, SPARE, peer(7)]), unique=True),
+    has_checkpoint=st.booleans(),
+    may_refill=st.booleans(),
+)
+def test_every_wish_makes_a_valid_plan_without_the_absent(
+    absent: set[PeerId],
+    leaving: set[PeerId],
+    candidates: list[PeerId],
+    has_checkpoint: bool,
+    may_refill: bool,
+) -> None:
+    found = next_change(
+        view(
+            tuple(absent),
+            leaving=frozenset(leaving - absent),
+            candidates=tuple((who, 1) for who in candidates),
+            restorable=CHECKPOINT if has_checkpoint else None,
+            may_refill=may_refill,
+        )
+    )
+    if not isinstance(found, Change):
+        assert found is not None or not absent
+        return
+    plan = successor(PLAN, found)
+    check_plan(plan)
+    back = {row.peer for row in found.joined}
+    assert not (absent - back) & set(plan.roster)
+    assert (found.restored != NOTHING) == any(set(stage.replicas) <= absent for stage in PLAN.stages)

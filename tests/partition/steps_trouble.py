@@ -1,0 +1,189 @@
+"""What goes wrong in the world of the step machines, and what people ask for at the wrong moment."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from crypto.identity import PeerId
+from partition.plan.change import Change, Joining
+from tests.partition.steps_machine import Machine, Sends
+
+if TYPE_CHECKING:
+    from tests.partition.steps_world import World
+
+GONE = "the stage process is gone"
+
+
+def disturb(world: "World", kind: str) -> None:
+    """One of TROUBLES, to whoever it falls on."""
+    TROUBLES[kind](world)
+
+
+def kill(world: "World", machine: Machine) -> None:
+    """SIGKILL: of what it sent, only what has left already may arrive."""
+    machine.is_alive = False
+    world.thaw(machine)
+    for link in world.links.values():
+        if link.sender is machine:
+            for _ in range(world.rng.randint(0, len(link.queue))):
+                link.queue.pop()
+            link.is_broken = False
+        elif link.receiver is machine:
+            link.queue.clear()
+    if world.rng.random() < 0.5:
+        suspect(world, machine)
+    if world.rng.random() < 0.7:
+        world.notice((machine.me,))
+
+
+def suspect(world: "World", machine: Machine) -> None:
+    """SWIM does."""
+    for other in _committing(world):
+        assert other.committer is not None
+        world.pass_on(other, other.committer.suspect(world.now, machine.me))
+
+
+def _kill_replica(world: "World") -> None:
+    for machine in _holding(world):
+        kill(world, machine)
+
+
+def _kill_committer(world: "World") -> None:
+    for machine in world.alive(world.plan.trainers[:1]):
+        kill(world, machine)
+
+
+def _suspect(world: "World") -> None:
+    for machine in _holding(world):
+        suspect(world, machine)
+
+
+def _freeze(world: "World") -> None:
+    """SIGSTOP for a while."""
+    alive = world.alive(world.plan.roster)
+    if alive:
+        machine = world.rng.choice(alive)
+        machine.is_frozen = True
+        machine.frozen_until = world.now + world.rng.choice((0.5, 5.0, 60.0))
+
+
+def _join(world: "World") -> None:
+    """A peer without a stage takes a replica of one."""
+    free = [each for each in world.alive(world.plan.roster) if world.plan.stage_of(each.me) is None]
+    if free:
+        stage = world.rng.randrange(len(world.plan.stages))
+        row = Joining(world.rng.choice(free).me, stage, world.rng.choice((1, 2)))
+        world.decide(Change(joined=(row,)))
+
+
+def _rejoin(world: "World") -> None:
+    for machine in _holding(world):
+        world.rejoin(machine)
+
+
+def _fail(world: "World") -> None:
+    for machine in _holding(world):
+        if machine.replica is not None:
+            world.pass_on(machine, machine.replica.failed(GONE))
+
+
+def _lose(world: "World") -> None:
+    """Its death is decided, and it lives."""
+    for machine in _holding(world):
+        world.notice((machine.me,))
+
+
+def _save(world: "World") -> None:
+    for machine in _committing(world):
+        assert machine.committer is not None
+        world.pass_on(machine, machine.committer.save(world.now))
+
+
+def _pause(world: "World") -> None:
+    for machine in _committing(world):
+        assert machine.committer is not None
+        world.pass_on(machine, machine.committer.pause(world.now))
+
+
+def _lie(world: "World") -> None:
+    """It says another digest of its totals than it should, once or for some time."""
+    for machine in _holding(world):
+        world.lied = True
+        machine.wrong_digests += world.rng.choice((1, 1, 3))
+
+
+def _corrupt(world: "World") -> None:
+    """Its next step ends with other parameters than that of its peers."""
+    for machine in _holding(world):
+        machine.corrupts_next = True
+
+
+def _restore(world: "World") -> None:
+    world.restore()
+
+
+def _hand_over(world: "World") -> None:
+    """Others feed and commit from now on, be it replicas."""
+    others = [name for name in world.plan.roster if world.machines[PeerId(name)].is_alive]
+    world.decide(Change(trainers=tuple(world.rng.sample(others, min(2, len(others))))))
+
+
+def _break(world: "World") -> None:
+    """A stream breaks: what was in flight is lost, what was still queued is not."""
+    links = [
+        link
+        for link in world.links.values()
+        if link.queue and not link.is_broken and link.sender is not link.receiver
+    ]
+    if not links:
+        return
+    link = world.rng.choice(links)
+    link.is_broken = True
+    messages = list(link.queue)
+    lost = world.rng.randint(0, len(messages))
+    again = [messages[lost - 1]] if lost and world.rng.random() < 0.3 else []
+    link.queue = deque(again + messages[lost:])
+    world.pool.add(link)
+
+
+def reconnect(world: "World", sender: Machine, receiver: PeerId) -> None:
+    """A broken stream is open again."""
+    for core in (sender.committer, sender.feeder, sender.replica):
+        if core is not None:
+            sends: Sends = core.reconnected(receiver)
+            world.pass_on(sender, sends)
+
+
+def _holding(world: "World") -> list[Machine]:
+    """One that holds a stage and lives, if there is any."""
+    found = world.alive(tuple(name for stage in world.plan.stages for name in stage.replicas))
+    return [world.rng.choice(found)] if found else []
+
+
+def _committing(world: "World") -> list[Machine]:
+    """Those that believe they commit: two of them, while a new plan spreads."""
+    return [
+        machine
+        for machine in world.machines.values()
+        if machine.committer is not None and machine.is_alive and not machine.is_frozen
+    ]
+
+
+TROUBLES: dict[str, Callable[["World"], None]] = {
+    "kill": _kill_replica,
+    "trainer": _kill_committer,
+    "break": _break,
+    "suspect": _suspect,
+    "freeze": _freeze,
+    "join": _join,
+    "rejoin": _rejoin,
+    "fail": _fail,
+    "lose": _lose,
+    "save": _save,
+    "pause": _pause,
+    "lie": _lie,
+    "corrupt": _corrupt,
+    "restore": _restore,
+    "trainers": _hand_over,
+}
+DISTURBANCES = (*TROUBLES, "kill", "break", "suspect")

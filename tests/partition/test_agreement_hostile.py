@@ -1,0 +1,342 @@
+"""What strangers, liars and broken members say about the chain of plans: refused, and nothing is changed."""
+
+from itertools import combinations
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.agreement import Agreement, ChainBroken, ForkOpened
+from partition.plan.chain import FORKS_MAX
+from partition.plan.change import CHANGE_BYTES_MAX, Change, Joining, encode_change, successor
+from partition.plan.learner import STRAYED_MAX
+from partition.plan.plan import NOTHING, committee, plan_hash
+from partition.plan.reach import FORK_SECONDS, QUORUM_SECONDS
+from partition.plan.votes import (
+    AGREEMENT_BYTES_MAX,
+    LINKS_BYTES_MAX,
+    LINKS_MAX,
+    ROUNDS_AHEAD_MAX,
+    Accept,
+    Accepted,
+    AgreementMessage,
+    Ballot,
+    Decided,
+    Head,
+    Outbid,
+    Prepare,
+    Promised,
+)
+from tests.partition.agreement_world import RUN, genesis
+from tests.partition.fake_stage import peer
+
+PLAN = genesis(12)
+PARENT = plan_hash(PLAN)
+ME, OTHER, THIRD, *_ = SEATS = committee(PLAN)
+LEARNER = next(PeerId(me) for me in PLAN.roster if me not in SEATS)
+STRANGER = peer("stranger")
+NAMES: dict[str, Any] = {"run": RUN, "parent": PARENT}
+MINE, THEIRS = Ballot(1, ME), Ballot(1, OTHER)
+TRAINS, TRAINS_ALSO = (encode_change(Change(trainers=(me,))) for me in (OTHER, THIRD))
+EMPTIES = encode_change(Change(lost=PLAN.stages[0].replicas))
+FORKED = encode_change(Change(fork=bytes([1]) * 32))
+LOOSE = (
+    TRAINS[:1] + b"\xdc\x00\x00" + TRAINS[2:]
+)  # an empty array in its longest form: valid, and not canonical
+
+
+def core(**arguments: Any) -> Agreement:
+    made = Agreement(ME, PLAN, Random(1), **arguments)
+    made.unsaved = False
+    return made
+
+
+def state(of: Agreement) -> Any:
+    """All that a message could change."""
+    held = vars(of._learner) | vars(of._reach) | vars(of)
+    parts = ("_heads", "_strayed", "_proposal", "_wish", "_round", "_outbids", "unsaved", "events")
+    return of.durable, of.deadline, of.head, of._learner.events, [repr(held[part]) for part in parts]
+
+
+def proposing() -> Agreement:
+    made = core()
+    made.wish(0.0, Change(trainers=(ME,)))
+    return made
+
+
+def accepting() -> Agreement:
+    made = proposing()
+    for seat in SEATS[1:5]:
+        made.receive(0.0, seat, Promised(**NAMES, ballot=MINE))
+    return made
+
+
+HIGH = Ballot(2 + ROUNDS_AHEAD_MAX, OTHER)
+
+WRONG: list[tuple[PeerId, Any, str]] = [
+    (OTHER, Prepare(run=bytes(32), parent=PARENT, ballot=THEIRS), "another run"),
+    (OTHER, Head(run=bytes(32), parent=PARENT, height=0), "another run"),
+    (STRANGER, Prepare(**NAMES, ballot=Ballot(1, STRANGER)), "on no roster"),
+    (STRANGER, Decided(**NAMES, links=(TRAINS,)), "on no roster"),
+    (STRANGER, Head(**NAMES, height=0), "on no roster"),
+    (ME, Head(**NAMES, height=0), "on no roster"),
+    (LEARNER, Prepare(**NAMES, ballot=Ballot(1, LEARNER)), "outside of the committee"),
+    (LEARNER, Accepted(**NAMES, ballot=MINE), "outside of the committee"),
+    (OTHER, Prepare(**NAMES, ballot=Ballot(1, THIRD)), "ballot of another"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(1, THIRD), value=TRAINS), "ballot of another"),
+    (OTHER, Prepare(**NAMES, ballot=HIGH), "absurd round"),
+    (OTHER, Accept(**NAMES, ballot=HIGH, value=TRAINS), "absurd round"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=b"nonsense"), "not a valid message"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=bytes(CHANGE_BYTES_MAX + 1)), "at most"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=EMPTIES), "would have no replica"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=FORKED), "not named by those"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=LOOSE), "canonical"),
+    (OTHER, Promised(**NAMES, ballot=THEIRS), "answer to the ballot of another"),
+    (OTHER, Promised(**NAMES, ballot=MINE, accepted=THEIRS), "cannot have been accepted"),
+    (OTHER, Promised(**NAMES, ballot=MINE, value=TRAINS), "cannot have been accepted"),
+    (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(2, OTHER), value=TRAINS), "cannot have been"),
+    (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(1, min(SEATS)), value=EMPTIES), "no replica"),
+    (OTHER, Accepted(**NAMES, ballot=MINE), "before it was asked"),
+    (OTHER, Outbid(**NAMES, ballot=MINE, promised=MINE), "by a lower ballot"),
+    (OTHER, Outbid(**NAMES, ballot=MINE, promised=HIGH), "absurd round"),
+    (OTHER, Decided(**NAMES, links=(TRAINS, EMPTIES)), "would have no replica"),
+    (OTHER, Decided(**NAMES, links=(b"nonsense",)), "not a valid message"),
+    (OTHER, Decided(**NAMES, links=(LOOSE,)), "canonical"),
+    (OTHER, Decided(**NAMES, links=(FORKED,)), "not named by those"),
+    (OTHER, Head(**NAMES, height=3), "another height"),
+]
+
+
+@pytest.mark.parametrize(("sender", "message", "words"), WRONG)
+def test_what_no_correct_member_says_is_refused_and_changes_nothing(
+    sender: PeerId, message: Any, words: str
+) -> None:
+    victim = proposing()
+    before = state(victim)
+    with pytest.raises(RemoteProtocolError, match=words):
+        victim.receive(1.0, sender, message)
+    assert state(victim) == before
+
+
+def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
+    alone = Agreement(OTHER, PLAN, Random(2), may_fork=True)
+    link = fork_of(alone, (OTHER,))
+    for victim, is_refused in ((core(), True), (core(may_fork=True), False)):
+        before = state(victim)
+        if is_refused:
+            with pytest.raises(RemoteProtocolError, match="allows none"):
+                victim.receive(0.0, OTHER, Decided(**NAMES, links=(link,)))
+            assert state(victim) == before
+        else:
+            assert victim.receive(0.0, OTHER, Decided(**NAMES, links=(link,))) == []
+            assert victim.head == PLAN  # it is not of that fork
+
+
+def fork_of(alone: Agreement, members: tuple[PeerId, ...]) -> bytes:
+    """The link by which a member goes on alone."""
+    alone.reach(0.0, members)
+    alone.wake(QUORUM_SECONDS)
+    alone.wake(FORK_SECONDS)
+    alone.wish(FORK_SECONDS, Change(lost=PLAN.stages[0].replicas, joined=(Joining(members[0], 0, 1),)))
+    (link,) = alone.chain
+    return link
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Promised(**NAMES, ballot=MINE),
+        Accepted(**NAMES, ballot=Ballot(9, ME)),
+        Outbid(**NAMES, ballot=Ballot(9, ME), promised=Ballot(10, OTHER)),
+        Promised(run=RUN, parent=bytes(32), ballot=MINE),
+        Prepare(**NAMES, fork=bytes([3]) * 32, ballot=THEIRS),
+        Accept(**NAMES, fork=bytes([3]) * 32, ballot=THEIRS, value=TRAINS),
+        Decided(run=RUN, parent=bytes(32), links=(TRAINS,), whole=True),
+        Decided(**NAMES, links=()),
+    ],
+)
+def test_what_comes_late_or_is_not_for_us_changes_nothing(message: Any) -> None:
+    idle = core()
+    before = state(idle)
+    assert idle.receive(0.0, OTHER, message) == []
+    assert state(idle) == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Prepare(run=RUN, parent=bytes(32), ballot=THEIRS),
+        Accept(run=RUN, parent=bytes(32), ballot=THEIRS, value=TRAINS),
+        Decided(run=RUN, parent=bytes(32), links=(TRAINS,)),
+    ],
+)
+def test_who_speaks_of_an_unknown_plan_is_asked_and_nothing_else(message: Any) -> None:
+    idle = core()
+    before = state(idle)
+    assert idle.receive(0.0, OTHER, message) == [(OTHER, Head(**NAMES, height=0))]
+    assert state(idle) == before
+
+
+def test_a_proposer_with_two_values_at_one_ballot_is_refused() -> None:
+    victim = core()
+    victim.receive(0.0, OTHER, Accept(**NAMES, ballot=THEIRS, value=TRAINS))
+    before = state(victim)
+    with pytest.raises(RemoteProtocolError, match="two values"):
+        victim.receive(0.0, OTHER, Accept(**NAMES, ballot=THEIRS, value=TRAINS_ALSO))
+    assert state(victim) == before
+
+
+def test_one_voice_counts_once_however_often_it_speaks() -> None:
+    victim = accepting()
+    for _ in range(20):
+        assert victim.receive(0.0, OTHER, Accepted(**NAMES, ballot=MINE)) == []
+    assert victim.head == PLAN
+
+
+def test_another_decision_for_the_same_plan_is_refused_and_told() -> None:
+    victim = core()
+    victim.receive(0.0, OTHER, Decided(**NAMES, links=(TRAINS,)))
+    victim.events.clear()
+    before = victim.durable, victim.head
+    with pytest.raises(RemoteProtocolError, match="two different changes"):
+        victim.receive(0.0, THIRD, Decided(**NAMES, links=(TRAINS_ALSO,)))
+    assert victim.events == [ChainBroken(THIRD, 1)]
+    assert (victim.durable, victim.head) == before
+
+
+def test_absurd_heads_forks_and_branches_take_no_more_memory_than_their_limits() -> None:
+    victim = core(may_fork=True)
+    rng = Random(3)
+    for number in range(500):
+        sender = PeerId(rng.choice([each for each in PLAN.roster if each != ME]))
+        for height in (0, 1, 2**31):
+            victim.receive(0.0, sender, Head(run=RUN, parent=rng.randbytes(32), height=height, samples=2**60))
+        victim.receive(0.0, OTHER, Prepare(**NAMES, fork=rng.randbytes(32), ballot=Ballot(number + 1, OTHER)))
+    alone = Agreement(OTHER, PLAN, Random(2), may_fork=True)
+    fork = fork_of(alone, (OTHER,))
+    plan, links = successor(PLAN, alone_change(fork)), [fork]
+    for number in range(LINKS_MAX - 1):
+        change = Change(restored=bytes([1]) * 32, step=number)
+        plan = successor(plan, change)
+        links.append(encode_change(change))
+    for _ in range(3):
+        victim.receive(0.0, OTHER, Decided(**NAMES, links=tuple(links)))
+    assert len(victim._learner._heads) < len(PLAN.roster)
+    assert len(victim._learner._strayed) == STRAYED_MAX
+    assert len(victim._votes) <= 1 + FORKS_MAX
+    assert victim.head == PLAN
+
+
+def alone_change(link: bytes) -> Change:
+    change: Change = decode(link, Change, bytes_max=CHANGE_BYTES_MAX)
+    return change
+
+
+def test_a_member_votes_in_no_more_forks_than_it_can_remember() -> None:
+    others = [PeerId(each) for each in PLAN.roster if each != ME]
+    victim, now = core(may_fork=True), 0.0
+    stage = PLAN.stages[0].replicas[0]
+    change = Change(lost=(stage,), joined=(Joining(ME, 0, 1),))
+    opened = 0
+    for few in list(combinations(others, 2))[: FORKS_MAX + 5]:
+        victim.reach(now, few)
+        victim.wish(now, change)
+        now += FORK_SECONDS + QUORUM_SECONDS
+        victim.wake(now)
+        now += 20.0
+        victim.wake(now)
+        opened += any(isinstance(event, ForkOpened) for event in victim.events)
+        victim.events.clear()
+    assert (opened, len(victim._votes)) == (FORKS_MAX, FORKS_MAX + 1)  # and the vote for all
+    again = Agreement(ME, PLAN, Random(1), durable=victim.durable, may_fork=True)
+    assert again.durable == victim.durable
+
+
+# Codecs
+
+peers = st.binary(min_size=32, max_size=32)
+ballots = st.builds(Ballot, st.integers(1, 2**63 - 1), peers)
+counts = st.integers(0, 2**63 - 1)
+values = st.binary(min_size=1, max_size=100)
+base = {"run": peers, "parent": peers, "fork": st.just(NOTHING) | peers}
+messages = st.one_of(
+    st.builds(Prepare, **base, ballot=ballots),
+    st.builds(Promised, **base, ballot=ballots, accepted=st.none() | ballots, value=st.none() | values),
+    st.builds(Outbid, **base, ballot=ballots, promised=ballots),
+    st.builds(Accept, **base, ballot=ballots, value=values),
+    st.builds(Accepted, **base, ballot=ballots),
+    st.builds(Decided, **base, links=st.lists(values, max_size=LINKS_MAX).map(tuple), whole=st.booleans()),
+    st.builds(
+        Head,
+        **base,
+        height=st.integers(0, 2**32 - 1),
+        step=counts,
+        samples=counts,
+        hosts=st.booleans(),
+        checkpoint_step=counts,
+        asks=st.booleans(),
+    ),
+)
+
+
+def read(data: bytes) -> Any:
+    return decode(data, AgreementMessage, bytes_max=AGREEMENT_BYTES_MAX)
+
+
+@given(messages)
+def test_every_message_survives_the_wire(message: Any) -> None:
+    assert read(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_message(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read(data)
+
+
+@given(messages, st.data())
+def test_an_altered_byte_is_refused_or_changes_a_field(message: Any, data: st.DataObject) -> None:
+    raw = bytearray(encode(message))
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] = data.draw(st.integers(0, 255))
+    try:
+        again = read(bytes(raw))
+    except RemoteProtocolError:
+        return
+    assert isinstance(again, AgreementMessage)
+    try:
+        core().receive(0.0, OTHER, again)
+    except RemoteProtocolError:
+        return
+
+
+def test_the_longest_decided_that_a_member_sends_can_be_read() -> None:
+    links = (bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX
+    message = Decided(**NAMES, links=links, whole=True)
+    assert read(encode(message)) == message
+    with pytest.raises(RemoteProtocolError):
+        read(encode(replace(message, links=(*links, b"x"))))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Prepare(**NAMES, ballot=Ballot(0, OTHER)),
+        Prepare(**NAMES, ballot=Ballot(2**63, OTHER)),
+        Prepare(**NAMES, ballot=Ballot(1, b"short")),
+        Prepare(run=RUN, parent=b"short", ballot=THEIRS),
+        Accept(**NAMES, ballot=THEIRS, value=bytes(CHANGE_BYTES_MAX + 1)),
+        Accept(**NAMES, ballot=THEIRS, value=b""),
+        Head(**NAMES, height=-1),
+        Head(**NAMES, height=0, samples=-1),
+    ],
+)
+def test_impossible_fields_are_refused_while_they_are_read(message: Any) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read(encode(message))
