@@ -1,0 +1,476 @@
+"""Deaths that fall into a named phase of a step, for `tests.test_exactness`. No tests are here.
+
+A `Death` watches the machines of every node (what a replica computes next, what comes to a committer and what
+it says) and kills its victim at the instant that its phase names; nothing is timed. What everybody held then
+is kept, and `check` asserts that it was that phase: by the victim's own machine, and by the others'.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from gossip.allreduce import Part
+from node.runs.committer import CommitterShell
+from node.runs.feeder import FeederShell
+from node.runs.replica import ReplicaShell
+from partition import stage as api
+from partition.plan.plan import Plan
+from partition.plan.schedule import feeder_of
+from partition.steps import replica as work
+from partition.steps.committer import Committer
+from partition.steps.feeder import FeedReady
+from partition.steps.messages import Applied, Apply, Open, Progress, StepCommit
+from tests.stack import Swarm
+
+Phase = Literal[
+    "before forward",
+    "between forward and backward",
+    "after backward",
+    "during the all-reduce",
+    "at the commit",
+    "after the commit",
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+COMMITTED: tuple[Phase, ...] = ("at the commit", "after the commit")
+"""An Apply is out: the step is final, and nothing of it is computed again."""
+
+Sends = list[tuple[PeerId, object]]
+Work = (
+    work.ForwardReady
+    | work.BackwardReady
+    | work.RemoveReady
+    | work.ForgetReady
+    | work.ReduceReady
+    | work.ApplyReady
+    | work.SaveReady
+    | work.FillReady
+)
+"""What a replica does in some step."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One replica at one instant. `owned` are the micro-batches that the Open gave to it."""
+
+    peer: PeerId
+    step: int | None
+    owned: frozenset[int]
+    in_flight: frozenset[int]
+    counted: frozenset[int]
+    computing: type | None
+    has_commit: bool
+    is_reduced: bool
+    has_apply: bool
+    is_last: bool
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing of the open step was computed here."""
+        return not self.in_flight and not self.counted
+
+    @property
+    def has_counted_all(self) -> bool:
+        """All that it was given is in its sums."""
+        return bool(self.owned) and self.counted == self.owned
+
+
+def standing(shell: ReplicaShell) -> Standing:
+    """Where a replica is now."""
+    core = shell.core
+    routes = core._routes
+    owned = filter(core._owns, routes.numbers) if routes is not None and routes.train else ()
+    return Standing(
+        peer=core.me,
+        step=core.step,
+        owned=frozenset(owned),
+        in_flight=frozenset(core._order.in_flight),
+        counted=frozenset(core._order.counted),
+        computing=None if core._busy is None else type(core._busy),
+        has_commit=core._commit is not None,
+        is_reduced=core._reduced is not None,
+        has_apply=core._apply is not None,
+        is_last=core.is_last,
+    )
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The swarm at one instant: every replica, and of the committer its phase, its step, how many
+    micro-batches it knows to be counted, and how many replicas it knows to have reduced."""
+
+    replicas: tuple[Standing, ...]
+    phase: str
+    step: int
+    counted: int
+    reduced: int
+
+
+def member_of(group: Swarm, name: str) -> Any:
+    """This node's part in the only run there is; None where it has none."""
+    return next(iter(group.nodes[name].runs.members.values()), None)
+
+
+def look(group: Swarm) -> Sight:
+    """What everybody holds now."""
+    members = [member for name in group.nodes if (member := member_of(group, name)) is not None]
+    shells = [member._hosting.replica for member in members]
+    (committer,) = [member._committer.core for member in members if member._committer is not None]
+    assert isinstance(committer, Committer)
+    return Sight(
+        replicas=tuple(standing(shell) for shell in shells if shell is not None),
+        phase=committer.phase,
+        step=committer.step,
+        counted=sum(map(len, committer._ledger._counted)),
+        reduced=len(committer._reduced),
+    )
+
+
+class Death:
+    """Kills one node at one phase of one step, once.
+
+    Each method that begins with `at` is asked by a machine, and says whether the victim dies of what it is
+    shown; what is shown is not done then, if it is the victim's.
+    """
+
+    role = ""
+
+    def __init__(self, phase: Phase, step: int) -> None:
+        self.phase = phase
+        self.step = step
+        self.name = ""
+        self.peer: PeerId | None = None
+        self.sight: Sight | None = None
+        self._group = Swarm()
+
+    def begin(self, group: Swarm) -> None:
+        """Among these."""
+        self._group = group
+
+    @property
+    def plan(self) -> Plan | None:
+        """The one in force before the death; None before there is any."""
+        members = (member_of(self._group, name) for name in self._group.nodes)
+        return next((m.plan for m in members if m is not None and m.plan is not None), None)
+
+    def victim(self, plan: Plan) -> PeerId:
+        """Who is to die."""
+        raise AssertionError("each kind of death has a victim of its own")
+
+    def awaits(self, peer: PeerId, step: int | None = None) -> bool:
+        """Whether this is the victim, alive, and in its last step."""
+        plan = None if self.sight else self.plan
+        return plan is not None and self.victim(plan) == peer and step in (None, self.step)
+
+    def kill(self) -> None:
+        """Now: what is queued and not sent is lost with it."""
+        plan = self.plan
+        assert plan is not None
+        self.sight = look(self._group)
+        self.peer = self.victim(plan)
+        self.name = self._group.name_of(self.peer)
+        self._group.kill(self.name)
+
+    def check(self) -> None:
+        """Assert that it fell into its phase."""
+        assert self.sight is not None, "nobody was killed"
+        assert self.sight.step == self.step
+
+    def at_work(self, shell: ReplicaShell, item: Work) -> bool:
+        """A replica is about to do this."""
+        return False
+
+    def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
+        """Its stage has done this, and the replica does not know it yet."""
+        return False
+
+    def at_done(self, shell: ReplicaShell, item: Work) -> bool:
+        """A replica has done this."""
+        return False
+
+    def at_part(self, shell: ReplicaShell) -> bool:
+        """A summand or a sum of another has come to a replica while it reduces."""
+        return False
+
+    def at_report(self, shell: CommitterShell, message: Any) -> bool:
+        """This has come to a committer."""
+        return False
+
+    def at_saying(self, shell: CommitterShell, sends: Sends) -> bool:
+        """A committer is about to say this."""
+        return False
+
+    def said(self, shell: CommitterShell, sends: Sends) -> Sends:
+        """What of it gets out."""
+        return sends
+
+    def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
+        """Whether a trainer does not get to feed this."""
+        return False
+
+
+class ReplicaDeath(Death):
+    """Of a replica, by what it computes. `place` is the stage, counted as in lists, None: the second trainer,
+    which holds one."""
+
+    def __init__(self, phase: Phase, step: int, place: int | None) -> None:
+        super().__init__(phase, step)
+        self._place = place
+        self.role = {0: "a replica of the first stage", -1: "a replica of the last stage"}.get(
+            place if place is not None else 1, "a second trainer"
+        )
+
+    def victim(self, plan: Plan) -> PeerId:
+        if self._place is None:
+            return PeerId(plan.trainers[1])
+        return PeerId(plan.stages[self._place].replicas[self._place])
+
+    def at_work(self, shell: ReplicaShell, item: Work) -> bool:
+        if not self.awaits(shell.core.me, item.step):
+            return False
+        match self.phase, item:
+            case "before forward", work.ForwardReady():
+                return standing(shell).is_untouched
+            case "between forward and backward", work.BackwardReady():
+                return not standing(shell).counted
+            case "at the commit", work.ApplyReady():
+                return True
+        return False
+
+    def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
+        # The last stage has both passes in one request: done by now, and nobody knows.
+        is_due = self.phase == "between forward and backward" and shell.core.is_last
+        is_pass = isinstance(request, api.Forward) and request.step == self.step
+        return is_due and is_pass and self.awaits(shell.core.me)
+
+    def at_done(self, shell: ReplicaShell, item: Work) -> bool:
+        if not self.awaits(shell.core.me, item.step):
+            return False
+        match self.phase, item:
+            case "after backward", work.ForwardReady() | work.BackwardReady():
+                return standing(shell).has_counted_all
+            case "after the commit", work.ApplyReady():
+                return True
+        return False
+
+    def at_part(self, shell: ReplicaShell) -> bool:
+        return self.phase == "during the all-reduce" and self.awaits(shell.core.me, shell.core.step)
+
+    def check(self) -> None:
+        super().check()
+        sight = self.sight
+        assert sight is not None
+        (seen,) = [row for row in sight.replicas if row.peer == self.peer]
+        assert seen.step == (self.step + 1 if self.phase == "after the commit" else self.step)
+        match self.phase:
+            case "before forward":
+                assert (sight.phase, seen.computing) == ("counting", work.ForwardReady)
+                assert seen.is_untouched
+            case "between forward and backward":
+                both = work.ForwardReady if seen.is_last else work.BackwardReady
+                assert (sight.phase, seen.computing) == ("counting", both)
+                assert seen.in_flight or seen.is_last
+                assert not seen.counted
+            case "after backward":
+                assert (sight.phase, seen.computing) == ("counting", None)
+                assert seen.has_counted_all
+                assert not seen.has_commit
+            case "during the all-reduce":
+                assert (sight.phase, seen.computing) == ("committing", work.ReduceReady)
+                assert seen.has_commit
+                assert not seen.is_reduced
+            case "at the commit":
+                assert (sight.phase, seen.computing) == ("applying", work.ApplyReady)
+                assert seen.has_apply
+            case "after the commit":
+                assert (sight.phase, seen.computing) == ("applying", None)
+                assert not seen.has_apply
+
+
+class CommitterDeath(Death):
+    """Of the committer, by what it hears and says. At the commit, one replica is told and no other."""
+
+    role = "the committer"
+
+    def victim(self, plan: Plan) -> PeerId:
+        return plan.committer
+
+    def at_work(self, shell: ReplicaShell, item: Work) -> bool:
+        # Where every stage has one replica no part is sent, and a sum is complete as soon as it is begun.
+        if self.phase != "during the all-reduce" or not isinstance(item, work.ReduceReady):
+            return False
+        is_alone = all(len(replicas) == 1 for replicas in item.members)
+        return is_alone and item.step == self.step and self.sight is None
+
+    def at_done(self, shell: ReplicaShell, item: Work) -> bool:
+        is_due = self.phase == "at the commit" and isinstance(item, work.ApplyReady)
+        return is_due and item.step == self.step and self.sight is None
+
+    def at_part(self, shell: ReplicaShell) -> bool:
+        is_due = self.phase == "during the all-reduce" and self.sight is None
+        return is_due and shell.core.step == self.step
+
+    def at_report(self, shell: CommitterShell, message: Any) -> bool:
+        if not self.awaits(shell.core.me, getattr(message, "step", -1)):
+            return False
+        match self.phase, message:
+            case "between forward and backward", Progress():
+                return True
+            case "after the commit", Applied():
+                return True
+        return False
+
+    def at_saying(self, shell: CommitterShell, sends: Sends) -> bool:
+        if not self.awaits(shell.core.me):
+            return False
+        for _, message in sends:
+            match self.phase, message:
+                case "before forward", Open(step=self.step):
+                    return True
+                case "after backward", StepCommit(step=self.step):
+                    return True
+        return False
+
+    def said(self, shell: CommitterShell, sends: Sends) -> Sends:
+        if self.phase != "at the commit" or not self.awaits(shell.core.me):
+            return sends
+        applies = [row for row in sends if isinstance(row[1], Apply) and row[1].step == self.step]
+        return [row for row in sends if row not in applies[1:]]
+
+    def check(self) -> None:
+        super().check()
+        sight = self.sight
+        assert sight is not None
+        replicas = sight.replicas
+        match self.phase:
+            case "before forward":
+                assert (sight.phase, sight.counted) == ("counting", 0)
+                assert all(row.step == self.step and row.is_untouched for row in replicas)
+                assert not any(row.owned for row in replicas), "nobody has the Open"
+            case "between forward and backward":
+                assert (sight.phase, sight.counted) == ("counting", 0)
+                assert any(row.in_flight for row in replicas)
+            case "after backward":
+                assert sight.phase == "committing"
+                assert all(row.has_counted_all and not row.has_commit for row in replicas)
+            case "during the all-reduce":
+                assert (sight.phase, sight.reduced) == ("committing", 0)
+                assert any(row.computing == work.ReduceReady for row in replicas)
+            case "at the commit":
+                assert sight.phase == "applying"
+                steps = Counter(row.step for row in replicas)
+                assert steps == {self.step: len(replicas) - 1, self.step + 1: 1}
+                assert not any(row.has_apply for row in replicas)
+            case "after the commit":
+                assert sight.phase == "applying"
+                assert all(row.step == self.step + 1 or row.has_apply for row in replicas)
+
+
+class FeedingDeath(Death):
+    """Of the second trainer while it feeds: one of its inputs has come, the next one never does."""
+
+    role = "a second trainer that feeds"
+
+    def __init__(self, step: int, *, microbatches: int) -> None:
+        """In the first step from `step` on of which it feeds two micro-batches."""
+        super().__init__("before forward", step)
+        self._from = step
+        self._microbatches = microbatches
+        self._fed: list[int] = []
+        self._unfed: list[int] = []
+
+    def victim(self, plan: Plan) -> PeerId:
+        return PeerId(plan.trainers[1])
+
+    def at_work(self, shell: ReplicaShell, item: Work) -> bool:
+        is_due = isinstance(item, work.ForwardReady) and item.train and item.microbatch in self._fed
+        return is_due and bool(self._unfed) and self.sight is None
+
+    def at_done(self, shell: ReplicaShell, item: Work) -> bool:
+        # What it feeds to itself is there before it comes to the next one.
+        return self.at_work(shell, item)
+
+    def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
+        if not ready.train or ready.step < self._from or not self.awaits(shell.core.me):
+            return False
+        first = ready.step * self._microbatches
+        numbers = range(first, first + self._microbatches)
+        if sum(feeder_of(shell.core.plan, True, number) == shell.core.me for number in numbers) < 2:
+            return False
+        self.step = ready.step
+        (self._unfed if self._fed else self._fed).append(ready.microbatch)
+        return bool(self._unfed)
+
+    def check(self) -> None:
+        super().check()
+        assert self.sight is not None
+        assert self.sight.phase == "counting"
+        assert (len(self._fed), len(self._unfed)) == (1, 1)
+        assert not any(set(self._unfed) & row.counted for row in self.sight.replicas)
+
+
+def watch(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show it from now on what the machines of every node do."""
+    _watch_replicas(death, monkeypatch)
+    _watch_trainers(death, monkeypatch)
+
+
+def _watch_replicas(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
+    perform, call, receive = ReplicaShell._perform, ReplicaShell._call, ReplicaShell.receive
+
+    async def performing(shell: ReplicaShell, item: work.WorkItem) -> None:
+        if isinstance(item, work.StepDiscarded):
+            await perform(shell, item)
+            return
+        if death.at_work(shell, item):
+            death.kill()
+            await trio.lowlevel.checkpoint()  # where the victim ends, if this is its own
+        await perform(shell, item)
+        if death.at_done(shell, item):
+            death.kill()
+            await trio.lowlevel.checkpoint()
+
+    async def calling(shell: ReplicaShell, request: api.Request) -> object:
+        reply = await call(shell, request)
+        if death.at_reply(shell, request):
+            death.kill()
+            await trio.lowlevel.checkpoint()
+        return reply
+
+    def receiving(shell: ReplicaShell, now: float, sender: PeerId, message: Any) -> None:
+        if isinstance(message, Part) and shell._reducing is not None and death.at_part(shell):
+            death.kill()
+        if shell.core.me != death.peer:
+            receive(shell, now, sender, message)
+
+    monkeypatch.setattr(ReplicaShell, "_perform", performing)
+    monkeypatch.setattr(ReplicaShell, "_call", calling)
+    monkeypatch.setattr(ReplicaShell, "receive", receiving)
+
+
+def _watch_trainers(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
+    hear, say, feed = CommitterShell.receive, CommitterShell._pass_on, FeederShell._feed
+
+    def hearing(shell: CommitterShell, now: float, sender: PeerId, message: Any) -> None:
+        if death.at_report(shell, message):
+            death.kill()
+        if shell.core.me != death.peer:
+            hear(shell, now, sender, message)
+
+    def saying(shell: CommitterShell, sends: Sends) -> None:
+        if death.at_saying(shell, sends):
+            death.kill()
+        if shell.core.me != death.peer:
+            say(shell, death.said(shell, sends))
+
+    async def feeding(shell: FeederShell, ready: FeedReady) -> None:
+        if death.holds_back(shell, ready):
+            await trio.sleep_forever()
+        await feed(shell, ready)
+
+    monkeypatch.setattr(CommitterShell, "receive", hearing)
+    monkeypatch.setattr(CommitterShell, "_pass_on", saying)
+    monkeypatch.setattr(FeederShell, "_feed", feeding)
