@@ -30,9 +30,11 @@ bench: $(READY)
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
 # hostile graphs, each refused or really run; a million events each of the step machines and of the plan chain.
+# Exactness for every shape and every death, and real processes killed one after another: some minutes each.
 soak: $(READY)
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
+	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	$(BIN)/python benchmarks/survival.py
 

@@ -48,9 +48,9 @@ ONE_PROCESS_GOAL, IDEAL_GOAL, GLOO_GOAL = 0.97, 0.93, 0.95
 OTHERS_SHARE_MAX = 0.04
 """Of one core, in the middle of a step. Where others have more, both stages wait for the one disturbed."""
 QUIET_STEPS_WANTED = 3
-ATTEMPTS_MAX = 4
-QUIET_SECONDS_MAX = 60.0
-"""How long to wait for others to leave the machine alone, before each attempt."""
+ATTEMPTS_MAX = 2
+QUIET_SECONDS_MAX = 120.0
+"""How long to wait, all in all, for others to leave the machine alone."""
 MEETING_SECONDS_MAX = 30.0
 _RUN = """\
 model = "gpt"
@@ -69,7 +69,6 @@ window = {window}
 optimizer = "adamw"
 learning_rate = 0.0003
 weight_decay = 0.01
-compress = false
 
 [plan]
 stages = {stages}
@@ -101,7 +100,8 @@ class Steps:
 class Meter:
     """Tells a step that was disturbed from one that was not: a step of two processes waits for the slower."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
         self._own = psutil.Process()
         self.reset()
 
@@ -116,16 +116,14 @@ class Meter:
         steps.seconds.append(now - at)
         steps.others.append(max(0.0, self._busy - busy - (self._mine - mine)) / (now - at))
 
-    def wait(self, seconds: float) -> None:
-        """Until others leave the machine alone, but no longer than this."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            looked = Steps()
+    def wait(self) -> None:
+        """Until others leave the machine alone, while there is patience."""
+        looked = Steps()
+        while self._patience_seconds > 0 and not (looked.others and looked.are_quiet_at(-1)):
             self.reset()
             time.sleep(1.0)
             self.read(looked)
-            if looked.are_quiet_at(0):
-                return
+            self._patience_seconds -= looked.seconds[-1]
 
     def _mine_seconds(self) -> float:
         return sum(_processor_seconds(each) for each in (self._own, *self._own.children(recursive=True)))
@@ -238,11 +236,10 @@ class Contest:
 
     def __init__(self, folder: Path, shape: dict[str, int], steps: int, *, is_patient: bool = True) -> None:
         self._attempts = ATTEMPTS_MAX if is_patient else 1
-        self._patience_seconds = QUIET_SECONDS_MAX if is_patient else 0.0
         self.task, self._run = prepared(folder, shape, steps + UNCOUNTED)
         self._steps = steps
         self._folder = folder
-        self._meter = Meter()
+        self._meter = Meter(QUIET_SECONDS_MAX if is_patient else 0.0)
         self.seconds: dict[str, list[float]] = {}
         self.rows: list[dict[str, Any]] = []
         self._rivals: dict[str, _rivals.Rival] = {}
@@ -251,7 +248,7 @@ class Contest:
     def round(self) -> None:
         """All of them once. What was disturbed is done again, but not for ever."""
         for _ in range(self._attempts):
-            self._meter.wait(self._patience_seconds)
+            self._meter.wait()
             ran = self._nodes.train(self._run, self._steps + UNCOUNTED, self._meter)
             if ran.steps.are_quiet:
                 break
@@ -287,7 +284,7 @@ class Contest:
     def _steps_of(self, name: str) -> Steps:
         rival = self._rivals[name]
         for _ in range(self._attempts):
-            self._meter.wait(self._patience_seconds)
+            self._meter.wait()
             found = Steps()
             rival.seconds(name, 1)
             self._meter.reset()
@@ -302,7 +299,7 @@ class Contest:
         """Seconds of a step from those of each stage's micro-batches while the other computes as well."""
         best = []
         for _ in range(self._attempts):
-            self._meter.wait(self._patience_seconds)
+            self._meter.wait()
             found = Steps()
             self._meter.reset()
             each = self._rivals["gloo"].seconds("alone", MICROBATCHES)
@@ -332,7 +329,7 @@ def main() -> int:
     whole: dict[str, Any] = {
         f"{name}_tokens_per_second": round(contest.task.tokens / each) for name, each in middle.items()
     }
-    whole["model"] = f"gpt {json.dumps(shape)}, {MICROBATCHES} micro-batches, float32, adamw, raw" + (
+    whole["model"] = f"gpt {json.dumps(shape)}, {MICROBATCHES} micro-batches, float32, adamw" + (
         ", --quick: a smaller model and fewer steps" if flags.quick else ""
     )
     ratios = {name: seconds / middle["nodes"] for name, seconds in middle.items()}

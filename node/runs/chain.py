@@ -14,9 +14,9 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.seams import Seams
-from partition.plan.agreement import Agreement
+from partition.plan.agreement import Agreement, PlanDecided
 from partition.plan.change import Change
-from partition.plan.plan import Plan
+from partition.plan.plan import NOTHING, Plan
 from partition.plan.votes import Head
 
 QUEUE_MAX = 4_096
@@ -55,6 +55,8 @@ class ChainShell:
         self._refuse = refuse
         self._waiting: deque[Callable[[float], list[tuple[PeerId, Any]]]] = deque()
         self._more = trio.Event()
+        self._step = 0
+        self._forked_step: int | None = None
 
     @property
     def head(self) -> Plan:
@@ -87,7 +89,7 @@ class ChainShell:
 
     def say(self, step: int, samples: int, *, hosts: bool) -> None:
         """How far this member is: by that it judges which of two branches survives."""
-        plan = self.core.head
+        plan, self._step = self.core.head, step
         self.core.say(
             Head(
                 run=plan.run,
@@ -99,6 +101,13 @@ class ChainShell:
                 hosts=hosts,
             )
         )
+
+    def parting(self, step: int) -> str:
+        """What it costs to give this branch up after so many steps, for a person."""
+        reason = "another branch of the run goes on"
+        if self._forked_step is None:
+            return reason
+        return f"{reason}: {step - self._forked_step} steps that were committed here are discarded"
 
     async def run(self) -> None:
         """Keep promises until cancelled."""
@@ -134,6 +143,8 @@ class ChainShell:
             self._send(peer, message)
         events, self.core.events[:] = list(self.core.events), []
         for event in events:
+            if isinstance(event, PlanDecided) and event.plan.fork != NOTHING and self._forked_step is None:
+                self._forked_step = self._step  # nothing was committed since the others were lost
             self._on_event(event)
 
     async def _save(self) -> None:

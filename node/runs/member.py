@@ -208,7 +208,8 @@ class RunMember:
                 if self._succession is not None:
                     self._succession.changed()
             case ForkFound() | LeftBehind():
-                self._start_task(partial(self._fall_back, "another branch of the run goes on"))
+                assert self._chain is not None
+                self._start_task(partial(self._fall_back, self._chain.parting(self._step)))
             case ChainBroken():
                 reason = (
                     f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"

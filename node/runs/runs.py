@@ -307,7 +307,10 @@ class Runs:
                 message = message.part
                 plan = message.key[:HASH_BYTES]
             elif isinstance(message, AgreementMessage):
-                return self._deliver_agreement(sender, message, len(data))
+                if len(data) > AGREEMENT_BYTES_MAX:
+                    raise RemoteProtocolError(f"{len(data)} bytes about plans, at most {AGREEMENT_BYTES_MAX}")
+                self._about_plans(sender, message)
+                return
             else:
                 plan = message.plan
             member = self._plans.get(plan)
@@ -323,19 +326,14 @@ class Runs:
         except RemoteProtocolError as error:
             self.refuse(sender, error)
 
-    def _deliver_agreement(self, sender: PeerId, message: AgreementMessage, size_bytes: int) -> None:
-        if size_bytes > AGREEMENT_BYTES_MAX:
-            raise RemoteProtocolError(f"{size_bytes} bytes about plans, at most {AGREEMENT_BYTES_MAX}")
-        if (known := self.members.get(message.run)) is not None:
-            known.receive(self.seams.clock.monotonic(), sender, message)
-        elif isinstance(message, Head) and message.asks and self._over.get(message.run):
-            self._tell_over(sender, message)
-
-    def _tell_over(self, peer: PeerId, head: Head) -> None:
-        """Whoever was away when a run ended well still believes in a plan, and asks how it went on."""
-        if peer not in self._telling:
-            self._telling.add(peer)
-            self.start_task(self._tell_end, peer, wire.End(head.plan, "done", "", self._over[head.run]))
+    def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
+        member, result = self.members.get(message.run), self._over.get(message.run)
+        if member is not None:
+            member.receive(self.seams.clock.monotonic(), sender, message)
+        elif isinstance(message, Head) and message.asks and result and sender not in self._telling:
+            # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
+            self._telling.add(sender)
+            self.start_task(self._tell_end, sender, wire.End(message.plan, "done", "", result))
 
     async def _tell_end(self, peer: PeerId, end: wire.End) -> None:
         with suppress(Unreachable):
