@@ -34,6 +34,7 @@ bench: $(READY)
 soak: $(READY)
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
+	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	$(BIN)/python benchmarks/survival.py

@@ -160,7 +160,7 @@ class RunMember:
         others = [peer for peer in plan.members if peer != self._me]
         self.catch_up(others)
         if plan.stage_of(self._me) is not None or self._me in plan.trainers:
-            self._absent(self._me, "it was restarted", others)
+            self.absent(self._me, "it was restarted", others)
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
         """Ask what of the chain is missing here."""
@@ -182,7 +182,7 @@ class RunMember:
     async def prepare(self, plan: Plan) -> str | None:
         """Open the stage that a plan gives to this node, before it is decided. Returns why it could not."""
         reason = await self._hosting.prepare(plan)
-        self._start_task(partial(self._expire, plan_hash(plan)))
+        self._start_task(partial(self._expire if reason is None else self.unprepare, plan_hash(plan)))
         return reason
 
     async def _expire(self, plan: bytes) -> None:
@@ -305,7 +305,7 @@ class RunMember:
         if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
             self._finish("failed", reason, "")
         elif plan.committer == self._me:
-            self._absent(self._me, reason)
+            self.absent(self._me, reason)
         else:
             self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
 
@@ -319,7 +319,7 @@ class RunMember:
                 service.seams.clock,
                 service.send,
                 self._publish_and_notify,
-                absent=self._absent,
+                absent=self.absent,
                 paused=self._on_paused,
                 stalled_since=self._stalled_since,
                 lost_steps=max(0, self._step - plan.step) if plan.restored != NOTHING else 0,
@@ -348,13 +348,9 @@ class RunMember:
         failures = await start(self.run, plan, peers, self._service.ask)
         for peer, reason in failures.items():
             if self.plan == plan:
-                self._absent(peer, reason)
+                self.absent(peer, reason)
 
-    def miss(self, peer: PeerId, reason: str) -> None:
-        """As the requester: this peer did not take the first plan."""
-        self._absent(peer, reason)
-
-    def _absent(self, peer: PeerId, reason: str, others: Sequence[PeerId] | None = None) -> None:
+    def absent(self, peer: PeerId, reason: str, others: Sequence[PeerId] | None = None) -> None:
         """As the committer, or of this node: the next plan must do without this peer. Everybody with a vote
         is told."""
         if self._succession is None or self.plan is None or peer in self._succession.absent:
@@ -369,7 +365,7 @@ class RunMember:
         assert self._succession is not None
         for peer in sorted(self._succession.leaving):
             if self._succession.may_go(peer):
-                self._absent(peer, f"it leaves after step {step}")
+                self.absent(peer, f"it leaves after step {step}")
 
     def _on_hopeless(self, found: Hopeless | None, is_final: bool) -> None:
         """No plan can follow: the run waits, and if that lasts whoever would propose one says so."""
@@ -388,7 +384,7 @@ class RunMember:
     def _miss(self, peer: PeerId, reason: str) -> None:
         """This member's own view: a committer tells the others, whoever misses the committer only wishes."""
         if self.plan is not None and self.plan.committer == self._me:
-            self._absent(peer, reason)
+            self.absent(peer, reason)
         elif self._succession is not None:
             self._succession.miss(peer, reason)
 
@@ -399,13 +395,16 @@ class RunMember:
         self._say_where_we_are()
 
     def _say_where_we_are(self) -> None:
-        chain = self._chain
-        assert chain is not None
-        manifest = self.run.manifest
-        step = max(self._step, self._committer.core.step if self._committer is not None else 0)
-        chain.say(step, step * manifest.microbatches * manifest.microbatch, hosts=self.hosts)
+        assert self._chain is not None
+        self._note_step(max(self._step, self._committer.core.step if self._committer is not None else 0))
         live = self._service.live()
-        self.catch_up([peer for peer in chain.core.acquainted if peer in live])
+        self.catch_up([peer for peer in self._chain.core.acquainted if peer in live])
+
+    def _note_step(self, step: int) -> None:
+        """So many steps are committed: by that two branches are judged, so it must never be old."""
+        self._step, manifest = step, self.run.manifest
+        if self._chain is not None:
+            self._chain.say(step, step * manifest.microbatches * manifest.microbatch, hosts=self.hosts)
 
     async def _fall_back(self, reason: str) -> None:
         """The run goes on elsewhere: forget what is here, and wait to be asked again."""
@@ -536,7 +535,7 @@ class RunMember:
                     raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
                 self._keeping.saved(self.plan, sender, message)
             case Leaving(at_once=True):
-                self._absent(sender, "it has nothing to feed the run with")
+                self.absent(sender, "it has nothing to feed the run with")
             case Leaving():
                 self._note_leaving(sender)
 
@@ -549,7 +548,7 @@ class RunMember:
         at = self._service.seams.clock.wall()
         self._service.publish(msgspec.structs.replace(message.event, at=at))
         if isinstance(message.event, StepCommitted):
-            self._step = message.event.step + 1
+            self._note_step(message.event.step + 1)
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """See `Hosting.keep`."""
@@ -594,7 +593,7 @@ class RunMember:
         assert self.plan is not None
         self._service.publish(event)
         if isinstance(event, StepCommitted):
-            self._step = event.step + 1
+            self._note_step(event.step + 1)
         notice = Notice(plan_hash(self.plan), event)
         for peer in self._others(self.plan):
             self._service.send(peer, notice)

@@ -178,7 +178,7 @@ class Runs:
         others = [peer for peer in plan.members if peer != self.signer.peer]
         failures = await start(run, plan, others, self.ask)
         for peer, reason in failures.items():
-            member.miss(peer, reason)
+            member.absent(peer, reason)
 
     async def _place(self, run: Run) -> Plan:
         """Place a run; again, where news of a newcomer has only just come. Raises NotPlaced."""

@@ -1,0 +1,256 @@
+"""Roles change hands: the last replica of a stage dies, members leave, newcomers come, all stop and start.
+
+Whole nodes in virtual time. Deaths that a stage survives are in `test_equivalence`, partitions in
+`test_partitions`. Whatever happens the result is that of one process, for what is computed again is of the
+same micro-batches.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+
+from node.events import CheckpointKept, Event, RunChanged, RunPlanned, RunResumed, StepCommitted
+from node.runs.manifest import Manifest
+from node.runs.succession import LOST_SECONDS_MAX
+from partition.plan.reach import FORK_SECONDS
+from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
+from tests.stack import _live, prepare, swarm
+
+SAVE_EVERY = 3
+PASS_SECONDS = 0.1
+SEED = 1
+
+Scenario = Callable[[World], Awaitable[None]]
+
+
+def small(**changes: Any) -> Manifest:
+    """Two stages of one replica each."""
+    return run_manifest(**({"steps": 10, "stages": 2, "replicas": 1, "save_every": SAVE_EVERY} | changes))
+
+
+def play(
+    names: str,
+    wanted: Manifest,
+    scenario: Scenario,
+    *,
+    pass_seconds: float = PASS_SECONDS,
+    ends: bool = True,
+    forks: bool = False,
+) -> World:
+    """A run that the last of `names` asks for and `scenario` disturbs; the world it left behind.
+
+    Nothing that the checker knows may be wrong where it `ends`; where it `forks`, with its result only.
+    """
+    worlds: list[World] = []
+
+    async def run() -> None:
+        async with (
+            swarm(names, seed=SEED, stage_seconds=pass_seconds) as group,
+            trio.open_nursery() as nursery,
+        ):
+            requester = group.nodes[names[-1]]
+            world = World(group, prepare(requester, wanted), nursery, SEED, pass_seconds)
+            worlds.append(world)
+            world.begin()
+            await scenario(world)
+            if ends:
+                assert await world.ended(), standing(world)
+            nursery.cancel_scope.cancel()
+
+    repeatably(SEED, run)
+    (world,) = worlds
+    if ends:
+        assert [*result_faults(world), *(() if forks else faults(world))] == []
+    return world
+
+
+def said(world: World, kind: type[Event]) -> list[Any]:
+    """What was published of a kind, by anybody, by time; several say the same."""
+    found = [event for events in world.group.events.values() for event in events if isinstance(event, kind)]
+    return sorted(found, key=lambda event: event.at)
+
+
+def holders(world: World) -> list[str]:
+    """Who holds a stage by the newest plan."""
+    return [world.group.name_of(peer) for stage in newest(world).stages for peer in stage]
+
+
+def other(world: World, requester: str) -> str:
+    """The first replica that is not the requester."""
+    return next(name for name in holders(world) if name != requester)
+
+
+def newest(world: World) -> RunPlanned:
+    plans: list[RunPlanned] = said(world, RunPlanned)
+    return max(plans, key=lambda plan: plan.height)
+
+
+async def spare(world: World, name: str) -> None:
+    """A provider comes after the run has begun."""
+    through = next(other for other in world.group.nodes if other not in world.down)
+    await world.nursery.start(_live, world.group, name, through, SEED, PASS_SECONDS)
+
+
+async def kept(world: World, step: int) -> None:
+    """Wait for a checkpoint of this step."""
+    with trio.fail_after(120):
+        while not any(event.step == step for event in said(world, CheckpointKept)):  # noqa: ASYNC110
+            await trio.sleep(0.1)
+
+
+# The last replica of a stage
+
+
+def test_after_the_last_replica_of_a_stage_a_newcomer_goes_on_from_the_newest_checkpoint() -> None:
+    async def scenario(world: World) -> None:
+        await spare(world, "x")
+        await kept(world, SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 2)
+        world.crash(other(world, "c"))
+
+    world = play("abc", small(stages=3), scenario)
+    (resumed,) = {(event.step, event.lost_steps) for event in said(world, RunResumed)}
+    assert resumed[0] == SAVE_EVERY
+    assert 2 <= resumed[1] <= SAVE_EVERY
+    assert {event.restored_step for event in said(world, RunPlanned)} == {None, SAVE_EVERY}
+    assert "x" in holders(world)
+
+
+def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
+    async def scenario(world: World) -> None:
+        await kept(world, SAVE_EVERY)
+        world.crash(other(world, "c"))
+        await trio.sleep(60)
+        await spare(world, "x")
+
+    world = play("abc", small(stages=3), scenario)
+    reasons = " ".join(event.reason for event in said(world, RunChanged) if event.state == "paused")
+    assert "has no replica left, and no member has room for it" in reasons
+    assert "x" in holders(world)
+
+
+def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_not_come_back() -> None:
+    async def scenario(world: World) -> None:
+        await world.reached(2)
+        world.crash(other(world, "c"))
+        with trio.fail_after(2 * LOST_SECONDS_MAX):
+            while not world.ends():  # noqa: ASYNC110
+                await trio.sleep(1)
+
+    world = play("abc", small(stages=3, save_every=0), scenario, ends=False)
+    for end in world.ends().values():
+        assert end.outcome == "failed"
+        assert "lost its last replica, and no checkpoint holds its parameters" in end.detail
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("role", ["replica", "last replica", "committer", "committer and replica"])
+def test_who_leaves_takes_nothing_with_it(role: str) -> None:
+    """A replica with a partner; the last of its stage where a provider is free; the committer."""
+    left: list[str] = []
+
+    async def scenario(world: World) -> None:
+        if role == "last replica":
+            await spare(world, "x")
+        await world.reached(4)
+        left.append("e" if role.startswith("committer") else other(world, "e"))
+        began = trio.current_time()
+        await world.group.nodes[left[0]].leave()
+        assert trio.current_time() - began < 20
+        world.crash(left[0])
+
+    replicas = 1 if role == "last replica" else 2
+    names = {"last replica": "abe", "committer and replica": "abce"}.get(role, "abcde")
+    stages = 3 if role == "last replica" else 2
+    world = play(names, small(stages=stages, replicas=replicas), scenario)
+    assert left[0] not in holders(world)
+    assert left[0] != world.group.name_of(newest(world).trainer)
+    assert {event.restored_step for event in said(world, RunPlanned)} == {None}
+    for event in said(world, RunResumed):
+        assert (event.lost_steps, event.replayed) == (0, 0)
+    assert sorted({event.step for event in said(world, StepCommitted)}) == list(range(10))
+
+
+# Coming
+
+
+def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None:
+    async def scenario(world: World) -> None:
+        await world.reached(2)
+        world.crash(other(world, "d"))
+        await world.reached(4)
+        await spare(world, "x")
+
+    world = play("abcd", small(stages=2, replicas=2, steps=24), scenario)
+    assert "x" in holders(world)
+    newcomer = world.group.nodes["x"].peer
+    (resumed,) = {event.step for event in said(world, RunResumed) if event.filled == (newcomer,)}
+    assert resumed > 4
+    assert {event.restored_step for event in said(world, RunPlanned)} == {None}
+    states = [event.state for event in said(world, RunChanged)]
+    assert "degraded" in states
+    assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
+
+
+# All at once
+
+
+def test_all_stop_at_once_and_the_run_goes_on_from_the_checkpoint_on_their_disks() -> None:
+    async def scenario(world: World) -> None:
+        await kept(world, SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 2)
+        names = list(world.group.nodes)
+        for name in names:
+            world.crash(name)
+        await trio.sleep(30)
+        for name in names:
+            await world.restart(name)
+
+    world = play("abcde", small(replicas=2), scenario)
+    assert SAVE_EVERY in {event.restored_step for event in said(world, RunPlanned)}
+    assert {end.outcome for end in world.ends().values()} == {"done"}
+
+
+# A fork
+
+
+def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> None:
+    halves: list[set[str]] = []
+    healed: list[float] = []
+
+    async def scenario(world: World) -> None:
+        await kept(world, SAVE_EVERY)
+        name_of, stages = world.group.name_of, newest(world).stages
+        halves.extend({name_of(stage[index]) for stage in stages} for index in (0, 1))
+        world.split("".join(halves[0]))
+        await trio.sleep(FORK_SECONDS + 30)
+        world.heal()
+        healed.append(world.now)
+
+    wanted = small(replicas=2, steps=40, on_lost_quorum="fork")
+    world = play("abcd", wanted, scenario, pass_seconds=0.3, forks=True)
+    events = world.group.events
+    alone = [
+        {
+            event.step
+            for name in half
+            for event in events[name]
+            if isinstance(event, StepCommitted) and healed[0] - 25 < event.at < healed[0]
+        }
+        for half in halves
+    ]
+    assert alone[0] & alone[1], "both have committed the same steps, each for itself"
+    reasons = {
+        name: [event.reason for event in events[name] if isinstance(event, RunChanged)] for name in events
+    }
+    gave_up = {name for name, said_so in reasons.items() if any("are discarded" in text for text in said_so)}
+    assert gave_up in halves
+    discarded = next(text for text in reasons[min(gave_up)] if "are discarded" in text)
+    assert discarded.startswith("another branch of the run goes on: ")
+    assert int(discarded.split()[7]) >= len(alone[halves.index(gave_up)]), discarded
+    assert {end.outcome for end in world.ends().values()} == {"done"}
+    assert set(world.ends()) >= set(events) - gave_up
