@@ -21,7 +21,7 @@ from gossip.settings import Settings
 from gossip.swim import PROTOCOL, Swim
 from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seams import Medium, SimClock, SimNetwork
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 

@@ -14,7 +14,7 @@ from gossip.settings import Settings
 from gossip.swim import Swim
 from node.services.driver import Sends
 from sim.engine import Engine
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 PEERS = 100

@@ -19,7 +19,8 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Core, Sends
-from sim.network import Link, Links, instant
+from sim.network.instants import instant
+from sim.network.links import Link, Links
 from sim.trace import Trace, TracedCore
 
 WAKES_AT_ONCE_MAX = 1_000

@@ -19,7 +19,7 @@ from node.seams import Stage
 from partition.codec import Codec
 from partition.codecs.choice import Cost
 from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes, timed
-from sim.network import after, nearest_instant
+from sim.network.instants import after, nearest_instant
 
 T = TypeVar("T")
 

@@ -29,7 +29,8 @@ from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.executor import SimExecutor, sleep_for
-from sim.network import Links, nearest_instant
+from sim.network.instants import nearest_instant
+from sim.network.links import Links
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.streams import Alarm, SimStream, stream_pair
 

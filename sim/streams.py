@@ -14,7 +14,8 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.errors import StreamClosed
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
-from sim.network import Links, after, instant, nearest_instant
+from sim.network.instants import after, instant, nearest_instant
+from sim.network.links import Links
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
 """How much may be on its way or unread in one direction before `send` waits, as a kernel's buffers."""

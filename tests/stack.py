@@ -39,7 +39,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Graph, Stored
 from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
 

@@ -33,7 +33,7 @@ from node.runs.blobs import (
 from node.seams import Handler, RealClock, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seams import Medium, MemoryStorage, simulated_seams
 from tests.node.nets import acquaint, make_network, running
 from tests.stack import simulate

@@ -30,7 +30,8 @@ from gossip.swim import PROTOCOL as SWIM
 from gossip.swim import Swim
 from node.services.driver import Core, Driver, Sends
 from sim.engine import Engine, Order, Wire
-from sim.network import LinkModel, Links, instant
+from sim.network.instants import instant
+from sim.network.links import LinkModel, Links
 from sim.seams import EPOCH_SECONDS, Medium, SimClock, SimInbox
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 from sim.trace import Trace, TracedCore

@@ -9,7 +9,7 @@ from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Sends
 from sim.engine import Engine, Wire
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.network import LinkModel, Links, after, instant, nearest_instant
+from sim.network.instants import after, instant, nearest_instant
+from sim.network.links import LinkModel, Links
 from sim.seeds import seeded_peer
 
 A, B, C = (seeded_peer(1, index) for index in range(3))

@@ -19,7 +19,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import encode_graph, graph_hash
 from partition.stage import Export, Exported, StageSpecification
 from sim.executor import SimExecutor
-from sim.network import LinkModel, Links
+from sim.network.links import LinkModel, Links
 from sim.seams import EPOCH_SECONDS, Medium, MemoryStorage, SimClock, SimNetwork, simulated_seams
 from sim.seeds import seeded_peer
 from sim.streams import WINDOW_BYTES_MAX

@@ -1,9 +1,7 @@
 """The link model: when a message arrives, or that it never does. Pure: no trio, no clock.
 
-Time is counted in whole microseconds, written as the nearest float of seconds, so that the heap of
-`sim.engine` and trio's clock under `sim.seams` see exactly the same instants. What happens to a
-message is a keyed hash of (seed, sender, receiver, protocol, its number on that link), so it does
-not depend on what other links carry or on the order in which a driver asks.
+What happens to a message is a keyed hash of (seed, sender, receiver, protocol, its number on that
+link), so it does not depend on what other links carry or on the order in which a driver asks.
 """
 
 import math
@@ -11,45 +9,12 @@ import struct
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
+from sim.network.instants import TICKS_PER_SECOND, after, ticks
 from sim.seeds import DRAW_BYTES, draw
 
-_TICKS_PER_SECOND = 1_000_000
-_NOISE_TICKS = 1e-6
 _DRAW = struct.Struct("<II")
 _DRAWS_PER_HASH = DRAW_BYTES // _DRAW.size
 _DRAW_RANGE = 2.0**32
-
-
-def instant(seconds: float) -> float:
-    """The first whole microsecond that is not before `seconds`; inf stays inf.
-
-    Strict: the result is never below `seconds`, not even by a rounding error, so a core woken at
-    `instant(deadline)` always finds its deadline passed.
-    """
-    if math.isinf(seconds):
-        return seconds
-    ticks = round(seconds * _TICKS_PER_SECOND)
-    if ticks / _TICKS_PER_SECOND < seconds:
-        ticks += 1
-    return ticks / _TICKS_PER_SECOND
-
-
-def nearest_instant(seconds: float) -> float:
-    """The whole microsecond that a clock means which shows `seconds`, give or take float noise."""
-    return round(seconds * _TICKS_PER_SECOND) / _TICKS_PER_SECOND
-
-
-def after(now: float, seconds: float) -> float:
-    """The instant `seconds` after the instant `now`, at least one microsecond later.
-
-    Added in whole microseconds: 0.1 + 0.2 is 0.3 here, so what should coincide does.
-    """
-    return (round(now * _TICKS_PER_SECOND) + _ticks(seconds)) / _TICKS_PER_SECOND
-
-
-def _ticks(seconds: float) -> int:
-    # Never zero: what is sent at an instant must not change that same instant elsewhere.
-    return max(1, math.ceil(seconds * _TICKS_PER_SECOND - _NOISE_TICKS))
 
 
 @dataclass(frozen=True)
@@ -93,7 +58,7 @@ class Link:
         self._key = key
         # What always takes the same time needs no draws: None.
         self._draws = b"" if model.loss > 0 or model.jitter_seconds > 0 else None
-        self._ticks = _ticks(latency_seconds)
+        self._ticks = ticks(latency_seconds)
         self._sequence = 0
 
     def post(self, now: float) -> tuple[int, float]:
@@ -104,7 +69,7 @@ class Link:
         sequence = self._sequence
         self._sequence = sequence + 1
         if self._draws is None:
-            return sequence, (round(now * _TICKS_PER_SECOND) + self._ticks) / _TICKS_PER_SECOND
+            return sequence, (round(now * TICKS_PER_SECOND) + self._ticks) / TICKS_PER_SECOND
         offset = sequence % _DRAWS_PER_HASH
         if offset == 0:
             self._draws = draw(self._seed, "link", *self._key, sequence)

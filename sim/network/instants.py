@@ -1,0 +1,42 @@
+"""Instants: whole microseconds, written as the nearest float of seconds. Pure.
+
+So the heap of `sim.engine` and trio's clock under `sim.seams` see exactly the same instants.
+"""
+
+import math
+
+TICKS_PER_SECOND = 1_000_000
+_NOISE_TICKS = 1e-6
+
+
+def instant(seconds: float) -> float:
+    """The first whole microsecond that is not before `seconds`; inf stays inf.
+
+    Strict: the result is never below `seconds`, not even by a rounding error, so a core woken at
+    `instant(deadline)` always finds its deadline passed.
+    """
+    if math.isinf(seconds):
+        return seconds
+    ticks = round(seconds * TICKS_PER_SECOND)
+    if ticks / TICKS_PER_SECOND < seconds:
+        ticks += 1
+    return ticks / TICKS_PER_SECOND
+
+
+def nearest_instant(seconds: float) -> float:
+    """The whole microsecond that a clock means which shows `seconds`, give or take float noise."""
+    return round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
+
+
+def after(now: float, seconds: float) -> float:
+    """The instant `seconds` after the instant `now`, at least one microsecond later.
+
+    Added in whole microseconds: 0.1 + 0.2 is 0.3 here, so what should coincide does.
+    """
+    return (round(now * TICKS_PER_SECOND) + ticks(seconds)) / TICKS_PER_SECOND
+
+
+def ticks(seconds: float) -> int:
+    """A stretch in whole microseconds, rounded up and never zero: what is sent at an instant must not change
+    that same instant elsewhere."""
+    return max(1, math.ceil(seconds * TICKS_PER_SECOND - _NOISE_TICKS))
