@@ -42,6 +42,8 @@ from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_fr
 
 BULK_BYTES = 64 * 2**20
 ECHO_BYTES = 16 * 2**20
+DIGEST_THREADS = 2
+"""As a stage that was given both cores has it: while one end digests, the other waits."""
 PING_BYTES = 64
 PINGS, CONNECTS = 30, 5
 ECHO_GOAL, BULK_GOAL, STALL_GOAL_SECONDS = 2.5, 0.5, 0.005
@@ -281,7 +283,7 @@ def make_network(identity: Identity, cipher: str) -> RealNetwork:
 
 async def send_activation(stream: Stream, signer: Signer, activation: Array) -> None:
     """As a stage does: pack, digest, sign, send."""
-    payload = pack([("float32", activation)], "raw")
+    payload = pack([("float32", activation)], "raw", threads=DIGEST_THREADS)
     frame = make_frame(
         signer,
         payload,
@@ -301,7 +303,7 @@ async def receive_activation(stream: Stream, signer: Signer) -> Array:
     data, payload = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
     message: Frame = decode(data, PipelineMessage, bytes_max=PIPELINE_BYTES_MAX)
     opened = open_frame(signer, stream.peer, message, payload)
-    ((_, activation),) = unpack(opened.payload, bytes_max=PAYLOAD_BYTES_MAX)
+    ((_, activation),) = unpack(opened.payload, bytes_max=PAYLOAD_BYTES_MAX, threads=DIGEST_THREADS)
     return activation
 
 

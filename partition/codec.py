@@ -63,6 +63,8 @@ DIMENSIONS_MAX = 8
 SIDE_MAX = 2**31 - 1
 SIZES_MAX = 8
 DIGEST_BYTES = 32
+THREADED_BYTES_MIN = 2**20
+"""From here on a second thread pays: measured, 16 MiB take 2.0 ms instead of 4.5, and half a MiB the same."""
 CODED_ITEMS_MIN = 64
 """A shorter tensor is sent exactly: nothing is to be gained."""
 
@@ -113,17 +115,23 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def pack(tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = ()) -> Payload:
+def pack(tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = (), *, threads: int = 1) -> Payload:
     """Encode a bundle. A single tensor that is sent raw is not copied: its array must not change any more.
+    `threads` may digest it side by side.
 
     Raises: LocalProtocolError: an array of another type than said, without elements, or of more than 8
     dimensions.
     """
-    return pack_measured(tensors, codec, sizes)[0]
+    return pack_measured(tensors, codec, sizes, threads=threads)[0]
 
 
 def pack_measured(
-    tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = (), feedback: Feedback | None = None
+    tensors: Sequence[Typed],
+    codec: Codec,
+    sizes: Sequence[int] = (),
+    feedback: Feedback | None = None,
+    *,
+    threads: int = 1,
 ) -> tuple[Payload, Rounding]:
     """Encode a bundle, and say what the codec rounded off. With `feedback` int4 makes up for it next time;
     the keys there are the tensors' places in the bundle.
@@ -146,7 +154,7 @@ def pack_measured(
         parts += [_WORD.pack(marks, len(part)), part]
         rounding += rounded
     data = memoryview(parts[0] if len(parts) == 1 else b"".join(parts)).toreadonly()
-    return Payload(tuple(sizes), tuple(headers), codec, blake3(data).digest(), data), rounding
+    return Payload(tuple(sizes), tuple(headers), codec, _digest(data, threads), data), rounding
 
 
 def typed(array: Array) -> Typed:
@@ -158,7 +166,7 @@ def typed(array: Array) -> Typed:
     raise LocalProtocolError(f"a tensor of type {array.dtype} cannot be sent")
 
 
-def unpack(payload: Payload, *, bytes_max: int) -> list[Typed]:
+def unpack(payload: Payload, *, bytes_max: int, threads: int = 1) -> list[Typed]:
     """Decode a payload to arrays of together at most `bytes_max` bytes.
 
     Those that are read-only share the memory of `payload.data`, the others are nobody else's.
@@ -167,7 +175,7 @@ def unpack(payload: Payload, *, bytes_max: int) -> list[Typed]:
         RemoteProtocolError: a wrong digest, tensors larger than `bytes_max`, or data that is not
             exactly what shapes, types and codec claim. Coded tensors are finite, exact ones as they are.
     """
-    if blake3(payload.data).digest() != payload.digest:
+    if _digest(payload.data, threads) != payload.digest:
         raise RemoteProtocolError("a tensor with a wrong digest")
     size = payload.size_bytes
     if size > bytes_max:
@@ -180,6 +188,11 @@ def unpack(payload: Payload, *, bytes_max: int) -> list[Typed]:
             raise RemoteProtocolError("a tensor of bool with other bytes than 0 and 1")
         arrays.append((header.dtype, flat.reshape(header.shape)))
     return arrays
+
+
+def _digest(data: memoryview, threads: int) -> bytes:
+    """A little data is digested sooner than a second thread has begun."""
+    return blake3(data, max_threads=threads if len(data) >= THREADED_BYTES_MIN else 1).digest()
 
 
 def check_length(tensors: Sequence[TensorHeader], codec: Codec, length: int) -> None:

@@ -34,6 +34,7 @@ class Boundary:
         # The gradients of one micro-batch, which as float32 take twice what they do as bfloat16.
         self._feedback = Feedback(2 * boundary_bytes(specification))
         self._device = device
+        self._threads = specification.threads
         self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def sizes(self, payload: Payload) -> tuple[int, ...]:
@@ -72,7 +73,7 @@ class Boundary:
         for header, kind, shape in zip(payload.tensors, kinds, self.shapes(kinds, sizes), strict=True):
             self._check(header.dtype, header.shape, kind, shape)
         tensors = []
-        for dtype, array in unpack(payload, bytes_max=payload.size_bytes):
+        for dtype, array in unpack(payload, bytes_max=payload.size_bytes, threads=self._threads):
             # The copy is writable and aligned, and does not keep the whole message in memory. What was
             # decoded is nobody else's anyway.
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -104,7 +105,7 @@ class Boundary:
                 raise RemoteProtocolError("an output has no elements")
             if not may_cross(tensor):
                 raise RemoteProtocolError("an output is not finite")
-        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes)
+        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes, threads=self._threads)
 
     def give_gradients(
         self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], codec: Codec
@@ -113,7 +114,8 @@ class Boundary:
 
         All go up to replicas whose sums are added, so what int4 owes one link may be paid over another.
         """
-        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes, self._feedback)
+        arrays = [_typed(tensor) for tensor in tensors]
+        return pack_measured(arrays, codec, sizes, self._feedback, threads=self._threads)
 
     def forget(self) -> None:
         """The gradients given so far count no longer, nor what was rounded off them."""
