@@ -32,6 +32,7 @@ from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.errors import StageFailed
+from node.locks import acquire
 from node.runs import sandbox
 from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
 from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, read_header, split
@@ -154,13 +155,17 @@ class StageHost:
         Raises:
             StageFailed: the stage refused the request (it goes on), or its process is gone.
         """
-        async with self._lock:
+        # At once where the stage is idle: what others do in between, encrypting frames, it would wait for.
+        await acquire(self._lock)
+        try:
             if self._failure is not None:
                 raise StageFailed(self._failure)
             parts = split(request)
             if (complaint := self._complaint(parts.header())) is not None:
                 raise StageFailed(f"a request of {complaint}")
             reply = await self._exchange(parts, self._answer_seconds if seconds is None else seconds)
+        finally:
+            self._lock.release()
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         return reply

@@ -22,6 +22,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import KEY_BYTES, Data, PeerHandshake, Session, WrongIdentity
 from node.errors import StreamClosed, Unreachable, WrongPeer
+from node.locks import acquire
 from node.transport.pool import Pool
 from node.transport.records import RecordReader, RecordWriter
 
@@ -127,11 +128,10 @@ class SecureStream:
         Raises:
             StreamClosed: it is over. LocalProtocolError: the message or the payload is too long.
         """
-        await _acquire(self._sending)
+        # Cancelled before the first byte is encrypted, a send costs nothing.
+        await acquire(self._sending)
         begun = False
         try:
-            # Refused before the first byte is encrypted, a cancelled send costs nothing.
-            await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
             for chunk in self._writer.chunks(message, *payload):
                 begun = True
@@ -162,10 +162,9 @@ class SecureStream:
         Raises:
             StreamClosed: it is over, with the reason.
         """
-        await _acquire(self._receiving)
+        # Cancelled before the message is taken or not at all, so that none is lost.
+        await acquire(self._receiving)
         try:
-            # Cancelled before the message is taken or not at all, so that none is lost.
-            await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
             message = self._next_message(payload_bytes_max)
             if message is not None:
@@ -229,14 +228,6 @@ class SecureStream:
             self._transport.socket.close()
             self._tell_ended(self)
         return StreamClosed(self._ended)
-
-
-async def _acquire(lock: trio.Lock) -> None:
-    """As `lock.acquire()`, without the scheduler's round when nobody else holds it."""
-    try:
-        lock.acquire_nowait()
-    except trio.WouldBlock:
-        await lock.acquire()
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:
