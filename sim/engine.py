@@ -121,8 +121,8 @@ class Engine:
         self._push(at, self._by_name[peer, protocol], _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """Local code of `peer` acts on its core now, before anything else happens, as
-        `node.services.driver.Driver.command` does; from within `publish`, say. Nothing if it is not running."""
+        """Local code of `peer` acts on its core now, before anything else happens, as the driver of a real
+        node has it; from within `publish`, say. Nothing if it is not running."""
         port = self._by_name[peer, protocol]
         if port.alive:
             self._turn(self.now, port, _CALL, order)
