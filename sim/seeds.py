@@ -15,11 +15,18 @@ from crypto.identity import PEER_ID_BYTES, SEED_BYTES, SIGNATURE_BYTES, Identity
 
 DRAW_BYTES = 64
 _KEY_BYTES = 32
+_SHARE_BYTES = 6
+"""As many as a float holds without rounding up to 1."""
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
     """64 bytes that depend on `seed` and the labels, and on nothing else."""
     return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
+
+
+def draw_share(seed: int, *labels: bytes | str | int) -> float:
+    """A number from 0 to below 1, evenly; the same for the same labels."""
+    return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / 256**_SHARE_BYTES
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
