@@ -38,7 +38,7 @@ from gossip.messages import (
     ScopedSync,
     Sync,
 )
-from gossip.probing import RELAY_PATIENCE, Flight, Probe, Relay
+from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Probe, Relay
 from gossip.scope import Place, Scope
 from gossip.settings import Settings
 from gossip.table import Row
@@ -92,6 +92,21 @@ class Swim:
     def members(self) -> tuple[Member, ...]:
         """Everyone listed, this peer, the dead and the left included, by peer id."""
         return self._table.snapshot()
+
+    @property
+    def statuses(self) -> dict[PeerId, Status]:
+        """What is held of everyone listed, this peer included: `members` at a hundredth of its cost."""
+        return {row.peer: row.status for row in self._table.rows.values()}
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        most = self._settings.members_max
+        return {
+            "members": (len(self._table.rows), most),
+            "news": (len(self._beliefs.queue), most * (1 + self._settings.confirmations)),
+            "relays": (len(self._flight.relays), RELAYS_MAX),
+        }
 
     @property
     def deadline(self) -> float:
