@@ -53,13 +53,20 @@ class Neighbourhoods(Swarm):
         return self.around(number) - self.listed(number)
 
     def listed(self, number: int) -> set[int]:
-        view = self.view(number).items()
-        return {other for other, member in view if member.status is Status.ALIVE}
+        statuses = self.cores[number].statuses.items()
+        return {self.numbers[peer] for peer, status in statuses if status is Status.ALIVE}
 
     def around(self, number: int) -> set[int]:
         """Who runs in the scope of `number`."""
         scope = self.cores[number].scope
         return {other for other in self.cores if scope.holds(peer_of(other))}
+
+    def settle(self, at_most: float) -> None:
+        """Run until everyone is right."""
+        begun = self.now
+        while not self.right():
+            assert self.now - begun < at_most, {number: self.missing(number) for number in self.cores}
+            self.run(2)
 
     def right(self) -> bool:
         """Whether everyone lists exactly who runs in its scope."""
