@@ -198,9 +198,7 @@ class Swim:
         if probe is not None and (sender == probe.target or sender in probe.relays):
             del self._flight.probes[number]
             self._health.better()
-            row = self._table.rows.get(probe.target)
-            if row is not None:
-                row.unanswered_since = None
+            self._table.answered(probe.target)
         relay = self._flight.relays.get(number)
         if relay is not None and sender == relay.target:
             del self._flight.relays[number]
@@ -287,8 +285,7 @@ class Swim:
 
     def _probe(self, now: float, row: Row) -> Sends:
         patience = self._health.multiplier
-        if row.unanswered_since is None:
-            row.unanswered_since = now
+        self._table.asked(row.peer, now)
         probe = Probe(
             target=row.peer,
             incarnation=row.incarnation,
