@@ -78,14 +78,16 @@ _GONE = _Gone()
 
 
 class _Port:
-    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
-    else what comes goes to `backlog` until the instant `until`. `wake_at` is the earliest wake in the heap
-    that still counts; `others` are all ports of the protocol; `pace_ticks` what a message takes.
+    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy; else
+    until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`. `wake_at`
+    is the earliest wake in the heap that still counts; `others` are all ports of the protocol; `pace_ticks`
+    what a message takes.
     """
 
     __slots__ = (
-        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "others", "pace_ticks",
-        "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wakes", "wire", "woken_at"
+        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "orders", "others",
+        "pace_ticks", "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wakes",
+        "wire", "woken_at",
     )  # fmt: skip
 
     def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
@@ -100,6 +102,7 @@ class _Port:
         self.core: Core = _GONE
         self.alive = self.is_open = False
         self.backlog: list[tuple[bytes, Any]] = []
+        self.orders: list[Order] = []
         self.until = 0.0
         self.pace_ticks = 0
         self.messages = self.sent_bytes = 0
@@ -282,7 +285,7 @@ class Engine:
             if port.is_open:
                 self._pass_on(now, port, act(port.core, now, payload))
             elif port.alive:
-                self._push(port.until, port, _CALL, payload)
+                port.orders.append(payload)
         elif kind == _START:
             if port.alive:
                 raise LocalProtocolError("this peer has a core for this protocol already")
@@ -291,7 +294,8 @@ class Engine:
         elif kind == _KILL:
             self._counts["missed"] += len(port.backlog)
             port.alive = port.is_open = False
-            port.core, port.backlog, port.until, port.wake_at = _GONE, [], 0.0, math.inf
+            port.core, port.until, port.wake_at = _GONE, 0.0, math.inf
+            port.backlog, port.orders = [], []
         elif port.alive:
             self._freeze_or_thaw(now, port, kind, payload)
 
@@ -306,6 +310,9 @@ class Engine:
             backlog, port.backlog = port.backlog, []
             for sender, payload in backlog:
                 self._deliver(now, port, sender, payload)
+            orders, port.orders = port.orders, []
+            for order in orders:
+                self._push(now, port, _CALL, order)
 
     def _take_time(self, now: float, port: _Port) -> None:
         """The core is busy with a message: after this instant it is as if frozen."""
