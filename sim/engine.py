@@ -78,10 +78,10 @@ _GONE = _Gone()
 
 
 class _Port:
-    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy; else
-    until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`. `wake_at`
-    is the earliest wake in the heap that still counts; `others` are all ports of the protocol; `pace_ticks`
-    what a message takes.
+    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
+    else until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`.
+    `wake_at` is the earliest wake in the heap that still counts; `others` are all ports of the protocol;
+    `pace_ticks` what a message takes.
     """
 
     __slots__ = (
