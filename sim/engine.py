@@ -80,14 +80,14 @@ _GONE = _Gone()
 class _Port:
     """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
     else until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`.
-    `wake_at` is the earliest wake in the heap that still counts; `others` are all ports of the protocol;
-    `pace_ticks` what a message takes.
+    `wake_at` is the earliest wake in the heap that still counts, `wake_for` its deadline; `others` are all
+    ports of the protocol; `pace_ticks` what a message takes.
     """
 
     __slots__ = (
         "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "orders", "others",
-        "pace_ticks", "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wakes",
-        "wire", "woken_at",
+        "pace_ticks", "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wake_for",
+        "wakes", "wire", "woken_at",
     )  # fmt: skip
 
     def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
@@ -106,7 +106,7 @@ class _Port:
         self.until = 0.0
         self.pace_ticks = 0
         self.messages = self.sent_bytes = 0
-        self.wake_at = math.inf
+        self.wake_at = self.wake_for = math.inf
         self.woken_at = -math.inf
         self.wakes = 0
 
@@ -197,8 +197,8 @@ class Engine:
         nothing if it is not running."""
         port = self._by_protocol[protocol][peer]
         self._turn(self.now, port, _CALL, order)
-        if port.is_open and port.core.deadline < port.wake_at:
-            self._plan_wake(self.now, port)
+        if port.is_open and port.core.deadline < port.wake_for:
+            self._plan_wake(self.now, port, port.core.deadline)
 
     @property
     def counters(self) -> Counter[str]:
@@ -255,8 +255,11 @@ class Engine:
                 self._deliver(now, port, sender, payload)
             else:
                 port.backlog.append((sender, payload))
-            if port.is_open and port.core.deadline < port.wake_at:
-                self._plan_wake(now, port)
+            if port.is_open:
+                # Asked for once an event: a core may have to look at much for its answer.
+                deadline = port.core.deadline
+                if deadline < port.wake_for:
+                    self._plan_wake(now, port, deadline)
         self.now = until
 
     def _deliver(self, now: float, port: _Port, sender: bytes, payload: Any) -> None:
@@ -277,7 +280,7 @@ class Engine:
     def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
         """Everything but a delivery."""
         if kind == _WAKE:
-            port.wake_at = math.inf
+            port.wake_at = port.wake_for = math.inf
             if port.is_open and port.core.deadline <= now:
                 self._check_wakes(now, port)
                 self._pass_on(now, port, port.core.wake(now))
@@ -294,7 +297,8 @@ class Engine:
         elif kind == _KILL:
             self._counts["missed"] += len(port.backlog)
             port.alive = port.is_open = False
-            port.core, port.until, port.wake_at = _GONE, 0.0, math.inf
+            port.core, port.until = _GONE, 0.0
+            port.wake_at = port.wake_for = math.inf
             port.backlog, port.orders = [], []
         elif port.alive:
             self._freeze_or_thaw(now, port, kind, payload)
@@ -397,13 +401,15 @@ class Engine:
         self._number += 1
         heappush(self._heap, (due, index, _DELIVER, parcel.sender, self._number, payload))
 
-    def _plan_wake(self, now: float, port: _Port) -> None:
+    def _plan_wake(self, now: float, port: _Port, deadline: float) -> None:
         # Only an earlier deadline is pushed. One that moved later is found when the earlier entry
         # comes up, so a core that postpones its deadline with every message costs no heap entries.
-        at = instant(max(now, port.core.deadline))
+        port.wake_for = deadline
+        at = instant(max(now, deadline))
         if at < port.wake_at:
             port.wake_at = at
-            self._push(at, port, _WAKE, None)
+            self._number += 1
+            heappush(self._heap, (at, port.index, _WAKE, b"", self._number, None))
 
     def _check_wakes(self, now: float, port: _Port) -> None:
         port.wakes = port.wakes + 1 if port.woken_at == now else 1
