@@ -231,8 +231,11 @@ class CoresWorld:
         rng = seeded_rng(self.seed, "life", life.peer, life.serial)
         incarnation = int((EPOCH_SECONDS + now) * 1000)
         profile = self.roster.profile(number)
-        life.swim = self.cores.swim(life.signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place)
-        life.kademlia = self.cores.kademlia(life.signer, self._discovery, own_rng(rng), profile.addresses)
+        signer = life.signer
+        life.swim = self.cores.swim(
+            signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
+        )
+        life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
         life.kademlia.wall_offset = EPOCH_SECONDS
         return life
 
