@@ -23,7 +23,6 @@ from sim.scenario import Training
 
 MICROBATCH = 16
 """Samples in a micro-batch."""
-MOMENTUM = 0.9
 AGAIN_SECONDS = 5.0
 """Where no plan came about, for nobody had a slot or somebody died meanwhile, a person tries again."""
 KNOWN_MODELS_MAX = 8
@@ -53,9 +52,8 @@ def run_file_of(training: Training, seed: int) -> RunFile:
         steps=training.steps,
         batch=training.microbatches * MICROBATCH,
         microbatch=MICROBATCH,
-        optimizer="sgd",
+        optimizer="adam",
         learning_rate=training.learning_rate,
-        momentum=MOMENTUM,
         seed=seed,
     )
     plan = PlanTable(
