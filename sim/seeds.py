@@ -11,7 +11,7 @@ from random import Random
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, signed_bytes
-from crypto.identity import PEER_ID_BYTES, SIGNATURE_BYTES, PeerId
+from crypto.identity import PEER_ID_BYTES, SEED_BYTES, SIGNATURE_BYTES, Identity, PeerId
 
 DRAW_BYTES = 64
 _KEY_BYTES = 32
@@ -54,6 +54,11 @@ def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], byt
 def seeded_peer(seed: int, index: int) -> PeerId:
     """A peer id for experiments without real keys: it can be named and compared, not verified."""
     return PeerId(draw(seed, "peer", index)[:PEER_ID_BYTES])
+
+
+def seeded_identity(seed: int, index: int) -> Identity:
+    """A real key pair, for experiments whose signatures are to be Ed25519."""
+    return Identity(draw(seed, "identity", index)[:SEED_BYTES])
 
 
 class HashSigner:
