@@ -8,6 +8,7 @@ once more and notes the line of every table, key and array item; it follows TOML
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +87,18 @@ def convert(tree: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int
     """Check a tree of dicts and lists against `kind`; `name` stands in errors. Raises UsageError."""
     places = Document[None](None, name, lines)
     _check(tree, kind, (), places)
-    return Document(msgspec.convert(tree, kind), name, lines)
+    try:
+        return Document(msgspec.convert(tree, kind), name, lines)
+    except msgspec.ValidationError as error:
+        raise UsageError(_broken_rule(str(error), places)) from None
+
+
+def _broken_rule(message: str, places: Document[None]) -> str:
+    """What a struct says of values that do not go together. msgspec ends it in " - at `$.table[0].key`"."""
+    what, _, place = message.partition(" - at `$")
+    path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.`\[\]]+", place)]
+    table = f"[{_dotted(tuple(path))}] " if path else ""
+    return f"{places.where(*path)}: {table}{what}"
 
 
 def _syntax_error(name: str, text: str, message: str) -> str:

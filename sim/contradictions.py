@@ -1,26 +1,22 @@
 """What a scenario says that cannot all be true: rules between its values. Pure, but for a look at a trace.
 
-What one value alone may be is said by its type in `sim.scenario`. Each fault has the path of the value that
-is to blame, for the line in the file.
+What one value alone may be is said by its type, and what one table by itself (`sim.network.model`). Each
+fault has the path of the value that is to blame, for the line in the file.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from node.nearest import did_you_mean
-from sim.churn.model import Event, Version
 from sim.churn.traces import load_trace
-from sim.network.model import Access, Region
 
 if TYPE_CHECKING:
     from sim.scenario import Scenario
 
 STACK_NODES_MAX = 200
 """Whole nodes cost some hundred times what their cores cost."""
-_SUM_SLACK = 1e-6
+_SHARES_NOISE = 1e-6
 
 Fault = tuple[tuple[str | int, ...], str]
 """Where, and what is wrong."""
@@ -29,10 +25,8 @@ Fault = tuple[tuple[str | int, ...], str]
 def faults(scenario: "Scenario") -> Iterator[Fault]:
     """Every contradiction, in reading order. Raises UsageError for a trace file that is wrong itself."""
     yield from _sizes(scenario)
-    yield from _network(scenario)
     yield from _churn(scenario)
     yield from _events(scenario)
-    yield from _partitions(scenario)
     yield from _work(scenario)
 
 
@@ -56,49 +50,6 @@ def _sizes(scenario: "Scenario") -> Iterator[Fault]:
             ("start", "late_share"),
             "start.late_share keeps peers back, and no event of kind join starts them",
         )
-
-
-def _network(scenario: "Scenario") -> Iterator[Fault]:
-    network = scenario.network
-    if network.nearest_seconds > network.farthest_seconds:
-        yield ("network", "nearest_seconds"), "network.nearest_seconds is above farthest_seconds"
-    regions = network.regions
-    yield from _distinct(regions, ("network", "regions"))
-    if regions:
-        yield from _sum_of_shares(regions, ("network", "regions"), exact=True)
-    yield from _sum_of_shares(network.access, ("network", "access"))
-    for index, region in enumerate(regions):
-        if region.inside_seconds[0] > region.inside_seconds[1]:
-            path = ("network", "regions", index, "inside_seconds")
-            yield (
-                path,
-                f"inside_seconds of region '{region.name}': the first is the least, the second the most",
-            )
-    rows = network.between_seconds
-    if (rows or len(regions) > 1) and not (
-        len(rows) == len(regions) and all(len(row) == len(regions) for row in rows)
-    ):
-        shape = f"{len(rows)} rows of {', '.join(sorted({str(len(row)) for row in rows})) or '0'}"
-        yield (
-            ("network", "between_seconds"),
-            f"network.between_seconds has {shape}: want {len(regions)} rows of {len(regions)}, one a region",
-        )
-
-
-def _sum_of_shares(
-    rows: Sequence[Region | Access | Version], path: tuple[str, ...], *, exact: bool = False
-) -> Iterator[Fault]:
-    total = math.fsum(row.share for row in rows)
-    if total > 1 + _SUM_SLACK or (exact and total < 1 - _SUM_SLACK):
-        want = "want 1" if exact else "want at most 1"
-        yield path, f"the shares of {'.'.join(path)} make {total:g}: {want}"
-
-
-def _distinct(rows: Sequence[Region | Version], path: tuple[str, ...]) -> Iterator[Fault]:
-    names = [row.name for row in rows]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            yield (*path, index, "name"), f"two {path[-1]} are called '{name}'"
 
 
 def _churn(scenario: "Scenario") -> Iterator[Fault]:
@@ -129,8 +80,10 @@ def _churn(scenario: "Scenario") -> Iterator[Fault]:
         churn.trace or churn.profile == "lab" or (churn.profile == "none" and not given)
     ):
         yield ("churn", "wave_depth"), "churn.wave_depth: there are no sessions or absences to make waves of"
-    yield from _distinct(churn.versions, ("churn", "versions"))
-    yield from _sum_of_shares(churn.versions, ("churn", "versions"))
+    if len({version.name for version in churn.versions}) < len(churn.versions):
+        yield ("churn", "versions"), "two of churn.versions have the same name"
+    if sum(version.share for version in churn.versions) > 1 + _SHARES_NOISE:
+        yield ("churn", "versions"), "the shares of churn.versions sum up to more than 1"
 
 
 def _events(scenario: "Scenario") -> Iterator[Fault]:
@@ -161,36 +114,6 @@ def _events(scenario: "Scenario") -> Iterator[Fault]:
             yield (*at, "version"), f"only a restart brings a version, not an event of kind {event.kind}"
         if event.kind == "join" and not scenario.start.late_share:
             yield (*at, "kind"), "nobody is kept back for an event of kind join: set start.late_share"
-
-
-def _partitions(scenario: "Scenario") -> Iterator[Fault]:
-    """A network is split in one way at a time."""
-    cuts = [(index, event) for index, event in enumerate(scenario.events) if event.kind == "partition"]
-    for place, (index, event) in enumerate(cuts):
-        if event.every_seconds and event.every_seconds < event.lasts_seconds:
-            yield ("events", index, "every_seconds"), "a partition begins again before it is over"
-        for _, other in cuts[:place]:
-            if _overlap(event, other, scenario.seconds):
-                yield (
-                    ("events", index, "at_seconds"),
-                    "a partition begins while another lasts: the network is split in one way at a time",
-                )
-
-
-def _overlap(one: Event, other: Event, seconds: float) -> bool:
-    spans = sorted(
-        (begin, begin + event.lasts_seconds)
-        for event in (one, other)
-        for begin in _beginnings(event, seconds)
-    )
-    return any(following[0] < span[1] for span, following in pairwise(spans))
-
-
-def _beginnings(event: Event, seconds: float) -> list[float]:
-    if not event.every_seconds:
-        return [event.at_seconds]
-    count = max(0, math.ceil((seconds - event.at_seconds) / event.every_seconds))
-    return [event.at_seconds + number * event.every_seconds for number in range(count)]
 
 
 def _work(scenario: "Scenario") -> Iterator[Fault]:
