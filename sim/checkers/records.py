@@ -8,7 +8,7 @@ from sim.scenario import Scenario
 from sim.watch import Observed, World
 
 _MISSES_OF = 200
-"""While an experiment lasts, misses are held against at least so many lookups: a few early ones mean nothing."""
+"""On the way misses are held against at least so many lookups: a few early ones mean nothing."""
 _LOOKUPS_MIN = 20
 """A share of fewer says nothing."""
 
