@@ -149,6 +149,14 @@ def test_sums_that_differ_from_the_commit_are_stopped(event: SamplesCounted, wha
         stage.tell(N2, event)
 
 
+def test_a_micro_batch_in_the_sums_of_two_replicas_of_a_stage_is_stopped() -> None:
+    stage = Stage(SumsAgree())
+    stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
+    stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
+    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums of n1 and of n2"):
+        stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)))
+
+
 def test_a_step_applied_twice_is_stopped() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
