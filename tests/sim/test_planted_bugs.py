@@ -99,7 +99,7 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
         start=Start(spread_seconds=5.0),
         membership=Membership(preset="wan"),
         network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.03),
-        records=Records(stores_per_second=1.0, lookups_per_second=4.0),
+        records=Records(stores_per_second=1.0, lookups_per_second=4.0, republish_seconds=10.0),
         checks=Checks(found_share=0.95),
     )
     assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
