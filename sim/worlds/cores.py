@@ -39,6 +39,7 @@ from sim.worlds.life import Life
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
+from sim.worlds.training import TrainingRuns
 
 OURS = Cores()
 WIRES = {
@@ -74,6 +75,7 @@ class CoresWorld:
             self.on(lost, self._lost)
         if scenario.records.enabled:
             RecordsWork(self)
+        self.training = TrainingRuns(self)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -128,6 +130,9 @@ class CoresWorld:
         return self.engine.counters
 
     # What its parts may do.
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        return self.links.latency_seconds(one, other)
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
