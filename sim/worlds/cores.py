@@ -137,9 +137,6 @@ class CoresWorld:
 
     # What its parts may do.
 
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        return self.links.latency_seconds(one, other)
-
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
 
@@ -190,6 +187,7 @@ class CoresWorld:
             self.tell(None, NetworkSplit(tuple(tuple(side) for _, side in sorted(sides.items()))))
         else:
             self.tell(None, NetworkHealed())
+        self.training.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None: ...
     def lose(self, number: int, loss: float) -> None: ...
