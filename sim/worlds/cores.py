@@ -43,6 +43,7 @@ from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
+from sim.worlds.training import TrainingRuns
 
 OURS = Cores()
 WIRES = {
@@ -88,6 +89,7 @@ class CoresWorld:
             Neighbours(self)
         if scenario.records.enabled:
             RecordsWork(self)
+        self.training = TrainingRuns(self)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -205,6 +207,7 @@ class CoresWorld:
             self.tell(None, NetworkSplit(tuple(map(tuple, sides.values()))))
         else:
             self.tell(None, NetworkHealed())
+        self.training.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)

@@ -13,7 +13,7 @@ from dht.keys import Key, record_key
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
 from node.services.driver import Sends
-from sim.happenings import PeerStopped, RecordGot, RecordWanted
+from sim.happenings import PeerStopped, RecordGot, RecordPublished, RecordWanted
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
 
@@ -96,8 +96,9 @@ class RecordsWork:
         def store(core: Any, now: float) -> tuple[int, Sends]:
             # By the peer's own clock, as a node does.
             wall = core.wall_offset + now
-            expires = int(wall + self._settings.lifetime_seconds)
-            fact = sign_record(life.signer, _key(entry), value, sequence=int(wall * 1000), expires=expires)
+            sequence, expires = int(wall * 1000), int(wall + self._settings.lifetime_seconds)
+            fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
+            self._ground.tell(life, RecordPublished(_key(entry), value, sequence))
             stored: tuple[int, Sends] = core.store(now, fact)
             return stored
 
