@@ -29,7 +29,7 @@ from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
 from sim.happenings import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
 from sim.network.instants import after
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
 from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
@@ -58,7 +58,7 @@ class CoresWorld:
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
-        self.links = _links(scenario, seed)
+        self.links = Links(scenario.network, seed)
         self.roster = Roster(scenario, seed, lambda _: "")
         wires = WIRES if scenario.encoded else None
         self.engine = Engine(self.links, wires=wires, publish=self._learnt)
@@ -259,10 +259,3 @@ def _remove(event: MemberDown | MemberLeft, core: Any, now: float) -> Sends:
 def _leave(core: Any, now: float) -> Sends:
     sends: Sends = core.leave(now)
     return sends
-
-
-def _links(scenario: Scenario, seed: int) -> Links:
-    model = scenario.network
-    return Links(
-        LinkModel(model.nearest_seconds, model.farthest_seconds, model.jitter_seconds, model.loss), seed
-    )
