@@ -140,7 +140,7 @@ class CoresWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        counters: dict[str, int] = {**self.engine.counters}
+        counters: dict[str, int] = {**self.engine.counters, **self.training.counters}
         for protocol, sent in self.engine.traffic().items():
             counters[f"messages {protocol}"] = sent.messages
             counters[f"bytes {protocol}"] = sent.sent_bytes
@@ -167,11 +167,9 @@ class CoresWorld:
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
 
-    def meets(self, one: PeerId, other: PeerId) -> bool:
-        return self.reaches(one, other) and self.reaches(other, one)
-
     def may_open(self, one: PeerId, other: PeerId) -> bool:
-        return other in self.lives and self.meets(one, other) and self.links.may_open(other, self.now)
+        meet = self.reaches(one, other) and self.reaches(other, one)
+        return other in self.lives and meet and self.links.may_open(other, self.now)
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
@@ -211,6 +209,7 @@ class CoresWorld:
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)
+        self.training.network_changed()
 
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
@@ -234,8 +233,11 @@ class CoresWorld:
         rng = seeded_rng(self.seed, "life", life.peer, life.serial)
         incarnation = int((EPOCH_SECONDS + now) * 1000)
         profile = self.roster.profile(number)
-        life.swim = self.cores.swim(life.signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place)
-        life.kademlia = self.cores.kademlia(life.signer, self._discovery, own_rng(rng), profile.addresses)
+        signer = life.signer
+        life.swim = self.cores.swim(
+            signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
+        )
+        life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
         life.kademlia.wall_offset = EPOCH_SECONDS
         return life
 

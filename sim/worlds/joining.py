@@ -7,6 +7,7 @@ more and more slowly, and with another one that runs, as a person would.
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from typing import Protocol
 
 from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
@@ -23,10 +24,20 @@ _LIVE = (Status.ALIVE, Status.SUSPECT)
 _DRAWS_MAX = 8
 
 
+class DialGround(Ground, Protocol):
+    """A world where peers dial each other."""
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        """One way, without jitter."""
+
+    def may_open(self, one: PeerId, other: PeerId) -> bool:
+        """Whether the other runs, and `one` can open a stream to it."""
+
+
 class Joining:
     """For all peers of a world."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: DialGround) -> None:
         self._ground = ground
 
     def begin(self, life: Life, met_before: tuple[PeerId, ...]) -> None:
