@@ -58,11 +58,19 @@ class Joining:
 
     def _seed_for(self, life: Life) -> tuple[PeerId, ...]:
         rng = seeded_rng(self._ground.seed, "through", life.peer, ticks(self._ground.now))
+        # An address is handed on by those who are in the swarm. Two who are alone would make another one of
+        # their own for ever, so who is in it is preferred even where it cannot be reached just now.
+        best: Life | None = None
         for _ in range(_DRAWS_MAX):
             through = self._ground.pick(rng)
-            if through is not None and through is not life:
-                return (through.peer,)
-        return ()
+            if through is None or through is life:
+                continue
+            if best is None or through.entered > best.entered:
+                best = through
+            if through.entered and self._ground.may_open(life.peer, through.peer):
+                best = through
+                break
+        return () if best is None else (best.peer,)
 
     def _end_of_dialling(self, life: Life, dialled: Sequence[PeerId]) -> float:
         ends = [self._ground.now] * ATTEMPTS_MAX
