@@ -8,6 +8,7 @@ Not here: addresses that must be learnt before a message can be sent (a peer is 
 torch, disks. Those are in `sim.worlds.stack`.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from sim.seeds import seeded_rng
 from sim.watch import Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
-from sim.worlds.joining import Joining, remembered
+from sim.worlds.joining import Answer, Joining, remembered
 from sim.worlds.life import Life
 from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
@@ -78,7 +79,8 @@ class CoresWorld:
         self._slowness: dict[int, float] = {}
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
-        self._discovery = dht.settings.Settings(republish_seconds=scenario.records.republish_seconds)
+        republish_seconds = scenario.records.republish_seconds or math.inf
+        self._discovery = dht.settings.Settings(republish_seconds=republish_seconds)
         for found in (MemberUp, MemberChanged):
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
@@ -167,9 +169,11 @@ class CoresWorld:
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
 
-    def may_open(self, one: PeerId, other: PeerId) -> bool:
+    def dial(self, one: PeerId, other: PeerId) -> Answer:
         meet = self.reaches(one, other) and self.reaches(other, one)
-        return other in self.lives and meet and self.links.may_open(other, self.now)
+        if not meet or not self.links.may_open(other, self.now):
+            return "timeout"
+        return "ok" if other in self.lives else "refused"
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)

@@ -7,7 +7,7 @@ more and more slowly, and with another one that runs, as a person would.
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
@@ -15,6 +15,7 @@ from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node.services.joining import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from node.storage.remembered import REMEMBERED_MAX
+from node.transport.tcp import CONNECT_SECONDS
 from sim.network.instants import after, ticks
 from sim.seams import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
@@ -24,14 +25,17 @@ _LIVE = (Status.ALIVE, Status.SUSPECT)
 _DRAWS_MAX = 8
 
 
+Answer = Literal["ok", "refused", "timeout"]
+
+
 class DialGround(Ground, Protocol):
     """A world where peers dial each other."""
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         """One way, without jitter."""
 
-    def may_open(self, one: PeerId, other: PeerId) -> bool:
-        """Whether the other runs, and `one` can open a stream to it."""
+    def dial(self, one: PeerId, other: PeerId) -> Answer:
+        """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing comes back."""
 
 
 class Joining:
@@ -49,9 +53,8 @@ class Joining:
         dialled = tuple(dict.fromkeys((*seed, *met_before)))
         # With nobody to ask it is the network itself.
         life.entered = life.entered or not dialled
-        self._ground.at(
-            self._end_of_dialling(life, dialled), self._dialled, life, dialled, met_before, pause_seconds
-        )
+        due = self._end_of_dialling(life, dialled)
+        self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
 
     def _seed_for(self, life: Life) -> tuple[PeerId, ...]:
         rng = seeded_rng(self._ground.seed, "through", life.peer, ticks(self._ground.now))
@@ -73,20 +76,35 @@ class Joining:
         ends = [self._ground.now] * ATTEMPTS_MAX
         heapify(ends)
         for peer in dialled:
-            latency_seconds = self._ground.latency_seconds(life.peer, peer)
-            heapreplace(ends, after(ends[0], HANDSHAKE_TRIPS * latency_seconds))
+            there = self._ground.latency_seconds(life.peer, peer)
+            back = self._ground.latency_seconds(peer, life.peer)
+            heapreplace(ends, after(ends[0], HANDSHAKE_TRIPS / 2 * (there + back)))
         return max(ends)
 
     def _dialled(
-        self, life: Life, dialled: tuple[PeerId, ...], met_before: tuple[PeerId, ...], pause_seconds: float
+        self,
+        life: Life,
+        dialled: tuple[PeerId, ...],
+        met_before: tuple[PeerId, ...],
+        begun: float,
+        pause_seconds: float,
+    ) -> None:
+        """All handshakes are over, but for those that nobody answers: they are given up later."""
+        answers = {peer: self._ground.dial(life.peer, peer) for peer in dialled}
+        found = [peer for peer, answer in answers.items() if answer == "ok"]
+        waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
+        due = max(self._ground.now, begun + waves * CONNECT_SECONDS)
+        self._ground.at(due, self._tried, life, found, met_before, pause_seconds)
+
+    def _tried(
+        self, life: Life, found: list[PeerId], met_before: tuple[PeerId, ...], pause_seconds: float
     ) -> None:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        answered = [peer for peer in dialled if ground.may_open(life.peer, peer)]
-        if answered:
-            ground.command(life, SWIM, lambda core, now: core.join(now, answered))
-            ground.command(life, KADEMLIA, lambda core, now: core.join(now, answered))
+        if found:
+            ground.command(life, SWIM, lambda core, now: core.join(now, found))
+            ground.command(life, KADEMLIA, lambda core, now: core.join(now, found))
         pause_after = min(RETRY_SECONDS_MAX, 2 * pause_seconds)
         ground.at(ground.now + pause_seconds, self._look, life, met_before, pause_after)
 
