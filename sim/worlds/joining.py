@@ -67,7 +67,7 @@ class Joining:
                 continue
             if best is None or through.entered > best.entered:
                 best = through
-            if through.entered and self._ground.may_open(life.peer, through.peer):
+            if through.entered and self._ground.dial(life.peer, through.peer) == "ok":
                 best = through
                 break
         return () if best is None else (best.peer,)
