@@ -38,7 +38,7 @@ from sim.seeds import seeded_rng
 from sim.watch import Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
-from sim.worlds.joining import Answer, Joining, remembered
+from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
 from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
@@ -168,12 +168,6 @@ class CoresWorld:
 
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
-
-    def dial(self, one: PeerId, other: PeerId) -> Answer:
-        meet = self.reaches(one, other) and self.reaches(other, one)
-        if not meet or not self.links.may_open(other, self.now):
-            return "timeout"
-        return "ok" if other in self.lives else "refused"
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)

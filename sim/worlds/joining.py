@@ -17,6 +17,7 @@ from node.services.joining import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS
 from node.storage.remembered import REMEMBERED_MAX
 from node.transport.tcp import CONNECT_SECONDS
 from sim.network.instants import after, ticks
+from sim.network.links import Links
 from sim.seams import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
@@ -31,11 +32,7 @@ Answer = Literal["ok", "refused", "timeout"]
 class DialGround(Ground, Protocol):
     """A world where peers dial each other."""
 
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        """One way, without jitter."""
-
-    def dial(self, one: PeerId, other: PeerId) -> Answer:
-        """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing comes back."""
+    links: Links
 
 
 class Joining:
@@ -49,35 +46,19 @@ class Joining:
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
-        seed = self._seed_for(life)
-        dialled = tuple(dict.fromkeys((*seed, *met_before)))
+        seed = first_to_dial(self._ground, life)
+        dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))
         # With nobody to ask it is the network itself.
         life.entered = life.entered or not dialled
         due = self._end_of_dialling(life, dialled)
         self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
 
-    def _seed_for(self, life: Life) -> tuple[PeerId, ...]:
-        rng = seeded_rng(self._ground.seed, "through", life.peer, ticks(self._ground.now))
-        # An address is handed on by those who are in the swarm. Two who are alone would make another one of
-        # their own for ever, so who is in it is preferred even where it cannot be reached just now.
-        best: Life | None = None
-        for _ in range(_DRAWS_MAX):
-            through = self._ground.pick(rng)
-            if through is None or through is life:
-                continue
-            if best is None or through.entered > best.entered:
-                best = through
-            if through.entered and self._ground.dial(life.peer, through.peer) == "ok":
-                best = through
-                break
-        return () if best is None else (best.peer,)
-
     def _end_of_dialling(self, life: Life, dialled: Sequence[PeerId]) -> float:
         ends = [self._ground.now] * ATTEMPTS_MAX
         heapify(ends)
         for peer in dialled:
-            there = self._ground.latency_seconds(life.peer, peer)
-            back = self._ground.latency_seconds(peer, life.peer)
+            links = self._ground.links
+            there, back = links.latency_seconds(life.peer, peer), links.latency_seconds(peer, life.peer)
             heapreplace(ends, after(ends[0], HANDSHAKE_TRIPS / 2 * (there + back)))
         return max(ends)
 
@@ -90,7 +71,7 @@ class Joining:
         pause_seconds: float,
     ) -> None:
         """All handshakes are over, but for those that nobody answers: they are given up later."""
-        answers = {peer: self._ground.dial(life.peer, peer) for peer in dialled}
+        answers = {peer: _answer(self._ground, life.peer, peer) for peer in dialled}
         found = [peer for peer, answer in answers.items() if answer == "ok"]
         waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
         due = max(self._ground.now, begun + waves * CONNECT_SECONDS)
@@ -116,6 +97,38 @@ class Joining:
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
+
+
+def first_to_dial(ground: DialGround, life: Life) -> Life | None:
+    """Who runs already, chosen by the seed. None where nobody does.
+
+    An address is handed on by those who are in the swarm. Two who are alone would make another one of their
+    own for ever, so who is in it is preferred even where it cannot be reached just now.
+    """
+    rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
+    best: Life | None = None
+    for _ in range(_DRAWS_MAX):
+        through = ground.pick(rng)
+        if through is None or through is life:
+            continue
+        if through.entered and _answer(ground, life.peer, through.peer) == "ok":
+            return through
+        if best is None or through.entered > best.entered:
+            best = through
+    if best is not None and not best.entered:
+        # The draws met only newcomers; in the order of starting somebody in the swarm is soon found.
+        known = (other for other in ground.lives.values() if other.entered and not other.leaving)
+        best = next((other for other in known if other is not life), best)
+    return best
+
+
+def _answer(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
+    """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came back."""
+    links = ground.links
+    meet = links.reaches(one, other) and links.reaches(other, one)
+    if not meet or not links.may_open(other, ground.now):
+        return "timeout"
+    return "ok" if other in ground.lives else "refused"
 
 
 def is_alone(life: Life) -> bool:
