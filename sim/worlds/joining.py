@@ -115,6 +115,10 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
             return through
         if best is None or through.entered > best.entered:
             best = through
+    if best is not None and not best.entered:
+        # The draws met only newcomers; in the order of starting somebody in the swarm is soon found.
+        known = (other for other in ground.lives.values() if other.entered and not other.leaving)
+        best = next((other for other in known if other is not life), best)
     return best
 
 
