@@ -69,7 +69,5 @@ class Ground(Protocol):
     def pick(self, rng: Random) -> Life | None:
         """A peer that runs and is not about to leave."""
 
-    def reaches(self, one: PeerId, other: PeerId) -> bool: ...
-
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        """One way, without jitter."""
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        """Whether what `one` sends now may arrive at `other`."""
