@@ -16,7 +16,6 @@ import numpy as np
 import safetensors.numpy
 import torch
 import trio
-import trio.testing
 
 from crypto.identity import Identity, PeerId
 from node import config
@@ -43,6 +42,7 @@ from sim.network.links import Links
 from sim.network.model import NetworkModel
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
+from sim.worlds.scheduling import run_virtually
 
 Reply = TypeVar("Reply", bound=api.Reply)
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
@@ -300,8 +300,4 @@ def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
 
 def simulate(scenario: Callable[[], Awaitable[None]]) -> None:
     """Run under a clock that jumps."""
-
-    async def main() -> None:
-        await scenario()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    run_virtually(scenario)

@@ -8,6 +8,7 @@ Not here: addresses that must be learnt before a message can be sent (a peer is 
 torch, disks. Those are in `sim.worlds.stack`.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,6 +44,7 @@ from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
+from sim.worlds.training import TrainingRuns
 
 OURS = Cores()
 WIRES = {
@@ -77,7 +79,8 @@ class CoresWorld:
         self._slowness: dict[int, float] = {}
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
-        self._discovery = dht.settings.Settings(republish_seconds=scenario.records.republish_seconds)
+        republish_seconds = scenario.records.republish_seconds or math.inf
+        self._discovery = dht.settings.Settings(republish_seconds=republish_seconds)
         for found in (MemberUp, MemberChanged):
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
@@ -88,6 +91,7 @@ class CoresWorld:
             Neighbours(self)
         if scenario.records.enabled:
             RecordsWork(self)
+        self.training = TrainingRuns(self)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -138,7 +142,7 @@ class CoresWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        counters: dict[str, int] = {**self.engine.counters}
+        counters: dict[str, int] = {**self.engine.counters, **self.training.counters}
         for protocol, sent in self.engine.traffic().items():
             counters[f"messages {protocol}"] = sent.messages
             counters[f"bytes {protocol}"] = sent.sent_bytes
@@ -164,12 +168,6 @@ class CoresWorld:
 
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
-
-    def meets(self, one: PeerId, other: PeerId) -> bool:
-        return self.reaches(one, other) and self.reaches(other, one)
-
-    def may_open(self, one: PeerId, other: PeerId) -> bool:
-        return other in self.lives and self.meets(one, other) and self.links.may_open(other, self.now)
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
@@ -205,9 +203,11 @@ class CoresWorld:
             self.tell(None, NetworkSplit(tuple(map(tuple, sides.values()))))
         else:
             self.tell(None, NetworkHealed())
+        self.training.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)
+        self.training.network_changed()
 
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)
@@ -231,8 +231,11 @@ class CoresWorld:
         rng = seeded_rng(self.seed, "life", life.peer, life.serial)
         incarnation = int((EPOCH_SECONDS + now) * 1000)
         profile = self.roster.profile(number)
-        life.swim = self.cores.swim(life.signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place)
-        life.kademlia = self.cores.kademlia(life.signer, self._discovery, own_rng(rng), profile.addresses)
+        signer = life.signer
+        life.swim = self.cores.swim(
+            signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
+        )
+        life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
         life.kademlia.wall_offset = EPOCH_SECONDS
         return life
 
@@ -255,6 +258,7 @@ class CoresWorld:
         self.engine.kill(life.peer, self.now)
         del self.lives[life.peer]
         self.tell(life, PeerStopped(why))
+        del life.swim, life.kademlia  # whoever still knows of this life does not keep its cores
         if life.leaving:
             self._direction.ended(life.number)
 
