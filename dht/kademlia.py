@@ -17,7 +17,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht import messages
 from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
-from dht.keys import Key, distance, node_key, random_key
+from dht.keys import KEY_BITS, Key, distance, node_key, random_key
 from dht.lookup import Lookup
 from dht.messages import Message, address_texts, readable_addresses
 from dht.records import Record, RecordStore, Refusal, check_record
@@ -75,6 +75,16 @@ class Kademlia:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         return min(self._timers.due, self._rejoin_due, self._refresh_due, self._expiry_due)
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        waiting = sum(len(bucket.replacement_nodes) for bucket in self.table.buckets)
+        return {
+            "contacts": (len(self.table) + waiting, 2 * self.settings.k * KEY_BITS),
+            "records": (len(self.records), self.settings.records_max),
+            "checks": (len(self._checking), self.settings.checks_max),
+        }
+
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError, without effect, for what no correct peer sends."""
         if sender == self.peer:
@@ -112,7 +122,7 @@ class Kademlia:
         if known is not None and known.failures:
             self._check(now, known)
         elif known is None and self.table.wants(peer):
-            self._check(now, Contact(peer, address_texts(addresses)))
+            self._check(now, Contact(peer, address_texts(tuple(addresses))))
         return self._drain()
 
     def remove(self, now: float, peer: PeerId) -> Sends:
@@ -361,7 +371,7 @@ class Kademlia:
     def _report_records(self, _now: float, search: Search) -> None:
         records = search.lookup.records
         found = tuple(records[publisher] for publisher in sorted(records))
-        self.events.append(RecordsFound(search.number, search.lookup.key, found))
+        self.events.append(RecordsFound(search.number, search.lookup.key, found, search.lookup.rounds))
 
     def _report_nodes(self, _now: float, search: Search) -> None:
         peers = tuple(contact.peer for contact in search.lookup.nearest)
@@ -375,7 +385,8 @@ class Kademlia:
         here = here or distance(self.key, record.key) < distance(nearest[-1].id, record.key)
         if here:
             nearest = nearest[: self.settings.k - 1]
-        publication = Publication(search.number, len(nearest) + here, len(nearest) + here, quiet)
+        tried = len(nearest) + here
+        publication = Publication(search.number, tried, tried, quiet, search.lookup.rounds)
         for contact in nearest:
             message = messages.Store(self._requests.new_id(), self._addresses, record.fact)
             self._ask(now, contact, message, publication)
@@ -387,7 +398,11 @@ class Kademlia:
         if publication.waiting == 0 and not publication.quiet:
             self.events.append(
                 RecordStored(
-                    publication.number, publication.acknowledged, publication.tried, publication.refusals
+                    publication.number,
+                    publication.acknowledged,
+                    publication.tried,
+                    publication.refusals,
+                    publication.rounds,
                 )
             )
 

@@ -1,12 +1,15 @@
 """What members say to each other, and the signed facts inside it.
 
 Two layers. A *message* goes from one peer to the next: Ping, Ack, Nack, PingRequest (Das et al. 2002,
-section 3; the Nack is Lifeguard's), Gossip, Compare and Sync. A *fact* travels inside messages
+section 3; the Nack is Lifeguard's), Gossip, Compare and Sync, and the two that take their place where
+peers list only their neighbourhood. A *fact* travels inside messages
 from peer to peer and is signed by its author (ARCHITECTURE law 8): alive and left by the subject,
 suspect and dead by the accuser. Nothing here keeps state or decides anything.
 """
 
+from functools import lru_cache
 from typing import Annotated
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -16,6 +19,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.member import METADATA_BYTES_MAX, Profile
+from gossip.scope import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
 """So that any one fact, with author and signature, fits `Settings.facts_bytes_max` and so a datagram."""
@@ -29,6 +33,10 @@ SYNC_FACTS_MAX = 2 * MEMBERS_MAX
 """An alive fact and a verdict for each member."""
 MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
 """The largest Sync: every member dead, with an alive fact (830) and a verdict (under 200)."""
+READ_MAX = 2_048
+"""Facts whose reading is remembered: most that arrive were heard a moment ago from somebody else."""
+DIGESTS_MAX = 3
+"""Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
@@ -36,6 +44,7 @@ Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=SILENCE_MILLISECONDS_MAX)]
+Depth = Annotated[int, msgspec.Meta(ge=0, le=DEPTH_MAX)]
 Facts = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACTS_MAX)]
 
 
@@ -132,7 +141,32 @@ class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
 
 
-Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync
+class ScopedCompare(msgspec.Struct, frozen=True, array_like=True, tag="scoped-compare"):
+    """Compare, in a swarm of neighbourhoods. My scope is `depth` bits deep. The digests are of the live
+    members in the receiver's neighbourhood that I list, `depth`, `depth` + 1 and so on bits deep.
+    """
+
+    depth: Depth
+    digests: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)], ...],
+        msgspec.Meta(min_length=1, max_length=DIGESTS_MAX),
+    ]
+    facts: Facts = ()
+
+
+class ScopedSync(msgspec.Struct, frozen=True, array_like=True, tag="scoped-sync"):
+    """Sync, in a swarm of neighbourhoods: all I know that you list too, as far as I can tell.
+
+    My scope is `depth` bits deep; None while I have not found my neighbourhood. An answer without facts
+    says that I am not of yours.
+    """
+
+    reply_wanted: bool
+    depth: Depth | None
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
+
+
+Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync | ScopedCompare | ScopedSync
 
 
 def sign_body(signer: Signer, body: Body) -> Fact:
@@ -149,6 +183,7 @@ def check_body(signer: Signer, fact: Fact, body: Body) -> None:
     signer.check(_PURPOSES[type(body)], fact)
 
 
+@lru_cache(maxsize=READ_MAX)
 def read_body(fact: Fact) -> Body:
     """What a fact claims, well-formed but unproven; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
@@ -172,12 +207,30 @@ def alive_body(profile: Profile, incarnation: int) -> AliveBody:
         addresses = addresses[:-1]
 
 
-def read_profile(peer: PeerId, body: AliveBody) -> Profile:
-    """The profile in an alive fact by `peer`; else RemoteProtocolError."""
-    # Names reach terminals and logs: no escape sequences, no line breaks.
-    if not body.name.isprintable():
-        raise RemoteProtocolError("a member name with unprintable letters")
-    return Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """What a member says of itself, and the alive fact that proves it."""
+
+    peer: PeerId
+    profile: Profile
+    incarnation: int
+    fact: Fact
+
+
+# One object for all who hold it: where many peers live in one process, their lists would fill it.
+_announced: WeakValueDictionary[Fact, Announced] = WeakValueDictionary()
+
+
+def read_alive(fact: Fact, body: AliveBody) -> Announced:
+    """What an alive fact, with `body`, says of its author; else RemoteProtocolError."""
+    said = _announced.get(fact)
+    if said is None:
+        # Names reach terminals and logs: no escape sequences, no line breaks.
+        if not body.name.isprintable():
+            raise RemoteProtocolError("a member name with unprintable letters")
+        peer = PeerId(fact.author)
+        profile = Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+        said = _announced[fact] = Announced(peer, profile, body.incarnation, fact)
+    return said
 
 
 def fact_bytes(fact: Fact) -> int:

@@ -6,20 +6,30 @@ of real nodes.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, signed_bytes
-from crypto.identity import PEER_ID_BYTES, SIGNATURE_BYTES, PeerId
+from crypto.identity import PEER_ID_BYTES, SEED_BYTES, SIGNATURE_BYTES, Identity, PeerId
 
 DRAW_BYTES = 64
+MARKS_MAX = 4_096
 _KEY_BYTES = 32
+_SHARE_BYTES = 6
+"""As many as a float holds without rounding up to 1."""
+_SHARE_RANGE = 2.0 ** (8 * _SHARE_BYTES)
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
     """64 bytes that depend on `seed` and the labels, and on nothing else."""
     return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
+
+
+def draw_share(seed: int, *labels: bytes | str | int) -> float:
+    """A number from 0 to below 1, evenly; the same for the same labels."""
+    return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / _SHARE_RANGE
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
@@ -46,6 +56,11 @@ def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], byt
 def seeded_peer(seed: int, index: int) -> PeerId:
     """A peer id for experiments without real keys: it can be named and compared, not verified."""
     return PeerId(draw(seed, "peer", index)[:PEER_ID_BYTES])
+
+
+def seeded_identity(seed: int, index: int) -> Identity:
+    """A real key pair, for experiments whose signatures are to be Ed25519."""
+    return Identity(draw(seed, "identity", index)[:SEED_BYTES])
 
 
 class HashSigner:
@@ -75,8 +90,14 @@ class HashSigner:
         return PeerId(fact.author)
 
     def _mark(self, author: bytes, purpose: str, body: bytes) -> bytes:
-        data = author + signed_bytes(purpose, self._swarm, body)
-        return blake2b(data, key=self._secret, digest_size=SIGNATURE_BYTES).digest()
+        return _mark(self._secret, self._swarm, author, purpose, body)
+
+
+@lru_cache(maxsize=MARKS_MAX)
+def _mark(secret: bytes, swarm: str, author: bytes, purpose: str, body: bytes) -> bytes:
+    # The same fact is checked by every peer of the simulation, mostly within a few virtual seconds.
+    data = author + signed_bytes(purpose, swarm, body)
+    return blake2b(data, key=secret, digest_size=SIGNATURE_BYTES).digest()
 
 
 def _key(seed: int) -> bytes:

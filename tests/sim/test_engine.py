@@ -1,26 +1,34 @@
 """The heap engine on toy cores: repeatable, and in one defined order within an instant."""
 
+import gc
 import math
+import sys
 from typing import Any
+from weakref import ref
 
 import pytest
 
+from crypto.encoding import encode
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Sends
 from sim.engine import Engine, Wire
-from sim.network.links import LinkModel, Links
+from sim.network.clocks import LocalClock
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged
 
 A, B, C = sorted(seeded_peer(1, index) for index in range(3))
+NAMES = {A: "A", B: "B", C: "C"}
 
 
-def ring(seed: int, *, model: LinkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
+def ring(seed: int, *, model: NetworkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
     """Ten pingers for two seconds."""
     trace = Trace()
-    engine = Engine(Links(model or LinkModel(loss=0.1), seed), trace=trace, wires=wires)
+    engine = Engine(Links(model or NetworkModel(loss=0.1), seed), trace=trace, wires=wires)
     peers = [seeded_peer(1, index) for index in range(10)]
     for peer in peers:
         others = [other for other in peers if other != peer]
@@ -42,7 +50,7 @@ class Listener:
         self.heard: list[tuple[float, str]] = []
 
     def receive(self, now: float, sender: PeerId, message: Ping) -> Sends:
-        self.heard.append((now, f"ping {message.number} of {'ABC'[[A, B, C].index(sender)]}"))
+        self.heard.append((now, f"ping {message.number} of {NAMES.get(sender, '?')}"))
         return []
 
     def wake(self, now: float) -> Sends:
@@ -67,7 +75,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
     digests = []
     for pieces in (1, 40):
         trace = Trace()
-        engine = Engine(Links(LinkModel(0.01, 0.09), 1), trace=trace)
+        engine = Engine(Links(NetworkModel(0.01, 0.09), 1), trace=trace)
         engine.add(A, pinger([B, C]))
         engine.add(B, pinger([A, C]))
         engine.add(C, pinger([A, B]))
@@ -78,7 +86,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
 
 
 def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_woken() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     listener = Listener(deadline=0.15)
 
     def called(core: Listener, now: float) -> Sends:
@@ -104,7 +112,7 @@ def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_w
 
 
 def test_a_killed_peer_says_and_hears_nothing_more() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, other = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, other)
@@ -116,7 +124,7 @@ def test_a_killed_peer_says_and_hears_nothing_more() -> None:
 
 
 def test_a_peer_added_later_begins_later() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, late = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, late, at=1.0)
@@ -127,7 +135,9 @@ def test_a_peer_added_later_begins_later() -> None:
 
 def test_events_are_published_with_their_time_and_peer() -> None:
     seen: list[tuple[float, PeerId, Any]] = []
-    engine = Engine(Links(LinkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event)))
+    engine = Engine(
+        Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event))
+    )
     engine.add(A, pinger([B], period_seconds=1.0))
     engine.add(B, Pinger([], seeded_rng(1), now=0.0, period_seconds=1.0))
     engine.run(1.5)
@@ -135,7 +145,7 @@ def test_events_are_published_with_their_time_and_peer() -> None:
 
 
 def test_a_deadline_that_moves_later_wakes_only_once() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     listener = Listener(deadline=1.0)
 
     def postpone(core: Listener, now: float) -> Sends:
@@ -154,14 +164,14 @@ def test_a_core_whose_deadline_never_moves_on_is_a_bug_and_not_an_endless_loop()
         def wake(self, now: float) -> Sends:
             return []
 
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     engine.add(A, Stuck(deadline=0.5))
     with pytest.raises(LocalProtocolError, match="does not move on"):
         engine.run(1.0)
 
 
 def test_garbage_is_refused_and_counted() -> None:
-    engine = Engine(Links(LinkModel(), 1), wires={"": Wire(Message, 1_232)})
+    engine = Engine(Links(NetworkModel(), 1), wires={"": Wire(Message, 1_232)})
     listener = Listener()
     engine.add(A, listener)
     engine.add(B, Listener())
@@ -172,16 +182,45 @@ def test_garbage_is_refused_and_counted() -> None:
 
 
 def test_one_peer_has_one_core_for_a_protocol() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     engine.add(A, Listener())
     engine.add(A, Listener(), protocol="other")
-    with pytest.raises(LocalProtocolError):
-        engine.add(A, Listener())
+    engine.add(A, Listener())
+    with pytest.raises(LocalProtocolError, match="already"):
+        engine.run(1.0)
+
+
+def test_a_killed_peer_begins_again_with_a_new_core() -> None:
+    engine = Engine(Links(NetworkModel(), 1))
+    one, first, second = pinger([B]), Listener(deadline=0.7), Listener(deadline=1.7)
+    engine.add(A, one)
+    engine.add(B, first)
+    engine.kill(B, 0.5)
+    engine.run(1.0)
+    engine.add(B, second, at=1.0)
+    engine.run(2.0)
+    assert max(time for time, _ in first.heard) < 0.5
+    assert min(time for time, _ in second.heard) > 1.0
+    assert (1.7, "wake") in second.heard
+
+
+def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
+    engine = Engine(Links(NetworkModel(), 1))
+    one, other = pinger([B]), Listener()
+    engine.add(A, one)
+    engine.add(B, other)
+    engine.run(0.01)
+    engine.command(A, lambda core, now: [(B, Ping(7))])
+    engine.kill(A, 0.01)
+    engine.run(0.02)
+    engine.command(A, lambda core, now: [(B, Ping(8))])
+    engine.run(1.0)
+    assert other.heard == [(0.06, "ping 7 of A")]
 
 
 def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     trace = Trace(keep=True)
-    engine = Engine(Links(LinkModel(), 1), trace=trace)
+    engine = Engine(Links(NetworkModel(), 1), trace=trace)
     engine.add(B, pinger([A]))
     engine.add(A, pinger([B]))
     engine.run(1.0)
@@ -189,3 +228,102 @@ def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     assert len(entries) == trace.count > 40
     assert entries == sorted(entries, key=lambda entry: (entry.time, entry.peer))
     assert {entry.what for entry in entries} == {"received", "woken", "learnt", "sent"}
+
+
+def test_a_core_with_a_wrong_clock_lives_by_its_own_time_and_finds_its_deadlines_passed() -> None:
+    clock = LocalClock(offset_seconds=100.0, drift=-0.05)
+    woken: list[tuple[float, float]] = []
+
+    class Sleeper(Listener):
+        def wake(self, now: float) -> Sends:
+            assert now >= self.deadline
+            woken.append((now, self.deadline))
+            self.deadline += 0.7
+            return []
+
+    seen: list[float] = []
+    engine = Engine(Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append(now))
+    sleeper = Sleeper(deadline=clock.local(0.0) + 0.7)
+    engine.add(A, sleeper, clock=clock)
+    engine.add(B, Listener())
+    engine.call(1.0, B, lambda core, now: [(A, Ping(1))])
+
+    def call(core: Sleeper, now: float) -> Sends:
+        core.heard.append((now, "call"))
+        core.events.append(Ponged(1, A))
+        return []
+
+    engine.call(2.0, A, call)
+    engine.run(100.0)
+    assert sleeper.heard == [(clock.local(1.05), "ping 1 of B"), (clock.local(2.0), "call")]
+    assert seen == [2.0], "what others see has the true time"
+    assert len(woken) == int(95 / 0.7)
+    assert all(now - deadline < 2e-6 for now, deadline in woken)
+
+
+def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> None:
+    def traffic(count_bytes: bool) -> Engine:
+        engine = Engine(Links(NetworkModel(), 1), count_bytes=count_bytes)
+        for peer in (A, B):
+            engine.add(peer, Listener())
+            engine.add(peer, Listener(), protocol="other")
+        engine.call(0.1, A, lambda core, now: [(B, Ping(1)), (B, Ping(1_000))])
+        engine.call(0.1, A, lambda core, now: [(C, Ping(1))], protocol="other")
+        engine.call(0.1, B, lambda core, now: [(A, Ping(1))])
+        engine.run(1.0)
+        assert engine.counters["sent"] == 4
+        assert engine.counters["missed"] == 1
+        return engine
+
+    engine = traffic(count_bytes=False)
+    assert engine.traffic() == {"": Traffic(3, 0), "other": Traffic(1, 0)}
+    engine = traffic(count_bytes=True)
+    sizes = [len(encode(Ping(number))) + envelope_bytes("") for number in (1, 1_000)]
+    assert engine.traffic(A) == {
+        "": Traffic(2, sum(sizes)),
+        "other": Traffic(1, sizes[0] + len("other")),
+    }
+    assert engine.traffic()[""] == Traffic(3, sum(sizes) + sizes[0])
+
+
+def test_nothing_stays_of_a_thousand_lives() -> None:
+    engine = Engine(Links(NetworkModel(), 1))
+    engine.add(A, pinger([B]))
+    lives = []
+    for life in range(1_000):
+        core = pinger([A])
+        lives.append(ref(core))
+        engine.add(B, core, at=life)
+        engine.kill(B, at=life + 0.5)
+        del core
+        engine.run(life + 0.9)
+    assert len(engine._ports) == 2
+    assert len(engine._heap) < 20
+    assert all(life() is None for life in lives)
+    arisen, delivered = engine.counters["sent"], engine.counters["delivered"]
+    assert arisen == delivered + engine.counters["missed"] + engine.under_way
+    assert delivered > 5_000
+
+
+def test_pairs_of_peers_cost_no_memory() -> None:
+    engine = Engine(Links(NetworkModel(0.01, 0.08, jitter_seconds=0.01, loss=0.1), 1))
+    peers = [seeded_peer(1, index) for index in range(60)]
+    for peer in peers:
+        engine.add(peer, Listener())
+
+    def everybody(core: Listener, now: float) -> Sends:
+        return [(peer, Ping(1)) for peer in peers]
+
+    def blocks() -> int:
+        engine.run(engine.now + 1.0)
+        for port in engine._ports:
+            assert isinstance(port.core, Listener)
+            port.core.heard.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks()
+    before = blocks()
+    for peer in peers:
+        engine.call(engine.now, peer, everybody)
+    assert blocks() - before < 60 * 60, "less than one block a pair"

@@ -1,0 +1,300 @@
+"""A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the heap engine.
+
+The two cores of a peer are wired to each other as `node.services` and `node.runtime` wire them: whom SWIM
+finds Kademlia may meet, whom it loses Kademlia drops; a peer joins both through whoever answered it, tries
+again while it is alone, and says goodbye when it leaves. Every event is published once, through `sim.watch`.
+
+Not here: addresses that must be learnt before a message can be sent (a peer is reached by its id), streams,
+torch, disks. Those are in `sim.worlds.stack`.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import dht.messages
+import dht.settings
+import gossip.messages
+from crypto.identity import PeerId
+from dht.events import Joined
+from dht.keys import node_key
+from dht.messages import PROTOCOL as KADEMLIA
+from gossip.member import MemberChanged, MemberDown, MemberLeft, MemberUp, Status
+from gossip.settings import PRESETS
+from gossip.swim import PROTOCOL as SWIM
+from node.seams import own_rng
+from node.services.driver import Sends
+from node.services.membership import LEAVE_SECONDS
+from sim.engine import Engine, Order, Wire
+from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.network.instants import after
+from sim.network.links import Links
+from sim.scenario import Scenario
+from sim.seams import EPOCH_SECONDS
+from sim.seeds import seeded_rng
+from sim.watch import Observed
+from sim.worlds.agenda import Agenda
+from sim.worlds.direction import Direction
+from sim.worlds.joining import Joining, remembered
+from sim.worlds.life import Life
+from sim.worlds.neighbours import Neighbours
+from sim.worlds.records import RecordsWork
+from sim.worlds.replaceable import Cores
+from sim.worlds.roster import Roster
+from sim.worlds.training import TrainingRuns
+
+OURS = Cores()
+WIRES = {
+    SWIM: Wire(gossip.messages.Message, gossip.messages.MESSAGE_BYTES_MAX),
+    KADEMLIA: Wire(dht.messages.Message, dht.messages.MESSAGE_BYTES_MAX),
+}
+
+
+class CoresWorld:
+    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.watch.World`."""
+
+    def __init__(
+        self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
+    ) -> None:
+        self.scenario = scenario
+        self.seed = seed
+        self.cores = cores
+        self.links = Links(scenario.network, seed)
+        self.roster = Roster(scenario, seed, self._region_of)
+        for number, peer in enumerate(self.peers):
+            self.links.place(peer, number)
+        wires = WIRES if scenario.encoded else None
+        self.engine = Engine(self.links, wires=wires, publish=self._learnt, count_bytes=True)
+        self.lives: dict[PeerId, Life] = {}
+        self._publish = publish
+        self._agenda = Agenda()
+        self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
+        self._running: list[Life] = []
+        self._met_before: dict[int, tuple[PeerId, ...]] = {}
+        self._joining = Joining(self)
+        self._direction = Direction(self, scenario, seed, self._region_of)
+        self._slowness: dict[int, float] = {}
+        self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
+        self._membership = PRESETS[scenario.membership.preset]
+        republish_seconds = scenario.records.republish_seconds or math.inf
+        self._discovery = dht.settings.Settings(republish_seconds=republish_seconds)
+        for found in (MemberUp, MemberChanged):
+            self.on(found, self._met)
+        for lost in (MemberDown, MemberLeft):
+            self.on(lost, self._lost)
+        self.on(Joined, self._joined)
+        self._place = node_key if scenario.membership.scope == "neighbourhood" else None
+        if self._place is not None:
+            Neighbours(self)
+        if scenario.records.enabled:
+            RecordsWork(self)
+        self.training = TrainingRuns(self)
+
+    def play(self, on_sample: Callable[[], None]) -> None:
+        """The whole scenario; `on_sample` is called every `sample_seconds`."""
+        self._direction.begin()
+        self.at(self.scenario.sample_seconds, self._sample, on_sample, 1)
+        while (due := self._agenda.due) <= self.scenario.seconds:
+            self.engine.run(due)
+            self._agenda.do_first()
+        self.engine.run(self.scenario.seconds)
+
+    def _sample(self, on_sample: Callable[[], None], count: int) -> None:
+        self.at((count + 1) * self.scenario.sample_seconds, self._sample, on_sample, count + 1)
+        on_sample()
+
+    # What watchers may look at.
+
+    @property
+    def now(self) -> float:
+        return self.engine.now
+
+    @property
+    def peers(self) -> Sequence[PeerId]:
+        return self.roster.peers
+
+    def name(self, peer: PeerId) -> str:
+        return self.roster.name(peer)
+
+    def is_up(self, peer: PeerId) -> bool:
+        return peer in self.lives
+
+    def up_since(self, peer: PeerId) -> float:
+        return self.lives[peer].since
+
+    def region(self, peer: PeerId) -> str:
+        return self.links.region(peer)
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        return self.links.reaches(one, other)
+
+    def in_scope(self, one: PeerId, other: PeerId) -> bool:
+        return self._place is None or self.lives[one].swim.scope.holds(other)
+
+    def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
+        return self.lives[peer].swim.statuses
+
+    def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
+        life = self.lives[peer]
+        return {**life.swim.sizes, **life.kademlia.sizes}
+
+    def counters(self) -> Mapping[str, int]:
+        counters: dict[str, int] = {**self.engine.counters, **self.training.counters}
+        for protocol, sent in self.engine.traffic().items():
+            counters[f"messages {protocol}"] = sent.messages
+            counters[f"bytes {protocol}"] = sent.sent_bytes
+        return counters
+
+    # What its parts may do.
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._agenda.at(time, action, *arguments)
+
+    def on(self, kind: type, handler: Callable[[Life, Any], None]) -> None:
+        self._handlers.setdefault(kind, []).append(handler)
+
+    def tell(self, life: Life | None, event: Any) -> None:
+        self._publish(Observed(self.engine.now, None if life is None else life.peer, event))
+        if life is not None:
+            for handler in self._handlers.get(type(event), ()):
+                handler(life, event)
+
+    def command(self, life: Life, protocol: str, order: Order) -> None:
+        if self.lives.get(life.peer) is life:
+            self.engine.command(life.peer, order, protocol=protocol)
+
+    def pick(self, rng: Random) -> Life | None:
+        return self._running[rng.randrange(len(self._running))] if self._running else None
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        return self.links.latency_seconds(one, other)
+
+    # What it is told to do (`sim.worlds.direction`).
+
+    def runs(self, number: int) -> bool:
+        life = self.lives.get(self.roster.peers[number])
+        return life is not None and not life.leaving
+
+    def start(self, number: int) -> None:
+        if self.roster.peers[number] in self.lives:
+            return
+        life = self._begin(number)
+        self.lives[life.peer] = life
+        clock = self.links.clock(life.peer)
+        self.engine.add(life.peer, life.swim, protocol=SWIM, at=self.now, clock=clock)
+        self.engine.add(life.peer, life.kademlia, protocol=KADEMLIA, at=self.now, clock=clock)
+        self.engine.slow(life.peer, self._slowness.get(number, 1.0))
+        remembers = life.serial > 0 and self.scenario.churn.remembers
+        self.tell(life, PeerStarted(self.region(life.peer), remembers))
+        self._joining.begin(life, self._met_before.pop(number, ()))
+        life.place = len(self._running)
+        self._running.append(life)
+
+    def split(self, side_of: Mapping[int, int]) -> None:
+        sides: dict[int, list[PeerId]] = {}
+        for number, peer in enumerate(self.peers):
+            sides.setdefault(side_of.get(number, 0), []).append(peer)
+        self.links.heal()
+        if len(sides) > 1:
+            self.links.split(*sides.values())
+            self.tell(None, NetworkSplit(tuple(map(tuple, sides.values()))))
+        else:
+            self.tell(None, NetworkHealed())
+        self.training.network_changed()
+
+    def deafen(self, number: int, deaf: bool) -> None:
+        self.links.deafen(self.peers[number], deaf=deaf)
+        self.training.network_changed()
+
+    def lose(self, number: int, loss: float) -> None:
+        self.links.disturb(self.peers[number], loss)
+
+    def freeze(self, number: int, seconds: float) -> None:
+        self.engine.freeze(self.peers[number], self.now, seconds)
+        self.tell(self.lives[self.peers[number]], PeerFrozen(seconds))
+
+    def slow(self, number: int, factor: float) -> None:
+        self._slowness[number] = factor
+        self.engine.slow(self.peers[number], factor)
+        life = self.lives.get(self.peers[number])
+        if life is not None:
+            self.tell(life, PeerSlowed(factor))
+
+    def _begin(self, number: int) -> Life:
+        """A life with its cores, as `node.services` make them."""
+        life = Life(number, self._serials[number], self.now, self.roster.signer(number))
+        now = self.links.clock(life.peer).local(self.now)
+        self._serials[number] += 1
+        rng = seeded_rng(self.seed, "life", life.peer, life.serial)
+        incarnation = int((EPOCH_SECONDS + now) * 1000)
+        profile = self.roster.profile(number)
+        signer = life.signer
+        life.swim = self.cores.swim(
+            signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
+        )
+        life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
+        life.kademlia.wall_offset = EPOCH_SECONDS
+        return life
+
+    def stop(self, number: int, why: str) -> None:
+        life = self.lives[self.roster.peers[number]]
+        last = self._running.pop()
+        if last is not life:
+            self._running[life.place] = last
+            last.place = life.place
+        if self.scenario.churn.remembers:
+            self._met_before[number] = remembered(life)
+        if why == "leave":
+            life.leaving = True
+            self.command(life, SWIM, _leave)
+            self.at(after(self.now, LEAVE_SECONDS), self._end, life, why)
+        else:
+            self._end(life, why)
+
+    def _end(self, life: Life, why: str) -> None:
+        self.engine.kill(life.peer, self.now)
+        del self.lives[life.peer]
+        self.tell(life, PeerStopped(why))
+        del life.swim, life.kademlia  # whoever still knows of this life does not keep its cores
+        if life.leaving:
+            self._direction.ended(life.number)
+
+    # What cores learn.
+
+    def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
+        self._publish(Observed(now, peer, event))
+        handlers = self._handlers.get(type(event))
+        if handlers is not None:
+            life = self.lives[peer]
+            for handler in handlers:
+                handler(life, event)
+
+    def _region_of(self, number: int) -> str:
+        return self.region(self.peers[number])
+
+    def _met(self, life: Life, event: MemberUp | MemberChanged) -> None:
+        self.engine.command(life.peer, partial(_add, event), protocol=KADEMLIA)
+
+    def _joined(self, life: Life, event: Joined) -> None:
+        life.entered = life.entered or event.contacts > 0
+
+    def _lost(self, life: Life, event: MemberDown | MemberLeft) -> None:
+        self.engine.command(life.peer, partial(_remove, event), protocol=KADEMLIA)
+
+
+def _add(event: MemberUp | MemberChanged, core: Any, now: float) -> Sends:
+    sends: Sends = core.add(now, event.peer, event.addresses)
+    return sends
+
+
+def _remove(event: MemberDown | MemberLeft, core: Any, now: float) -> Sends:
+    sends: Sends = core.remove(now, event.peer)
+    return sends
+
+
+def _leave(core: Any, now: float) -> Sends:
+    sends: Sends = core.leave(now)
+    return sends
