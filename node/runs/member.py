@@ -248,11 +248,10 @@ class RunMember:
         elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
             self._start_task(self._keep_data)
         self._step = plan.step if plan.restored != NOTHING else self._step
-        if change is not None:
-            newcomers = [PeerId(peer) for peer in (*(row.peer for row in change.joined), *change.admitted)]
-            # The committer has them start; where it is one of them, all others do.
-            if plan.committer == self._me or plan.committer in newcomers:
-                self._start_task(partial(self._start_newcomers, plan, newcomers))
+        joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
+        # The committer has newcomers start; where it is one of them, all others do.
+        if joined and (plan.committer == self._me or plan.committer in joined):
+            self._start_task(partial(self._start_newcomers, plan, [PeerId(peer) for peer in joined]))
 
     def _in_force(self, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""
