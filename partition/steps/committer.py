@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.evaluation import Evaluation
 from partition.steps.ledger import Ledger, Place
 from partition.steps.messages import (
-    EVALUATIONS_IN_FLIGHT_MAX,
     SAMPLES_MAX,
     Applied,
     Apply,
@@ -99,8 +99,6 @@ class Committer:
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.steps = steps
-        self.evaluations = evaluations
-        self.metrics = metrics
         self.save_every = save_every
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
@@ -125,8 +123,7 @@ class Committer:
         self._dissents = 0
         self._applied: dict[PeerId, Work] = {}
         self._awaited: set[PeerId] = set()
-        self._evaluated: dict[int, Evaluated] = {}
-        self._evaluations_awaited = 0
+        self._evaluation = Evaluation(evaluations, metrics)
         self._failed: set[PeerId] = set()
         self._suspected: set[PeerId] = set()
         self._commit: StepCommit | None = None
@@ -330,7 +327,7 @@ class Committer:
         self._dissents = 0
         self.attempt = attempts(self.plan).start
         is_over = self.step >= self.steps
-        numbers = self._held_out() if is_over else step_numbers(self.plan, self.step)
+        numbers = self._evaluation.numbers if is_over else step_numbers(self.plan, self.step)
         self._ledger = Ledger(self.plan, numbers, train=not is_over)
         self._ledger.moved = {self._places[peer] for peer in self._suspected}
         self._suspected.clear()
@@ -346,7 +343,7 @@ class Committer:
         if is_over:
             self.phase = "evaluating"
             self._when_evaluated()
-            return self._to_everybody(self._open_message()) if self.evaluations else []
+            return self._to_everybody(self._open_message()) if self._evaluation.count else []
         self.phase = "counting"
         return self._to_everybody(self._open_message()) + self._when_counted()
 
@@ -474,43 +471,24 @@ class Committer:
     def _on_evaluated(self, place: Place, message: Evaluated) -> Sends:
         if self.phase != "evaluating" or place[0] != self._last:
             return []
-        if message.microbatch >= self._ledger.numbers.stop:
-            raise RemoteProtocolError("an evaluation that was not asked for")
-        if len(message.metrics) != self.metrics or message.samples > SAMPLES_MAX:
-            raise RemoteProtocolError("an evaluation with impossible numbers")
-        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluated:
+        self._evaluation.check(message, self._ledger.numbers)
+        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluation:
             return []
         if not message.is_finite:
             return self._fail(_diverged("held out: the loss or a metric"))
-        self._evaluated[message.microbatch] = message
+        self._evaluation.take(message)
         self._ledger.finish(message.microbatch)
         return self._when_evaluated()
 
     def _when_evaluated(self) -> Sends:
-        if len(self._evaluated) == self.evaluations:
-            rows = [self._evaluated[number] for number in sorted(self._evaluated)]
+        if (result := self._evaluation.result()) is not None:
             self.phase = "done"
-            self.events.append(
-                TrainingEvaluated(
-                    sum(row.samples for row in rows),
-                    sum(row.loss for row in rows),
-                    tuple(sum(row.metrics[place] for row in rows) for place in range(self.metrics)),
-                )
-            )
+            self.events.append(result)
             return []
-        while self._evaluations_awaited in self._evaluated:
-            self._evaluations_awaited += 1
-        numbers = self._ledger.numbers
-        half = EVALUATIONS_IN_FLIGHT_MAX // 2
-        if numbers.stop == self.evaluations or self._evaluations_awaited - numbers.start < half:
+        if not self._evaluation.wants_more(self._ledger.numbers):
             return []
-        self._ledger = self._ledger.slide(self._held_out(), self._rates())
+        self._ledger = self._ledger.slide(self._evaluation.numbers, self._rates())
         return self._open_again()
-
-    def _held_out(self) -> range:
-        """Those to be under way now."""
-        first = self._evaluations_awaited
-        return range(first, min(self.evaluations, first + EVALUATIONS_IN_FLIGHT_MAX))
 
     # Moves and failures
 
