@@ -10,6 +10,7 @@ from typing import Any
 
 import trio
 
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.manifest import Run
@@ -17,7 +18,8 @@ from node.runs.placement import START_SECONDS_MAX
 from node.seams import Clock
 from partition.plan.plan import Plan
 from partition.steps import committer as core
-from partition.steps.messages import Synced, Work
+from partition.steps.frames import FRAME_PURPOSE
+from partition.steps.messages import Synced, Unusable, Work
 
 CORRECT = "correct"
 """The metric that counts right answers: over the samples it is the accuracy."""
@@ -31,7 +33,7 @@ class CommitterShell:
 
     def __init__(
         self,
-        me: PeerId,
+        signer: Signer,
         run: Run,
         plan: Plan,
         clock: Clock,
@@ -47,13 +49,14 @@ class CommitterShell:
         computed since `stalled_since`, and `lost_steps` are to be computed again."""
         manifest = run.manifest
         self.core = core.Committer(
-            me,
+            signer.peer,
             plan,
             steps=manifest.steps,
             evaluations=manifest.evaluations,
             metrics=len(manifest.metrics),
             save_every=manifest.save_every,
         )
+        self._signer = signer
         self._run = run
         self._plan = plan
         self._clock = clock
@@ -127,6 +130,8 @@ class CommitterShell:
         """A step message of a replica. Raises RemoteProtocolError."""
         if isinstance(message, Synced):
             self._synced.add(sender)
+        elif isinstance(message, Unusable):
+            self._signer.check(FRAME_PURPOSE, message.frame)
         self._pass_on(self.core.receive(now, sender, message))
 
     def suspect(self, peer: PeerId) -> None:

@@ -313,7 +313,7 @@ class RunMember:
         if plan.committer == self._me:
             service = self._service
             self._committer = CommitterShell(
-                self._me,
+                service.signer,
                 self.run,
                 plan,
                 service.seams.clock,

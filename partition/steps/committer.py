@@ -21,7 +21,9 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.disputes import USELESS, Disputes
 from partition.steps.evaluation import Evaluation
+from partition.steps.frames import read_header
 from partition.steps.ledger import Ledger, Place
 from partition.steps.messages import (
     SAMPLES_MAX,
@@ -40,6 +42,7 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
+    Unusable,
     Work,
 )
 from partition.steps.outcomes import (
@@ -54,7 +57,7 @@ from partition.steps.outcomes import (
 )
 from partition.steps.pace import Pace
 from partition.steps.resume import Lacking, can_resume, check_synced, minority, resume_point
-from partition.steps.routes import attempts, step_numbers
+from partition.steps.routes import attempts, check_frame, step_numbers
 
 __all__ = [
     "Committer",
@@ -125,6 +128,7 @@ class Committer:
         self._awaited: set[PeerId] = set()
         self._evaluation = Evaluation(evaluations, metrics)
         self._failed: set[PeerId] = set()
+        self._disputes = Disputes(me, plan, self._places)
         self._suspected: set[PeerId] = set()
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
@@ -176,6 +180,8 @@ class Committer:
                 return self._on_applied(sender, message)
             case Evaluated():
                 return self._on_evaluated(place, message)
+            case Unusable():
+                return self._on_unusable(sender, place, message)
             case Failed():
                 self._give_up(sender, message.reason)
                 return []
@@ -511,10 +517,26 @@ class Committer:
             self.events.append(MicrobatchesMoved(self.step, stage, peer, count))
         return self._open_again() if moved else []
 
+    def _on_unusable(self, sender: PeerId, place: Place, message: Unusable) -> Sends:
+        """A replica cannot use what came with a frame; that its signature holds the shell has checked."""
+        header, author = read_header(message.frame), PeerId(message.frame.author)
+        if header.plan != self.plan_hash:
+            raise RemoteProtocolError("a frame of another plan is said to be of no use")
+        if (self.phase, header.step) != ("counting" if header.train else "evaluating", self.step):
+            return []
+        check_frame(self.plan, place[0], self.step, author, header)
+        number = header.microbatch
+        if number not in self._ledger.numbers or not self._ledger.owes(place, number):
+            return []
+        is_moved, guilty = self._disputes.settle(self._ledger, self._rates(), sender, author, header)
+        for peer in guilty:
+            self._give_up(peer, f"{USELESS}: {message.reason} (step {self.step}, micro-batch {number})")
+        return self._open_again() if is_moved else []
+
     def _give_up(self, peer: PeerId, reason: str) -> None:
         if peer not in self._failed:
             self._failed.add(peer)
-            self.events.append(ReplicaFailed(peer, self._places[peer][0], reason))
+            self.events.append(ReplicaFailed(peer, self.plan.stage_of(peer), reason))
 
     def _fail(self, reason: str, stage: int | None = None) -> Sends:
         self.phase = "failed"

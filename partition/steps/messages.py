@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.plan.plan import (
     MICROBATCHES_MAX,
@@ -204,6 +205,17 @@ class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
     step: Count
 
 
+class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
+    """Replica to committer: my stage cannot use what came with this frame, and goes on without.
+
+    `frame` is its header as its author signed it: that one was sent is beyond doubt, what came beside it is
+    the accuser's word.
+    """
+
+    frame: Fact
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
     """Replica to committer: I cannot go on, and why."""
 
@@ -211,6 +223,6 @@ class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
 
 
 CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save
-ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Failed
+ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Unusable | Failed
 
 Sends = list[tuple[PeerId, object]]

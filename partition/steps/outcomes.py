@@ -55,10 +55,10 @@ class ReplicaRebuilt:
 
 @dataclass(frozen=True)
 class ReplicaFailed:
-    """The run cannot go on with this replica: a plan without it is wanted."""
+    """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted."""
 
     peer: PeerId
-    stage: int
+    stage: int | None
     reason: str
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.steps.frames import OpenedFrame, Outgoing
+from partition.steps.frames import Direction, OpenedFrame, Outgoing
 from partition.steps.kept import KeptFrames, Key
 from partition.steps.messages import (
     REASON_LENGTH_MAX,
@@ -40,6 +40,7 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
+    Unusable,
     Work,
 )
 from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
@@ -222,8 +223,8 @@ class Replica:
         if doubles:
             number = min(doubles)
             state = self._order.microbatches[number]
-            assert state.input is not None, "it was counted"
-            return RemoveReady(self.plan_hash, step, number, state.input, state.labels, state.gradient)
+            labels, gradient = state.payload("labels"), state.payload("gradient")
+            return RemoveReady(self.plan_hash, step, number, state.given("input"), labels, gradient)
         members = tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in self.plan.stages)
         return ReduceReady(self.plan_hash, step, self._commit.attempt, members)
 
@@ -234,8 +235,7 @@ class Replica:
             state = self._order.microbatches[number]
             if kind == "forward":
                 return self._forward_of(number, state, train=True)
-            assert state.gradient is not None
-            return BackwardReady(self.plan_hash, step, self.attempt, number, state.gradient)
+            return BackwardReady(self.plan_hash, step, self.attempt, number, state.given("gradient"))
         number_held_out = self._held_out.next_forward(self._owns, self.is_last)
         if number_held_out is None:
             return None
@@ -243,8 +243,10 @@ class Replica:
 
     def _forward_of(self, number: int, state: Microbatch, *, train: bool) -> ForwardReady:
         assert self.step is not None
-        assert state.input is not None
-        return ForwardReady(self.plan_hash, self.step, self.attempt, number, train, state.input, state.labels)
+        labels = state.payload("labels")
+        return ForwardReady(
+            self.plan_hash, self.step, self.attempt, number, train, state.given("input"), labels
+        )
 
     def _owns(self, number: int) -> bool:
         if self._commit is not None:
@@ -287,6 +289,18 @@ class Replica:
     def backwarded(self, done: BackwardReady, *, gradient: object | None) -> Sends:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
         return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
+
+    def refused(self, done: ForwardReady | BackwardReady, direction: Direction, reason: str) -> Sends:
+        """The stage cannot use what it was given, and is as it was before: whoever sent it is named."""
+        if not self._take_back(done):
+            return []
+        number, is_held_out = done.microbatch, isinstance(done, ForwardReady) and not done.train
+        refuse = self._held_out.refuse if is_held_out else self._order.refuse
+        frame = refuse(number, direction)
+        if frame is None or frame.header.plan != self.plan_hash:
+            return self._answer_sync()  # it comes again under the plan in force, or nobody asks for it
+        message = Unusable(plan=self.plan_hash, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX])
+        return self._report(f"unusable {direction}", number, message) + self._answer_sync()
 
     def removed(self, done: RemoveReady) -> Sends:
         """The sums do not hold it any more."""
@@ -405,14 +419,10 @@ class Replica:
         self._sync_asked = False
         if self.step is None:
             return self._report("synced", 0, Synced(plan=self.plan_hash, step=None))
-        rows = sorted(self._order.counted.items())
         message = Synced(
             plan=self.plan_hash,
             step=self.step,
-            counted=tuple(number for number, _ in rows),
-            samples=tuple(samples for _, (samples, _) in rows),
-            losses=tuple(loss for _, (_, loss) in rows),
-            begun=tuple(sorted(self._order.in_flight)),
+            **self._order.told(),
             reduced=self._reduced,
             applied=self._applied,
             digest=self._digest,
@@ -433,7 +443,12 @@ class Replica:
         if not routes.train:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
-        return [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
+        sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
+        # What came while it was another's to compute did not matter then.
+        again = [
+            row for key, row in self._reports.items() if isinstance(row, Unusable) and self._owns(key[1])
+        ]
+        return sends + [(self.plan.committer, message) for message in again]
 
     def _take_commit(self, message: StepCommit) -> Sends:
         if self.step is None or message.step > self.step or message.attempt not in attempts(self.plan):
@@ -493,9 +508,9 @@ class Replica:
         check_frame(self.plan, self.stage, self.step, sender, header)
         # Under a later attempt than this replica knows of it waits: nothing is computed that is not owned.
         if header.train:
-            self._order.put(header.microbatch, header.direction, frame.payload)
+            self._order.put(frame)
         else:
-            self._forget_held_out(self._held_out.put(header.microbatch, header.direction, frame.payload))
+            self._forget_held_out(self._held_out.put(frame))
 
     def _send(self, key: Key) -> Sends:
         """A kept frame, if it is this replica's to send and its receiver has not had it under this plan."""
@@ -515,7 +530,7 @@ class Replica:
         """Those before `first` have been through everywhere."""
         self._held_out.forget(first)
         self._kept.drop(lambda key: not key[0] and key[1] < first)
-        for name in ("evaluated", "held out"):
+        for name in ("evaluated", "held out", "unusable input", "unusable labels"):
             for key in [key for key in self._reports if key[0] == name and key[1] < first]:
                 del self._reports[key]
 

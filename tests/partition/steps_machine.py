@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from crypto.encoding import encode
+from crypto.facts import Fact
 from crypto.identity import PeerId
+from partition.codec import Payload
 from partition.plan.change import Change
 from partition.plan.plan import NOTHING, Plan
 from partition.steps.committer import Committer
@@ -25,6 +28,7 @@ from partition.steps.replica import (
     Replica,
     SaveReady,
     StepDiscarded,
+    WorkItem,
 )
 from tests.partition.fake_stage import (
     METRICS,
@@ -39,6 +43,8 @@ from tests.partition.fake_stage import (
     samples_of,
 )
 
+SPOILED = b"whose digest does not fit"
+"""What no stage can use."""
 MICROBATCH_NANOSECONDS = 10_000_000
 ALL_STAGES = -1
 """In the place of a stage's number: the reduction of what is tied between all of them."""
@@ -123,6 +129,7 @@ class Machine:
         stage = plan.stage_of(self.me)
         self.work = self.replica = None
         self.is_corrupt = self.corrupts_next = self.has_reported = False
+        self.spoils = self.accuses = 0
         if stage is not None:
             self.stage = FakeStage(stage, len(plan.stages), self.settings.frozen)
             self.replica = self.settings.replica_class(
@@ -193,7 +200,11 @@ class Machine:
             old.codec,
             old.digest,
         )
-        return OpenedFrame(self.me, header, payload(draft.data))
+        data = draft.data
+        if self.spoils:
+            self.spoils -= 1
+            data = SPOILED
+        return opened(self.me, header, data)
 
     def wired(self, message: Any) -> Any:
         """A message as it goes over the wire; None where it is of a plan that is over here."""
@@ -236,6 +247,8 @@ class Machine:
         work, replica, stage = self.work, self.replica, self.stage
         assert replica is not None
         self.work = None
+        if (refused := self._refused(work)) is not None:
+            return refused
         match work:
             case ForwardReady():
                 return self._forward(work)
@@ -268,6 +281,24 @@ class Machine:
                 stage.discard()
                 return replica.discarded(work)
         raise Broken(f"nobody knows what to do with {work}")
+
+    def _refused(self, work: WorkItem) -> Sends | None:
+        """The stage cannot use what it is given, or says so; None where it can."""
+        assert self.replica is not None
+        if not isinstance(work, ForwardReady | BackwardReady):
+            return None
+        given: dict[Direction, Payload | None] = {}
+        if isinstance(work, ForwardReady):
+            given = {"input": work.input, "labels": work.labels if self.stage.is_last else None}
+        else:
+            given = {"gradient": work.gradient}
+        for direction, part in given.items():
+            if part is not None and part.data == SPOILED:
+                return self.replica.refused(work, direction, "a digest that does not fit")
+        if self.accuses:
+            self.accuses -= 1
+            return self.replica.refused(work, next(iter(given)), "I say so")
+        return None
 
     def filled(self, parameters: bytes) -> Sends:
         """What was to be fetched is here."""
@@ -375,4 +406,4 @@ def header_of(step: int, microbatch: int, stage: int, direction: Any, train: boo
 
 def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:
     """A frame as `open_frame` hands it over."""
-    return OpenedFrame(author, header, payload(data))
+    return OpenedFrame(author, header, payload(data), Fact(author, encode(header), b"no signature"))

@@ -25,6 +25,7 @@ from partition.steps.committer import (
     TrainingEvaluated,
     TrainingFailed,
 )
+from partition.steps.disputes import USELESS
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage, StepMessage
 from partition.steps.replica import ApplyReady, FillReady, ReduceReady, SaveReady
@@ -92,6 +93,7 @@ class World:
         self.outcome: str | None = None
         self.reason = ""
         self.lied = False
+        self.liar: PeerId | None = None
         self.slow_learners: set[PeerId] = set()
         self.machines = {
             PeerId(name): Machine(PeerId(name), settings, first, rng.choice((0.3, 1.0, 1.0)))
@@ -126,6 +128,8 @@ class World:
             return
         self.plans.append(successor(self.plan, change))
         self.changes.append(change)
+        judge = self.machines[self.plan.committer]
+        judge.spoils = judge.accuses = 0
         self._mend()
         for machine in self.machines.values():
             if machine.is_alive:
@@ -207,6 +211,7 @@ class World:
         if machine.committer is not None and machine.committer.events:
             events = machine.committer.events[:]
             machine.committer.events.clear()
+            self._check_given_up([event for event in events if isinstance(event, ReplicaFailed)])
             for event in events:
                 self._hear(machine, event)
         if machine.work is None and machine.begin(self.now):
@@ -273,7 +278,7 @@ class World:
     def _replace(self, name: PeerId) -> None:
         if self.machines[name].is_alive and self.rng.random() < 0.5:
             self.rejoin(self.machines[name])
-        if name in self.plan.roster and self.plan.stage_of(name) is not None:
+        if self.plan.stage_of(name) is not None or name in self.plan.trainers:
             self.notice((name,))
 
     # What happens
@@ -482,8 +487,6 @@ class World:
                 self._end("done", "")
             case TrainingFailed():
                 self._check_failed(machine, event)
-            case ReplicaFailed() if event.reason != GONE and not self.lied:
-                raise Broken(f"{event.peer!r} gives up, and nothing was wrong: {event.reason}")
             case Resumed():
                 if machine.height in self.resumed:
                     raise Broken("a plan resumes twice")
@@ -506,6 +509,15 @@ class World:
     def _see(self, what: object) -> None:
         name = type(what).__name__
         self.seen[name] = self.seen.get(name, 0) + 1
+
+    def _check_given_up(self, events: list[ReplicaFailed]) -> None:
+        """Whether whoever loses its place has failed or lied, or a liar loses its own for it."""
+        told = [event for event in events if event.reason != GONE]
+        useless = [event for event in told if event.reason.startswith(USELESS)]
+        if len(useless) < len(told) and not self.lied:
+            raise Broken(f"nothing was wrong, and others are wanted: {told}")
+        if useless and self.liar not in {event.peer for event in useless}:
+            raise Broken(f"the liar {self.liar!r} keeps its place, and others lose theirs: {useless}")
 
     def _check_step(self, machine: Machine, event: StepApplied) -> None:
         if event.loss != self.truth.losses[event.step]:

@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.steps.committer import Committer
+from partition.steps.disputes import USELESS
 from partition.steps.feeder import Feeder
 from partition.steps.frames import OpenedFrame
-from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, Open, Reduced, Sends, Synced
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, Open, Reduced, Sends, Synced, Unusable
 from partition.steps.replica import ReduceReady, Replica, SaveReady, WorkItem
 from tests.partition.fake_stage import Broken, peer
 from tests.partition.steps_machine import Settings
@@ -319,6 +320,23 @@ class AsksOnlyOnce(Committer):
         return float("inf")
 
 
+class BelievesWhoeverAccuses(Committer):
+    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+        self._give_up(PeerId(message.frame.author), f"{USELESS}: {message.reason}")
+        return []
+
+
+class BelievesNobody(Committer):
+    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+        return []
+
+
+class NamesNobody(Replica):
+    def refused(self, done: Any, direction: Any, reason: str) -> Sends:
+        self._busy = None
+        return self.failed(reason)
+
+
 class CommitsAnotherLoss(Committer):
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
         return super()._on_synced(sender, replace(message, losses=(0.0,) * len(message.losses)))
@@ -359,6 +377,9 @@ PLANTED: list[tuple[type, dict[str, Any]]] = [
     (ForgetsWhatWasCounted, {"kinds": NEW_PLANS}),
     (AsksOnlyOnce, {"kinds": NEW_PLANS}),
     (CommitsAnotherLoss, {"kinds": NEW_PLANS}),
+    (BelievesWhoeverAccuses, {"kinds": ("accuse",)}),
+    (BelievesNobody, {"kinds": ("spoil",)}),
+    (NamesNobody, {"kinds": ("spoil",)}),
     (FeedsEachNumberOnce, {"kinds": MOVES}),
 ]
 """Each with what brings it to light soonest."""
