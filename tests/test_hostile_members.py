@@ -1,4 +1,4 @@
-"""A member of a run that sends what no stage can use, or says so of what others send.
+"""A member of a run that sends what no stage can use, says so of what others send, or hangs.
 
 Whole nodes in virtual time: whoever is wrong loses its place, nobody else does, and the result is exact. Who
 is judged how is in `tests.partition.test_disputes`, what strangers may say in `tests.test_hostile_frames`.
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trio
 
 from node.errors import PayloadRefused
 from node.events import Event, ReplicaDropped, StepCommitted
@@ -86,6 +87,35 @@ def test_a_member_whose_payloads_cannot_be_used_loses_its_place_and_its_receiver
 
 def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
+
+
+def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the stage of this node ends no step."""
+    (member,) = node.runs.members.values()
+    replica = member._hosting.replica
+    assert replica is not None
+    call = replica._stage.call
+
+    async def wait(request: object) -> object:
+        if isinstance(request, api.Apply):
+            await trio.sleep_forever()
+        return await call(request)
+
+    monkeypatch.setattr(replica._stage, "call", wait)
+
+
+def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this node adds nothing to any sum."""
+    (member,) = node.runs.members.values()
+    assert member._hosting.replica is not None
+    monkeypatch.setattr(member._hosting.replica, "_send_parts", lambda sends: None)
+
+
+@pytest.mark.parametrize("disturb", [hang, withhold])
+def test_a_member_that_holds_up_a_step_and_answers_probes_loses_its_place(
+    disturb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert disturbed(1, 1, lambda node: disturb(node, monkeypatch)) == ["the bad one"]
 
 
 def test_a_bit_that_turns_once_costs_nobody_a_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class ReplicaShell:
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
-            if not self.core.is_replica(sender):
+            if self.core.plan.stage_of(sender) is None:
                 raise RemoteProtocolError("a part from a peer that holds no stage")
             self._parts.append((sender, message))
             self._more.set()
@@ -220,6 +220,12 @@ class ReplicaShell:
                     self._parts_sent.clear()
                 case core.FillVoided():
                     self._filling.cancel()
+                case core.ReduceAsked():
+                    # While sums are copied, or the total is, it waits for nobody.
+                    left, peers, for_sums = (
+                        self._reduction.waits() if self._reducing and self._reduction else (1, (), False)
+                    )
+                    sends = sends + self.core.waits(event.answer(left, peers, for_sums=for_sums))
         for peer, message in sends:
             if isinstance(message, Outgoing):
                 self._send_frame(peer, message)

@@ -67,13 +67,17 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     header: Fact
 
 
+NO_FACT = Fact(b"", b"", b"")
+"""Where nobody is to be shown that a frame was sent."""
+
+
 class OpenedFrame(msgspec.Struct, frozen=True):
     """A frame whose signature holds; the payload is still to be unpacked. `fact` is the header as signed."""
 
     author: bytes
     header: FrameHeader
     payload: Payload
-    fact: Fact
+    fact: Fact = NO_FACT
 
 
 @dataclass(frozen=True)

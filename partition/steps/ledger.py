@@ -1,10 +1,10 @@
 """What the committer knows of the micro-batches that are open: who owns which, and how far everybody is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from partition.plan.plan import Plan
 from partition.plan.schedule import deal
-from partition.steps.messages import StageCommit, StageRoutes
+from partition.steps.messages import StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
 """A replica: its stage, and its place there."""
@@ -82,21 +82,21 @@ class Ledger:
         for stage in range(len(self._plan.stages)):
             self.count((stage, 0), number)
 
-    def take_counted(self, place: Place, numbers: Iterable[int]) -> None:
-        """What a replica had counted before; who comes first owns it."""
-        stage, index = place
-        for number in numbers:
-            if number in self.numbers and number not in self._owners[stage]:
-                self._owners[stage][number] = index
+    def take(self, rows: Mapping[Place, Synced]) -> None:
+        """What replicas had counted or sent on before. Counted goes before sent on, and where two have the
+        same the first in the plan owns it."""
+        for place in sorted(rows):
+            for number in self._free(place, rows[place].counted):
+                self._owners[place[0]][number] = place[1]
                 self.count(place, number)
-
-    def take_begun(self, place: Place, numbers: Iterable[int]) -> None:
-        """What a replica had sent on before; who comes first owns it, if nobody has counted it."""
-        stage, index = place
-        for number in numbers:
-            if number in self.numbers and number not in self._owners[stage]:
-                self._owners[stage][number] = index
+        for place in sorted(rows):
+            for number in self._free(place, rows[place].begun):
+                self._owners[place[0]][number] = place[1]
                 self.forwarded(place, number)
+
+    def _free(self, place: Place, numbers: Iterable[int]) -> list[int]:
+        owners = self._owners[place[0]]
+        return [number for number in numbers if number in self.numbers and number not in owners]
 
     # Dealing
 

@@ -1,6 +1,5 @@
 """One peer of the world in memory: what a node's shells do around the step cores, without clock or torch."""
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from partition.steps.replica import (
     FillVoided,
     ForgetReady,
     ForwardReady,
+    ReduceAsked,
     ReduceReady,
     ReduceVoided,
     RemoveReady,
@@ -111,7 +111,7 @@ class Machine:
         self.corrupts_next = False
         self.wrong_digests = 0
         self.forgotten_step = -1
-        self.voided: deque[Any] = deque()
+        self.asked: list[ReduceAsked] = []
         self._open_roles(plan, 0)
 
     # Plans
@@ -130,6 +130,7 @@ class Machine:
         self.work = self.replica = None
         self.is_corrupt = self.corrupts_next = self.has_reported = False
         self.spoils = self.accuses = 0
+        self.hangs = False
         if stage is not None:
             self.stage = FakeStage(stage, len(plan.stages), self.settings.frozen)
             self.replica = self.settings.replica_class(
@@ -345,6 +346,10 @@ class Machine:
                     if not isinstance(self.work, FillReady):
                         raise Broken("a filling is void that is not under way")
                     self.work = None
+                case ReduceAsked():
+                    if not isinstance(self.work, ReduceReady):
+                        raise Broken("one is asked for a reduction that is not under way")
+                    self.asked.append(event)
         self.replica.events.clear()
         return voided
 

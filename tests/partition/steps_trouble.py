@@ -139,6 +139,12 @@ def _liar(world: "World") -> list[Machine]:
     return [machine] if machine.is_alive and not is_judge else []
 
 
+def _hang(world: "World") -> None:
+    """It answers, and neither reduces nor applies any more."""
+    for machine in _holding(world):
+        machine.hangs = True
+
+
 def _restore(world: "World") -> None:
     world.restore()
 
@@ -206,6 +212,7 @@ TROUBLES: dict[str, Callable[["World"], None]] = {
     "corrupt": _corrupt,
     "spoil": _spoil,
     "accuse": _accuse,
+    "hang": _hang,
     "restore": _restore,
     "trainers": _hand_over,
 }

@@ -25,14 +25,14 @@ from partition.steps.committer import (
     TrainingEvaluated,
     TrainingFailed,
 )
-from partition.steps.disputes import USELESS
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage, StepMessage
 from partition.steps.replica import ApplyReady, FillReady, ReduceReady, SaveReady
 from tests.partition.fake_stage import Broken, Truth, digest, peer
+from tests.partition.steps_judged import check_given_up, waits
 from tests.partition.steps_links import Learning, Link, Pool, Taking
 from tests.partition.steps_machine import ALL_STAGES, Key, Machine, Reduction, Sends, Settings
-from tests.partition.steps_trouble import DISTURBANCES, GONE, disturb, reconnect
+from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 
 EVENTS_MAX = 60_000
 """A history has some thousand; more means that messages go round in circles."""
@@ -88,6 +88,7 @@ class World:
         self.reductions: dict[Key, Reduction] = {}
         self.copies: dict[int, dict[int, bytes]] = {}  # step, stage
         self.committed: list[tuple[int, int]] = []  # height, step
+        self.commits: dict[int, int] = {}  # of each step, the attempt
         self.resumed: set[int] = set()
         self.seen: dict[str, int] = {}
         self.outcome: str | None = None
@@ -203,6 +204,8 @@ class World:
                     # It may have sent all its parts before.
                     if key[:2] == (void.plan, void.step) and self.rng.random() < 0.5:
                         reduction.brought.pop(machine.me, None)
+            asked, machine.asked = machine.asked, []
+            sends = [*sends, *(send for event in asked for send in waits(self, machine, event))]
         if machine.feeder is not None and machine.feeder.events:
             for receiver, frame in machine.fed():
                 self._put(machine, receiver, frame)
@@ -211,7 +214,7 @@ class World:
         if machine.committer is not None and machine.committer.events:
             events = machine.committer.events[:]
             machine.committer.events.clear()
-            self._check_given_up([event for event in events if isinstance(event, ReplicaFailed)])
+            check_given_up(self, [event for event in events if isinstance(event, ReplicaFailed)])
             for event in events:
                 self._hear(machine, event)
         if machine.work is None and machine.begin(self.now):
@@ -240,6 +243,8 @@ class World:
     def _begin(self, machine: Machine) -> None:
         """Its stage has something to do from now on."""
         work = machine.work
+        if isinstance(work, ReduceReady) and machine.hangs:
+            return
         if isinstance(work, ReduceReady):
             stage = machine.stage
             stage.total = stage.tied_total = None
@@ -375,9 +380,13 @@ class World:
         soonest = min(times, default=self.now)
         self.now = max(self.now, soonest) if soonest < 1e18 else self.now
         self._wake()
-        dead = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
-        if dead and self.rng.random() < 0.2:
-            self.notice(tuple(dead))
+        gone = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
+        # A shell waits so long for who is to say where it is.
+        judge = self.machines[self.plan.committer].committer
+        if idle > IDLE_WAKES_MAX // 2 and judge is not None and judge.phase == "syncing":
+            gone += [name for name in judge.awaited if self.machines[name].hangs and name not in gone]
+        if gone and self.rng.random() < 0.2:
+            self.notice(tuple(gone))
 
     def _deliver(self, link: Link) -> None:
         message = link.queue.popleft()
@@ -406,7 +415,8 @@ class World:
 
     def _compute(self, machine: Machine) -> None:
         work = machine.work
-        if work is None or isinstance(work, ReduceReady):
+        hangs = machine.hangs and isinstance(work, ApplyReady)
+        if work is None or isinstance(work, ReduceReady) or hangs:
             return
         self._see(work)
         if isinstance(work, FillReady):
@@ -510,15 +520,6 @@ class World:
         name = type(what).__name__
         self.seen[name] = self.seen.get(name, 0) + 1
 
-    def _check_given_up(self, events: list[ReplicaFailed]) -> None:
-        """Whether whoever loses its place has failed or lied, or a liar loses its own for it."""
-        told = [event for event in events if event.reason != GONE]
-        useless = [event for event in told if event.reason.startswith(USELESS)]
-        if len(useless) < len(told) and not self.lied:
-            raise Broken(f"nothing was wrong, and others are wanted: {told}")
-        if useless and self.liar not in {event.peer for event in useless}:
-            raise Broken(f"the liar {self.liar!r} keeps its place, and others lose theirs: {useless}")
-
     def _check_step(self, machine: Machine, event: StepApplied) -> None:
         if event.loss != self.truth.losses[event.step]:
             raise Broken(f"step {event.step} has loss {event.loss}, not {self.truth.losses}")
@@ -526,10 +527,11 @@ class World:
             len(row.replicas) for row in self.plans[machine.height].stages
         ]:
             raise Broken("the work of a step is not that of its replicas")
-        self.committed.append((machine.height, event.step))
-        steps = self.chain()
-        if len(set(steps)) != len(steps):
-            raise Broken(f"steps {steps} are in the chain")
+        if event.step not in self.chain():
+            self.committed.append((machine.height, event.step))
+            self.commits[event.step] = event.attempt
+        elif self.commits[event.step] != event.attempt:
+            raise Broken(f"step {event.step} is committed twice")
 
     def chain(self) -> list[int]:
         """The steps of the surviving chain that were reported: nothing that a checkpoint took back."""
@@ -569,9 +571,12 @@ class World:
     def _check_outcome(self) -> None:
         if self.outcome == "failed" and not self.reason:
             raise Broken("the run failed without a reason")
-        # A step left half applied is finished under the next plan, which does not know its loss.
-        if self.outcome == "done" and len(self.chain()) + len(self.plans) - 1 < self.settings.steps:
+        if self.outcome == "done" and sorted(self.chain()) != list(range(self.settings.steps)):
             raise Broken(f"of {self.settings.steps} steps only {self.chain()} were reported")
+        every = self.settings.save_every
+        for step in range(every, self.settings.steps, every) if every and self.outcome == "done" else ():
+            if len(self.copies.get(step, ())) < len(self.plan.stages):
+                raise Broken(f"no copy of step {step} was made, and one was due")
         for machine in self.machines.values():
             core = machine.replica
             if core is not None and len(core._order.microbatches) > self.plan.microbatches:
