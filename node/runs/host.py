@@ -31,10 +31,10 @@ import trio
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
-from node.errors import StageFailed
+from node.errors import PayloadRefused, StageFailed
 from node.runs import sandbox
 from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
-from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, read_header, split
+from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, largest_payload, read_header, split
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.runs.scratch import Scratch, remove_forgotten
 from partition.stage import (
@@ -152,17 +152,20 @@ class StageHost:
         call's. The stage then counts as failed.
 
         Raises:
-            StageFailed: the stage refused the request (it goes on), or its process is gone.
+            PayloadRefused: what others sent with the request cannot be used; the stage goes on.
+            StageFailed: the stage refused the request for another reason (it goes on), or its process is
+                gone.
         """
         async with self._lock:
             if self._failure is not None:
                 raise StageFailed(self._failure)
             parts = split(request)
             if (complaint := self._complaint(parts.header())) is not None:
-                raise StageFailed(f"a request of {complaint}")
+                reason, part = f"a request of {complaint}", largest_payload(request)
+                raise PayloadRefused(reason, part) if part else StageFailed(reason)
             reply = await self._exchange(parts, self._answer_seconds if seconds is None else seconds)
         if isinstance(reply, Refused):
-            raise StageFailed(reply.reason)
+            raise PayloadRefused(reply.reason, reply.part) if reply.part else StageFailed(reply.reason)
         return reply
 
     def vector(self, name: str) -> memoryview:
