@@ -119,6 +119,20 @@ class AllReduce:
                 waits[place] = waits[place] or place not in summands
         return tuple(peer for peer, wait in zip(self._members, waits, strict=True) if wait)
 
+    @property
+    def unsummed(self) -> tuple[PeerId, ...]:
+        """Of those the ones whose summands of our part are missing: they hold up others too, by us."""
+        waits = [
+            any(place not in summands for summands in self._summands.values())
+            for place in range(len(self._members))
+        ]
+        return tuple(peer for peer, wait in zip(self._members, waits, strict=True) if wait)
+
+    @property
+    def left(self) -> int:
+        """Chunks that are still to come."""
+        return len(self._awaited) + sum(len(self._members) - len(row) for row in self._summands.values())
+
     def start(self) -> Sends:
         """Our summands of all other members' parts. To be called once, before or after receiving."""
         if self._vector is None:

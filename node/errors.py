@@ -9,9 +9,12 @@
         WrongPeer                somebody else answered at the address
     StreamClosed                 the other side, or we, closed a stream
     StageFailed                  a stage process died or refused
+        PayloadRefused           what others sent cannot be used; the stage goes on
 
 Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
 """
+
+from typing import Literal
 
 from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 
@@ -19,6 +22,7 @@ __all__ = [
     "JoinTimeout",
     "LocalProtocolError",
     "NoNode",
+    "PayloadRefused",
     "PeerloomError",
     "ProtocolError",
     "RemoteProtocolError",
@@ -81,3 +85,11 @@ class StreamClosed(Exception):
 
 class StageFailed(Exception):
     """The stage's process died, broke a bound or refused a request."""
+
+
+class PayloadRefused(StageFailed):
+    """A payload that the stage was given cannot be used. `part` is which."""
+
+    def __init__(self, reason: str, part: Literal["input", "labels", "gradient"]) -> None:
+        super().__init__(reason)
+        self.part = part

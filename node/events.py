@@ -157,7 +157,8 @@ class ReplicaDropped(Event, frozen=True, kw_only=True):
 
 
 class StepCommitted(Event, frozen=True, kw_only=True):
-    """A step is final. `loss` is the mean over the step's samples.
+    """A step is final. `loss` is the mean over the step's samples, `height` that of the plan it was committed
+    under; what it took is not known of replicas that ended it under another plan than that of who says so.
 
     For each stage: `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what
     they sent towards the last stage and `returned_bytes` towards the first. `bubble` is the share of all
@@ -177,6 +178,7 @@ class StepCommitted(Event, frozen=True, kw_only=True):
     returned_bytes: tuple[int, ...] = ()
     replayed: int = 0
     rounding: tuple[float, ...] = ()
+    height: int = 0
 
 
 class CheckpointKept(Event, frozen=True, kw_only=True):

@@ -52,6 +52,8 @@ SAMPLES_MAX = _NUMBER_MAX = 2**53
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=_NUMBER_MAX)]
 Sign = Literal[1, -1]
+PayloadPart = Literal["input", "labels", "gradient"]
+"""What of one micro-batch a stage is given."""
 """Of a micro-batch's part in the sums: 1 adds it, -1 takes one out that they hold."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
@@ -464,9 +466,14 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a request that no correct peer makes. The stage is as it was before."""
+    """The answer to a request that no correct peer makes. The stage is as it was before.
+
+    `part` is which of the payloads cannot be used, whoever gets it; "" where it is not one of them that is
+    wrong.
+    """
 
     reason: Reason
+    part: PayloadPart | Literal[""] = ""
 
 
 Request = (

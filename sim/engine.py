@@ -142,6 +142,7 @@ class Engine:
         self._ports_of: dict[PeerId, list[_Port]] = {}
         self._heap: list[tuple[float, int, int, bytes, int, Any]] = []
         self._number = 0
+        self._until = 0.0
 
     def add(
         self,
@@ -228,11 +229,13 @@ class Engine:
         return sums
 
     def run(self, until: float) -> None:
-        """Let everything happen up to the instant `until`, and at it."""
+        """Let everything happen up to the instant `until`, and at it; or up to an earlier one, if `halt` says
+        so meanwhile."""
+        self._until = until
         heap, ports, counts = self._heap, self._ports, self._counts
         lets_in = self._links.lets_in if self._links.has_translators else None
         last_time, last_index = -1.0, -1
-        while heap and heap[0][0] <= until:
+        while heap and heap[0][0] <= self._until:
             now, index, kind, sender, _, payload = heappop(heap)
             self.now = now
             if kind == _CARRY:
@@ -260,7 +263,27 @@ class Engine:
                 deadline = port.core.deadline
                 if deadline < port.wake_for:
                     self._plan_wake(now, port, deadline)
-        self.now = until
+        self.now = self._until
+
+    def halt(self, at: float) -> None:
+        """Let nothing after this instant happen in the present `run`: somebody beside the cores acts then."""
+        self._until = min(self._until, max(at, self.now))
+
+    def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
+        """Part of a stream leaves now. `land` is told when it will have arrived, before that instant."""
+        one, other = self._links.at(sender), self._links.at(receiver)
+        trip = self._links.latency_ticks(one, other)
+        carrier = self._carrier
+        if carrier is None:
+            land((round(self.now * TICKS_PER_SECOND) + trip) / TICKS_PER_SECOND)
+            return
+        carrier.send(
+            self.now,
+            one.up,
+            Parcel(sender, "", other.down, size_bytes, (trip,), lambda due, _: land(due), None, waits=True),
+        )
+        if carrier.deadline < self._carry_at:
+            self._plan_carry(carrier.deadline)
 
     def _deliver(self, now: float, port: _Port, sender: bytes, payload: Any) -> None:
         core, wire = port.core, port.wire

@@ -13,7 +13,7 @@ import trio
 
 from crypto.encoding import decode
 from crypto.errors import LocalProtocolError
-from node.errors import StageFailed
+from node.errors import PayloadRefused, StageFailed
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.seams import Stage
 from partition.codec import Codec
@@ -96,7 +96,8 @@ class SimStage:
         """One request, answered when the modelled time has passed; calls are served in order.
 
         Raises:
-            StageFailed: the stage refused the request, or is closed, or a call was cancelled before.
+            StageFailed: the stage refused the request, or is closed, or a call was cancelled before;
+                PayloadRefused where only a payload was wrong.
         """
         if not isinstance(request, Request):
             raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
@@ -111,7 +112,7 @@ class SimStage:
                 raise
             self._check()
         if isinstance(reply, Refused):
-            raise StageFailed(reply.reason)
+            raise PayloadRefused(reply.reason, reply.part) if reply.part else StageFailed(reply.reason)
         return reply
 
     def vector(self, name: str) -> memoryview:

@@ -270,19 +270,19 @@ def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
     }
     heights: dict[int, set[int]] = {}
     for step in steps:
-        heights.setdefault(step.event.step, set()).add(step.height)
+        heights.setdefault(step.event.step, set()).add(step.event.height)
     for number, under in heights.items():
         for before, after in zip(sorted(under), sorted(under)[1:], strict=False):
             if not any(before < height <= after and restored[height] <= number for height in restored):
                 found.append(f"step {number} was committed under plan {before} and again under {after}")
     for name in world.group.events:
-        mine = [(step.height, step.event.step) for step in steps if step.name == name]
+        mine = [(step.event.height, step.event.step) for step in steps if step.name == name]
         found += [
             f"{name} says twice that step {row[1]} was committed" for row in mine if mine.count(row) > 1
         ]
     losses: dict[tuple[int, int], set[float]] = {}
     for step in steps:
-        losses.setdefault((step.height, step.event.step), set()).add(step.event.loss)
+        losses.setdefault((step.event.height, step.event.step), set()).add(step.event.loss)
     found += [
         f"step {number} has several losses under plan {height}"
         for (height, number), values in losses.items()

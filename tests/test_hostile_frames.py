@@ -3,8 +3,9 @@
 Whole nodes. In virtual time the stranger is a member of the swarm that has no part in the run; over real
 sockets it is a transport with an identity and nothing else, and says all of it many times. Either way it
 knows the run and its plan. What a member of the run may do wrong is another matter: members are trusted to
-compute honestly (ARCHITECTURE, failure model). Hostile requests are in `tests.node.test_runs_hostile`, what
-is hostile to the bare step machines in `tests.partition.test_steps_hostile`.
+compute honestly (ARCHITECTURE, failure model); what no stage can use is in `tests.test_hostile_members`.
+Hostile requests are in `tests.node.test_runs_hostile`, what is hostile to the bare step machines in
+`tests.partition.test_steps_hostile`.
 """
 
 import tracemalloc
@@ -174,6 +175,9 @@ class Lies:
             said.Evaluated(plan=plan, microbatch=0, samples=4, loss=0.0, metrics=(4.0,)),
             said.Reduced(plan=plan, step=step, attempt=attempt, digest=bytes(32)),
             said.Applied(plan=plan, step=step, digest=bytes(32)),
+            said.Unusable(
+                plan=plan, frame=self.signer.sign(FRAME_PURPOSE, encode(self.header())), reason="I say so"
+            ),
             said.Failed(plan=plan, reason="I say so"),
         ):
             yield encode(message), memoryview(b"")

@@ -120,8 +120,8 @@ def test_after_the_last_replica_of_a_stage_a_newcomer_goes_on_from_the_newest_ch
 
 
 def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
-    """The requester alone feeds and commits, and holds the only replica of a stage. Of those who are left all
-    hold one, so the lowest peer id commits: that of the newcomer, which nobody but a committer would start."""
+    """The requester alone commits, and holds the only replica of a stage. All who are left hold one,
+    too, so the lowest peer id commits: that of the newcomer."""
     members = {name: Identity(bytes([SEED, ord(name)]) * 16).peer for name in "ab"}
     newcomer = next(
         name

@@ -10,6 +10,7 @@ from typing import Any
 
 import trio
 
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.manifest import Run
@@ -17,7 +18,9 @@ from node.runs.placement import START_SECONDS_MAX
 from node.seams import Clock
 from partition.plan.plan import Plan
 from partition.steps import committer as core
-from partition.steps.messages import Synced, Work
+from partition.steps.frames import FRAME_PURPOSE
+from partition.steps.messages import Synced, Unusable, Work
+from partition.steps.routes import ATTEMPTS_PER_PLAN
 
 CORRECT = "correct"
 """The metric that counts right answers: over the samples it is the accuracy."""
@@ -31,7 +34,7 @@ class CommitterShell:
 
     def __init__(
         self,
-        me: PeerId,
+        signer: Signer,
         run: Run,
         plan: Plan,
         clock: Clock,
@@ -41,19 +44,23 @@ class CommitterShell:
         absent: Callable[[PeerId, str], None],
         paused: Callable[[int], None],
         stalled_since: float,
+        saved: int,
         lost_steps: int = 0,
     ) -> None:
         """`absent` is told whom the next plan must do without, `paused` that no step is open. Nothing was
-        computed since `stalled_since`, and `lost_steps` are to be computed again."""
+        computed since `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to
+        be computed again."""
         manifest = run.manifest
         self.core = core.Committer(
-            me,
+            signer.peer,
             plan,
             steps=manifest.steps,
             evaluations=manifest.evaluations,
             metrics=len(manifest.metrics),
             save_every=manifest.save_every,
+            saved=saved,
         )
+        self._signer = signer
         self._run = run
         self._plan = plan
         self._clock = clock
@@ -127,6 +134,8 @@ class CommitterShell:
         """A step message of a replica. Raises RemoteProtocolError."""
         if isinstance(message, Synced):
             self._synced.add(sender)
+        elif isinstance(message, Unusable):
+            self._signer.check(FRAME_PURPOSE, message.frame)
         self._pass_on(self.core.receive(now, sender, message))
 
     def suspect(self, peer: PeerId) -> None:
@@ -175,6 +184,7 @@ class CommitterShell:
         now = self._clock.monotonic()
         seconds = now - self._step_started
         rows = event.work
+        is_known = all(work.busy_nanoseconds for row in rows for work in row)
         self._publish(
             StepCommitted(
                 at=self._clock.wall(),
@@ -184,12 +194,13 @@ class CommitterShell:
                 samples=event.samples,
                 seconds=seconds,
                 replicas=event.replicas,
-                utilisation=tuple(_utilisation(row, seconds) for row in rows),
-                bubble=1 - _utilisation([work for row in rows for work in row], seconds),
+                utilisation=tuple(_utilisation(row, seconds) for row in rows) if is_known else (),
+                bubble=1 - _utilisation([work for row in rows for work in row], seconds) if is_known else 0.0,
                 sent_bytes=tuple(sum(work.sent_bytes for work in row) for row in rows),
                 returned_bytes=tuple(sum(work.returned_bytes for work in row) for row in rows),
                 replayed=sum(work.replayed for row in rows for work in row),
                 rounding=_rounding([work for row in rows for work in row]),
+                height=event.attempt // ATTEMPTS_PER_PLAN,
             )
         )
         self._step_started = now

@@ -24,6 +24,7 @@ from partition.stage import (
     Forward,
     Forwarded,
     Import,
+    PayloadPart,
     Ran,
     Reply,
     Request,
@@ -98,6 +99,15 @@ def split(message: object) -> Parts:
     }
     bare = msgspec.structs.replace(message, **emptied)  # type: ignore[type-var]  # a struct, by the table
     return Parts(encode(bare), payloads=tuple(payload.data for payload in found.values()))
+
+
+def largest_payload(request: object) -> PayloadPart | None:
+    """Which of the tensors of a micro-batch is the longest; None where a request has none."""
+    if isinstance(request, Backward):
+        return "gradient"
+    if not isinstance(request, Forward):
+        return None
+    return "labels" if request.labels and len(request.labels.data) > len(request.input.data) else "input"
 
 
 def joined(message: Message, behind: bytes, payloads: Sequence[Data]) -> Message:

@@ -31,11 +31,11 @@ import trio
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
-from node.errors import StageFailed
+from node.errors import PayloadRefused, StageFailed
 from node.locks import acquire
 from node.runs import sandbox
 from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
-from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, read_header, split
+from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, largest_payload, read_header, split
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.runs.scratch import Scratch, remove_forgotten
 from partition.stage import (
@@ -153,7 +153,9 @@ class StageHost:
         call's. The stage then counts as failed.
 
         Raises:
-            StageFailed: the stage refused the request (it goes on), or its process is gone.
+            PayloadRefused: what others sent with the request cannot be used; the stage goes on.
+            StageFailed: the stage refused the request for another reason (it goes on), or its process is
+                gone.
         """
         # At once where the stage is idle: what others do in between, encrypting frames, it would wait for.
         await acquire(self._lock)
@@ -162,12 +164,13 @@ class StageHost:
                 raise StageFailed(self._failure)
             parts = split(request)
             if (complaint := self._complaint(parts.header())) is not None:
-                raise StageFailed(f"a request of {complaint}")
+                reason, part = f"a request of {complaint}", largest_payload(request)
+                raise PayloadRefused(reason, part) if part else StageFailed(reason)
             reply = await self._exchange(parts, self._answer_seconds if seconds is None else seconds)
         finally:
             self._lock.release()
         if isinstance(reply, Refused):
-            raise StageFailed(reply.reason)
+            raise PayloadRefused(reply.reason, reply.part) if reply.part else StageFailed(reply.reason)
         return reply
 
     def vector(self, name: str) -> memoryview:

@@ -10,15 +10,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
-from node.events import RunChanged, StepCommitted
+from node.events import RunChanged
 from node.runs.chain import ChainShell
-from node.runs.committer import CommitterShell, RunEvent
+from node.runs.committer import CommitterShell
 from node.runs.ending import collect_result, end_for_all, fetch_result
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
@@ -33,11 +32,11 @@ from node.runs.requests import (
     Leaving,
     Notice,
     Saved,
-    check_notice,
 )
 from node.runs.service import Service
 from node.runs.states import Cause, State, after
 from node.runs.succession import Hopeless, Succession
+from node.runs.telling import Telling
 from node.runs.training import Training
 from partition.plan.agreement import (
     ChainBroken,
@@ -98,7 +97,7 @@ class RunMember:
         self._is_ended = False
         self._is_finishing = False
         self._is_stuck = False
-        self._step = 0
+        self._telling = Telling(service, run, others=self._others, hosts=lambda: self.hosts)
         self._decided = trio.Event()
 
     @property
@@ -131,6 +130,7 @@ class RunMember:
             on_event=self._on_chain_event,
             refuse=service.refuse,
         )
+        self._telling.begin(chain)
         self._succession = Succession(
             run=self.run,
             chain=chain,
@@ -209,7 +209,7 @@ class RunMember:
                     self._succession.changed()
             case ForkFound() | LeftBehind():
                 assert self._chain is not None
-                self._start_task(partial(self._fall_back, self._chain.parting(self._step)))
+                self._start_task(partial(self._fall_back, self._chain.parting(self._telling.step)))
             case ChainBroken():
                 reason = (
                     f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"
@@ -242,17 +242,16 @@ class RunMember:
         self._hosting.adopt(plan)
         if past is not None and plan.committer == self._me:
             for event in past.dropped(plan):
-                self._publish_and_notify(event)
+                self._telling.tell(plan, event)
+        lost_steps = self._telling.restored(plan.step) if plan.restored != NOTHING else 0
         if self._me in plan.trainers:
-            self._train(plan)
+            self._train(plan, lost_steps)
         elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
             self._start_task(self._keep_data)
-        self._step = plan.step if plan.restored != NOTHING else self._step
-        if change is not None:
-            newcomers = [PeerId(peer) for peer in (*(row.peer for row in change.joined), *change.admitted)]
-            # The committer has them start; where it is one of them, all others do.
-            if plan.committer == self._me or plan.committer in newcomers:
-                self._start_task(partial(self._start_newcomers, plan, newcomers))
+        joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
+        # The committer has newcomers start; where it is one of them, all others do.
+        if joined and (plan.committer == self._me or plan.committer in joined):
+            self._start_task(partial(self._start_newcomers, plan, [PeerId(peer) for peer in joined]))
 
     def _in_force(self, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""
@@ -311,20 +310,21 @@ class RunMember:
         else:
             self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
 
-    def _train(self, plan: Plan) -> None:
+    def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
-            service = self._service
+            service, saved = self._service, self._keeping.restorable
             self._committer = CommitterShell(
-                self._me,
+                service.signer,
                 self.run,
                 plan,
                 service.seams.clock,
                 service.send,
-                self._publish_and_notify,
+                partial(self._telling.tell, plan),
                 absent=self.absent,
                 paused=self._on_paused,
                 stalled_since=self._stalled_since,
-                lost_steps=max(0, self._step - plan.step) if plan.restored != NOTHING else 0,
+                saved=saved[1] if saved is not None else 0,
+                lost_steps=lost_steps,
             )
             if self._keeping.restorable is None and self.run.manifest.save_every:
                 self._committer.save()  # else whatever is lost before the first checkpoint ends the run
@@ -394,19 +394,11 @@ class RunMember:
         if self._hosting.is_opening:
             self._pulse.heard()
         self.members_changed()
-        self._say_where_we_are()
-
-    def _say_where_we_are(self) -> None:
         assert self._chain is not None
-        self._note_step(max(self._step, self._committer.core.step if self._committer is not None else 0))
+        telling = self._telling
+        telling.note(max(telling.step, self._committer.core.step if self._committer is not None else 0))
         live = self._service.live()
         self.catch_up([peer for peer in self._chain.core.acquainted if peer in live])
-
-    def _note_step(self, step: int) -> None:
-        """So many steps are committed: by that two branches are judged, so it must never be old."""
-        self._step, manifest = step, self.run.manifest
-        if self._chain is not None:
-            self._chain.say(step, step * manifest.microbatches * manifest.microbatch, hosts=self.hosts)
 
     async def _fall_back(self, reason: str) -> None:
         """The run goes on elsewhere: forget what is here, and wait to be asked again."""
@@ -521,7 +513,8 @@ class RunMember:
             raise RemoteProtocolError("what only the run's committer may say, from another peer")
         match message:
             case Notice():
-                self._on_notice(message)
+                self._telling.hear(message)
+                self._pulse.heard()
             case Absent():
                 for peer in message.peers:
                     self._succession.miss(PeerId(peer), message.reason)
@@ -540,17 +533,6 @@ class RunMember:
                 self.absent(sender, "it has nothing to feed the run with")
             case Leaving():
                 self._note_leaving(sender)
-
-    def _on_notice(self, message: Notice) -> None:
-        if message.event.run != self.run.text:
-            raise RemoteProtocolError("a notice of another run")
-        check_notice(message)
-        self._pulse.heard()
-        # By our own clock: another's may be wrong, and this one's screens sort by it.
-        at = self._service.seams.clock.wall()
-        self._service.publish(msgspec.structs.replace(message.event, at=at))
-        if isinstance(message.event, StepCommitted):
-            self._note_step(message.event.step + 1)
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """See `Hosting.keep`."""
@@ -590,12 +572,3 @@ class RunMember:
             self.state = state
             at = self._service.seams.clock.wall()
             self._service.publish(RunChanged(at=at, run=self.run.text, state=state, reason=reason))
-
-    def _publish_and_notify(self, event: RunEvent) -> None:
-        assert self.plan is not None
-        self._service.publish(event)
-        if isinstance(event, StepCommitted):
-            self._note_step(event.step + 1)
-        notice = Notice(plan_hash(self.plan), event)
-        for peer in self._others(self.plan):
-            self._service.send(peer, notice)

@@ -91,6 +91,14 @@ class Reduction:
     def done(self) -> bool:
         return all(machine.done for machine in self._machines.values())
 
+    def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
+        """How many chunks are still to come, from whom, and whether only their sums are missing."""
+        machines = self._machines.values()
+        left = sum(machine.left for machine in machines)
+        unsummed = [peer for machine in machines for peer in machine.unsummed]
+        missing = unsummed or [peer for machine in machines for peer in machine.missing]
+        return left, tuple(dict.fromkeys(missing)), not unsummed
+
     def finish(self, totals: Vector) -> bytes:
         """Put the sums into `totals`; their BLAKE3, which all replicas of a stage must share."""
         for share in self._shares:

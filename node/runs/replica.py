@@ -17,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.allreduce import Part
-from node.errors import StageFailed
+from node.errors import PayloadRefused, StageFailed
 from node.runs.admission import TRAIN
 from node.runs.filling import fill
 from node.runs.frame_store import FrameStore
@@ -161,7 +161,7 @@ class ReplicaShell:
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
-            if not self.core.is_replica(sender):
+            if self.core.plan.stage_of(sender) is None:
                 raise RemoteProtocolError("a part from a peer that holds no stage")
             self._parts.append((sender, message))
             self._more.set()
@@ -220,6 +220,12 @@ class ReplicaShell:
                     self._parts_sent.clear()
                 case core.FillVoided():
                     self._filling.cancel()
+                case core.ReduceAsked():
+                    # While sums are copied, or the total is, it waits for nobody.
+                    left, peers, for_sums = (
+                        self._reduction.waits() if self._reducing and self._reduction else (1, (), False)
+                    )
+                    sends = sends + self.core.waits(event.answer(left, peers, for_sums=for_sums))
         for peer, message in sends:
             if isinstance(message, Outgoing):
                 self._send_frame(peer, message)
@@ -231,10 +237,8 @@ class ReplicaShell:
 
     async def _perform(self, work: core.WorkItem) -> None:
         match work:
-            case core.ForwardReady():
-                await self._forward(work)
-            case core.BackwardReady():
-                await self._backward(work)
+            case core.ForwardReady() | core.BackwardReady():
+                await self._pass(work)
             case core.RemoveReady():
                 await self._remove(work)
             case core.ForgetReady():
@@ -260,6 +264,15 @@ class ReplicaShell:
         busy = getattr(reply, "busy_nanoseconds", 0)
         self._busy += busy / 1e9 if busy else self._seams.clock.monotonic() - began
         return reply
+
+    async def _pass(self, work: core.ForwardReady | core.BackwardReady) -> None:
+        try:
+            if isinstance(work, core.ForwardReady):
+                await self._forward(work)
+            else:
+                await self._backward(work)
+        except PayloadRefused as error:
+            self._pass_on(self.core.refused(work, error.part, str(error)))
 
     async def _forward(self, work: core.ForwardReady) -> None:
         done = await self._call(

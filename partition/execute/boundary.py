@@ -7,7 +7,8 @@ checked here: an index that names nothing makes its operator raise. Under autoca
 calls floating may be bfloat16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import numpy as np
@@ -19,9 +20,26 @@ from partition.codecs.feedback import Feedback
 from partition.execute.interpret import DTYPES
 from partition.model.graph import FLOATING, ITEM_BYTES, Constant, DataType, TensorType
 from partition.model.sizes import check_sizes, evaluate, shape_of
-from partition.stage import StageSpecification, boundary_bytes
+from partition.stage import PayloadPart, StageSpecification, boundary_bytes
 
 _NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items()}
+
+
+class BadPayload(RemoteProtocolError):
+    """What was given as `part` cannot be used, by this stage or by another replica of it."""
+
+    def __init__(self, reason: str, part: PayloadPart) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+@contextmanager
+def blaming(part: PayloadPart) -> Iterator[None]:
+    """Whatever is refused inside is the fault of whoever made this payload."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise BadPayload(str(error), part) from None
 
 
 class Boundary:

@@ -28,8 +28,8 @@ from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codec import Payload, Rounding
-from partition.execute.boundary import Boundary, is_finite, tensor_of
-from partition.execute.interpret import DTYPES, Program, Results, compile_entry
+from partition.execute.boundary import BadPayload, Boundary, blaming, is_finite, tensor_of
+from partition.execute.interpret import DTYPES, NamesNothing, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.random import seed_of
 from partition.execute.sessions import Sessions
@@ -58,6 +58,7 @@ from partition.stage import (
     Import,
     Norm,
     Normed,
+    PayloadPart,
     Ran,
     Refused,
     Reload,
@@ -134,6 +135,8 @@ class StageExecutor:
         """Answer one request. What no correct peer asks is `Refused` and changes nothing."""
         try:
             return self._answer(request)
+        except BadPayload as error:
+            return Refused(str(error)[:REASON_LENGTH_MAX], error.part)
         except RemoteProtocolError as error:
             return Refused(str(error)[:REASON_LENGTH_MAX])
 
@@ -179,11 +182,15 @@ class StageExecutor:
         if program.uses_states:
             raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
         self._admit(request)
-        sizes = self._boundary.sizes(request.input)
-        inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
+        with blaming("input"):
+            sizes = self._boundary.sizes(request.input)
+            inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
         labels = self._labels(entry, request.labels, sizes)
         is_repeated = self._specification.recompute and request.train and entry.loss is None
-        results = self._compute(program, entry, inputs, labels, sizes, request, keeps=not is_repeated)
+        try:
+            results = self._compute(program, entry, inputs, labels, sizes, request, keeps=not is_repeated)
+        except NamesNothing as error:
+            raise BadPayload(str(error), "labels" if labels else "input") from None
         if not all(is_finite(tensor) for pair in results.statistics for tensor in pair):
             raise RemoteProtocolError("the statistics of a batch norm are not finite")
         if entry.loss is not None:
@@ -241,7 +248,8 @@ class StageExecutor:
                 f"nothing to go back through for micro-batch {number} of step {request.step}"
             )
         kinds = self._kinds(entry, entry.backward_outputs)
-        gradients = self._boundary.take(request.gradient, kinds, held.sizes, are_gradients=True)
+        with blaming("gradient"):
+            gradients = self._boundary.take(request.gradient, kinds, held.sizes, are_gradients=True)
         results = held.results
         if results is None:
             results = self._compute(program, entry, held.inputs, [], held.sizes, request, keeps=True)
@@ -310,7 +318,12 @@ class StageExecutor:
             if entry.labels:
                 raise RemoteProtocolError("this stage wants labels")
             return []
-        return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
+        # Where two payloads do not agree in their sizes, the odd one is that of another size than usual.
+        usual = self._specification.sizes_max
+        is_odd = payload.sizes != sizes and payload.sizes == usual
+        part: PayloadPart = "input" if is_odd else "labels"
+        with blaming(part):
+            return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
 
     def _admit(self, request: Forward) -> None:
         step, microbatch = request.step, request.microbatch

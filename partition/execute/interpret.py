@@ -89,6 +89,10 @@ class Results:
     statistics: list[tuple[torch.Tensor, torch.Tensor]]
 
 
+class NamesNothing(RemoteProtocolError):
+    """An index among the inputs or labels is out of range."""
+
+
 class Program:
     """One entry point of a stage, compiled by `compile_entry`; it keeps nothing of one run for the next."""
 
@@ -137,6 +141,7 @@ class Program:
         alone.
 
         Raises:
+            NamesNothing: among the integers given there is one that an operator finds nothing by.
             RemoteProtocolError: sizes that the expressions do not take, or an operator that raised.
         """
         self._fit(tuple(sizes))
@@ -171,7 +176,8 @@ class Program:
         # What torch's operators raise for arguments that do not fit each other, or for lack of memory.
         except (IndexError, RuntimeError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise RemoteProtocolError(f"{self._names[number]}: {reason}") from None
+            kind = NamesNothing if isinstance(error, IndexError) else RemoteProtocolError
+            raise kind(f"{self._names[number]}: {reason}") from None
 
     def _fit(self, sizes: tuple[int, ...]) -> None:
         """Write what depends on the sizes alone into the template."""

@@ -21,9 +21,11 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.disputes import USELESS, Disputes
+from partition.steps.evaluation import Evaluation
+from partition.steps.frames import read_header
 from partition.steps.ledger import Ledger, Place
 from partition.steps.messages import (
-    EVALUATIONS_IN_FLIGHT_MAX,
     SAMPLES_MAX,
     Applied,
     Apply,
@@ -40,6 +42,8 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
+    Unusable,
+    Waiting,
     Work,
 )
 from partition.steps.outcomes import (
@@ -52,9 +56,11 @@ from partition.steps.outcomes import (
     TrainingEvaluated,
     TrainingFailed,
 )
+from partition.steps.overdue import STUCK, Overdue
 from partition.steps.pace import Pace
-from partition.steps.resume import Lacking, can_resume, check_synced, minority, resume_point
-from partition.steps.routes import attempts, step_numbers
+from partition.steps.resume import Lacking, can_resume, check_synced, fills, is_filled, minority, resume_point
+from partition.steps.routes import attempts, check_frame, step_numbers
+from partition.steps.totals import Losses, squared_norm
 
 __all__ = [
     "Committer",
@@ -93,15 +99,16 @@ class Committer:
         evaluations: int,
         metrics: int = 0,
         save_every: int = 0,
+        saved: int = 0,
     ) -> None:
-        """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never."""
+        """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never, and
+        `saved` the step of the newest checkpoint."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.steps = steps
-        self.evaluations = evaluations
-        self.metrics = metrics
         self.save_every = save_every
+        self._saved = saved
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
         self.step = plan.step
@@ -120,14 +127,15 @@ class Committer:
         self._filling: dict[PeerId, Fill] = {}
         self._rebuilding: set[PeerId] = set()
         self._filled: list[PeerId] = []
-        self._losses: dict[int, tuple[int, float]] = {}
+        self._losses = Losses()
         self._reduced: dict[PeerId, Reduced] = {}
         self._dissents = 0
         self._applied: dict[PeerId, Work] = {}
         self._awaited: set[PeerId] = set()
-        self._evaluated: dict[int, Evaluated] = {}
-        self._evaluations_awaited = 0
+        self._evaluation = Evaluation(evaluations, metrics)
         self._failed: set[PeerId] = set()
+        self._overdue = Overdue(list(self._places))
+        self._disputes = Disputes(me, plan, self._places)
         self._suspected: set[PeerId] = set()
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
@@ -138,11 +146,12 @@ class Committer:
         self._now = 0.0
         self._heard = 0.0
         self._check_at = 0.0
-        self._waiting: dict[PeerId, float] = {}
 
     @property
     def deadline(self) -> float:
         """When `wake` is wanted: what is timed here is whom to ask again, and who has stalled."""
+        if self.phase in ("committing", "applying"):
+            return self._overdue.due
         return self._check_at if self.phase in ("syncing", "counting", "evaluating") else inf
 
     def start(self, now: float) -> Sends:
@@ -165,7 +174,7 @@ class Committer:
         if self.phase in ("done", "failed"):
             return []
         self._now = self._heard = now
-        self._waiting.pop(sender, None)
+        self._pace.heard(sender)
         match message:
             case Synced():
                 return self._on_synced(sender, message)
@@ -179,9 +188,8 @@ class Committer:
                 return self._on_applied(sender, message)
             case Evaluated():
                 return self._on_evaluated(place, message)
-            case Failed():
-                self._give_up(sender, message.reason)
-                return []
+            case Waiting() | Unusable() | Failed():
+                return self._on_trouble(sender, place, message)
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
 
     def wake(self, now: float) -> Sends:
@@ -191,8 +199,12 @@ class Committer:
         self._now = now
         if self.phase == "syncing":
             return self.start(now)
+        if self.phase in ("committing", "applying"):
+            return self._hurry()
         self._check_at = now + STALL_CHECK_SECONDS
-        sends = self._move(self._stalled())
+        places = self._ledger.obliged()
+        obliged = [peer for peer, place in self._places.items() if place in places]
+        sends = self._move(self._pace.stalled(now, obliged))
         if not sends and now - self._heard >= OPEN_AGAIN_SECONDS:
             sends = self._to_everybody(self._open_message())
         if sends:
@@ -245,6 +257,8 @@ class Committer:
                 messages.append(self._commit if is_replica else None)
             case "applying":
                 messages.append(self._apply if is_replica else None)
+        if self._overdue.is_asked and peer in self._late():
+            messages.append(self._overdue.ask(self.plan_hash))
         return [(peer, message) for message in messages if message is not None]
 
     # Where everybody is
@@ -252,10 +266,8 @@ class Committer:
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
         check_synced(self.plan, message)
         if self.phase == "filling" and sender in self._filling:
-            fill = self._filling[sender]
-            applied = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
-            if message.step != fill.step or not applied or fill.digest not in (NOTHING, message.digest):
-                return []  # what it said before it was filled
+            if not is_filled(self._filling[sender], message):
+                return []  # what it said before
             del self._filling[sender]
             self._digests[sender] = message.digest
             self._filled.append(sender)
@@ -278,10 +290,14 @@ class Committer:
         self._digests = {peer: row.digest for peer, row in able.items() if peer not in behind}
         if not behind:
             self._apply = apply
+            if apply is not None:
+                self._tell(apply)
+            self._mind_checkpoint()
             return self._repair()
         assert apply is not None
         # Finish the step that the committer before left half applied, then go on.
         self.step -= 1
+        self._overdue.begin(self._now, "applying", self.step, apply.attempt)
         self.phase, self._awaited = "applying", behind
         self._apply = replace(apply, plan=self.plan_hash, step=self.step)
         return [(peer, self._apply) for peer in self._places if peer in behind]
@@ -292,19 +308,8 @@ class Committer:
             self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NOTHING}
         )
         self._rebuilding = set(wrong)
-        applied = self._apply and replace(self._apply, plan=self.plan_hash)
-        for peer, (stage, _) in self._places.items():
-            if peer in self._digests and peer not in wrong:
-                continue
-            sources = [
-                PeerId(other)
-                for other in self.plan.stages[stage].replicas
-                if other in self._digests and other not in wrong
-            ]
-            digest = next((name for other in sources if (name := self._digests[other]) != NOTHING), NOTHING)
-            self._filling[peer] = Fill(
-                plan=self.plan_hash, step=self.step, digest=digest, sources=tuple(sources), applied=applied
-            )
+        right = {peer: name for peer, name in self._digests.items() if peer not in wrong}
+        self._filling = fills(self.plan, self.step, right, self._apply)
         if not self._filling:
             return self._go_on()
         self.phase = "filling"
@@ -330,7 +335,7 @@ class Committer:
         self._dissents = 0
         self.attempt = attempts(self.plan).start
         is_over = self.step >= self.steps
-        numbers = self._held_out() if is_over else step_numbers(self.plan, self.step)
+        numbers = self._evaluation.numbers if is_over else step_numbers(self.plan, self.step)
         self._ledger = Ledger(self.plan, numbers, train=not is_over)
         self._ledger.moved = {self._places[peer] for peer in self._suspected}
         self._suspected.clear()
@@ -341,30 +346,25 @@ class Committer:
             self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
         self._ledger.deal(self._rates())
         self._synced.clear()
-        self._waiting.clear()
+        self._pace.forget()
         self._heard, self._check_at = self._now, self._now + STALL_CHECK_SECONDS
         if is_over:
             self.phase = "evaluating"
             self._when_evaluated()
-            return self._to_everybody(self._open_message()) if self.evaluations else []
+            return self._to_everybody(self._open_message()) if self._evaluation.count else []
         self.phase = "counting"
         return self._to_everybody(self._open_message()) + self._when_counted()
 
     def _take_synced(self) -> bool:
         """What is counted of the open step stays with whoever counted it. False if a loss is no number."""
-        rows = [
-            (self._places[peer], self._synced[peer])
-            for peer in self._places
-            if peer in self._synced and self._synced[peer].step == self.step and peer not in self._filled
-        ]
-        for place, row in rows:
-            self._ledger.take_counted(place, row.counted)
-            if place[0] == self._last:
-                for number, samples, loss in zip(row.counted, row.samples, row.losses, strict=True):
-                    self._losses.setdefault(number, (samples, loss))
-        for place, row in rows:
-            self._ledger.take_begun(place, row.begun)
-        return all(isfinite(loss) for _, loss in self._losses.values())
+        rows = {
+            self._places[peer]: row
+            for peer, row in self._synced.items()
+            if row.step == self.step and peer not in self._filled
+        }
+        self._ledger.take(rows)
+        self._losses.take(row for (stage, _), row in sorted(rows.items()) if stage == self._last)
+        return self._losses.is_finite
 
     def _on_progress(self, place: Place, message: Progress) -> Sends:
         if self.phase not in ("counting", "evaluating") or message.step != self.step:
@@ -388,7 +388,7 @@ class Committer:
             return self._fail(_diverged(f"step {self.step}: the loss"))
         self._ledger.count(place, message.microbatch)
         if place[0] == self._last:
-            self._losses[message.microbatch] = (message.samples, message.loss)
+            self._losses.put(message.microbatch, message.samples, message.loss)
         return self._when_counted()
 
     def _when_counted(self) -> Sends:
@@ -396,6 +396,7 @@ class Committer:
 
     def _commit_step(self) -> Sends:
         self.phase = "committing"
+        self._overdue.begin(self._now, self.phase, self.step, self.attempt)
         self._reduced.clear()
         self._commit = StepCommit(
             plan=self.plan_hash, step=self.step, attempt=self.attempt, replicas=self._ledger.rows()
@@ -406,21 +407,27 @@ class Committer:
         if (self.phase, message.step, message.attempt) != ("committing", self.step, self.attempt):
             return []
         self._reduced[sender] = message
+        self._overdue.reported(self._now)
         if len(self._reduced) < len(self._places):
             return []
         dissenters = minority(self.plan, {peer: row.digest for peer, row in self._reduced.items()})
         if dissenters:
             return self._reduce_again(dissenters)
-        squared_norm = self._squared_norm()
-        if squared_norm is not None and not isfinite(squared_norm):
+        norm, loss = squared_norm(self.plan, self._reduced), self._losses
+        if norm is not None and not isfinite(norm):
             return self._fail(_diverged(f"step {self.step}: the gradient's norm"))
+        if not loss.is_finite:
+            return self._fail(_diverged(f"step {self.step}: the loss"))
+        self._overdue.end(self._now)
+        self._overdue.begin(self._now, "applying", self.step, self.attempt)
         self.phase, self._awaited = "applying", set(self._places)
         self._apply = Apply(
             plan=self.plan_hash,
             step=self.step,
             attempt=self.attempt,
-            samples=max(1, sum(samples for samples, _ in self._losses.values())),
-            squared_norm=squared_norm,
+            samples=loss.samples,
+            squared_norm=norm,
+            loss=loss.total,
         )
         return self._to_replicas(self._apply)
 
@@ -435,96 +442,66 @@ class Committer:
             )
         return []
 
-    def _squared_norm(self) -> float | None:
-        """Of all stages' totals, by the first replica of each; None where nobody says one.
-
-        Equal totals may have norms that differ in the last bit from machine to machine; by taking one for
-        all, all scale by the same number.
-        """
-        first = [self._reduced[PeerId(stage.replicas[0])].squared_norm for stage in self.plan.stages]
-        norms = [norm for norm in first if norm is not None]
-        return sum(norms) if norms else None
-
     def _on_applied(self, sender: PeerId, message: Applied) -> Sends:
         if self.phase != "applying" or message.step != self.step or sender not in self._awaited:
             return []
         self._awaited.discard(sender)
+        self._overdue.reported(self._now)
         self._digests[sender] = message.digest
         self._applied[sender] = message.work
         return [] if self._awaited else self._when_applied()
 
     def _when_applied(self) -> Sends:
-        # A step that another committer opened is only finished here: its losses are not known.
+        assert self._apply is not None
+        self._overdue.end(self._now)
+        self._tell(self._apply)
         if self._commit is not None:
-            samples = max(1, sum(samples for samples, _ in self._losses.values()))
-            loss = sum(self._losses[number][1] for number in sorted(self._losses)) / samples
-            work = tuple(
-                tuple(self._applied[PeerId(peer)] for peer in stage.replicas) for stage in self.plan.stages
-            )
-            self.events.append(StepApplied(self.step, loss, samples, len(self._places), work))
             owned = self._ledger.owned()
             for peer, place in self._places.items():
                 self._pace.measured(peer, self._applied[peer], len(owned.get(place, ())))
         self.step += 1
-        self._save_asked |= bool(self.save_every) and self.step % self.save_every == 0
+        self._mind_checkpoint()
         return self._repair()
+
+    def _tell(self, apply: Apply) -> None:
+        """The step that this Apply ended is final. Whoever committed it may not have said so to everybody."""
+        work = tuple(
+            tuple(self._applied.get(PeerId(peer), Work()) for peer in stage.replicas)
+            for stage in self.plan.stages
+        )
+        mean, replicas = apply.loss / apply.samples, len(self._places)
+        self.events.append(StepApplied(apply.step, apply.attempt, mean, apply.samples, replicas, work))
+
+    def _mind_checkpoint(self) -> None:
+        """One is due, or was and came to nothing."""
+        if self.save_every and self.step // self.save_every > self._saved // self.save_every:
+            self._saved, self._save_asked = self.step, True
 
     # Evaluation
 
     def _on_evaluated(self, place: Place, message: Evaluated) -> Sends:
         if self.phase != "evaluating" or place[0] != self._last:
             return []
-        if message.microbatch >= self._ledger.numbers.stop:
-            raise RemoteProtocolError("an evaluation that was not asked for")
-        if len(message.metrics) != self.metrics or message.samples > SAMPLES_MAX:
-            raise RemoteProtocolError("an evaluation with impossible numbers")
-        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluated:
+        self._evaluation.check(message, self._ledger.numbers)
+        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluation:
             return []
         if not message.is_finite:
             return self._fail(_diverged("held out: the loss or a metric"))
-        self._evaluated[message.microbatch] = message
+        self._evaluation.take(message)
         self._ledger.finish(message.microbatch)
         return self._when_evaluated()
 
     def _when_evaluated(self) -> Sends:
-        if len(self._evaluated) == self.evaluations:
-            rows = [self._evaluated[number] for number in sorted(self._evaluated)]
+        if (result := self._evaluation.result()) is not None:
             self.phase = "done"
-            self.events.append(
-                TrainingEvaluated(
-                    sum(row.samples for row in rows),
-                    sum(row.loss for row in rows),
-                    tuple(sum(row.metrics[place] for row in rows) for place in range(self.metrics)),
-                )
-            )
+            self.events.append(result)
             return []
-        while self._evaluations_awaited in self._evaluated:
-            self._evaluations_awaited += 1
-        numbers = self._ledger.numbers
-        half = EVALUATIONS_IN_FLIGHT_MAX // 2
-        if numbers.stop == self.evaluations or self._evaluations_awaited - numbers.start < half:
+        if not self._evaluation.wants_more(self._ledger.numbers):
             return []
-        self._ledger = self._ledger.slide(self._held_out(), self._rates())
+        self._ledger = self._ledger.slide(self._evaluation.numbers, self._rates())
         return self._open_again()
 
-    def _held_out(self) -> range:
-        """Those to be under way now."""
-        first = self._evaluations_awaited
-        return range(first, min(self.evaluations, first + EVALUATIONS_IN_FLIGHT_MAX))
-
     # Moves and failures
-
-    def _stalled(self) -> list[PeerId]:
-        """Replicas that have had work at hand and said nothing for longer than they ever take."""
-        obliged = self._ledger.obliged()
-        waiting = {}
-        for peer, place in self._places.items():
-            if place in obliged:
-                waiting[peer] = self._waiting.get(peer, self._now)
-        self._waiting = waiting
-        return [
-            peer for peer, since in waiting.items() if self._now - since >= self._pace.patience_seconds(peer)
-        ]
 
     def _move(self, peers: Iterable[PeerId]) -> Sends:
         moved = self._ledger.move((self._places[peer] for peer in peers), self._rates())
@@ -533,10 +510,50 @@ class Committer:
             self.events.append(MicrobatchesMoved(self.step, stage, peer, count))
         return self._open_again() if moved else []
 
+    def _on_trouble(self, sender: PeerId, place: Place, message: Waiting | Unusable | Failed) -> Sends:
+        match message:
+            case Unusable():
+                return self._on_unusable(sender, place, message)
+            case Failed():
+                self._give_up(sender, message.reason)
+            case Waiting():
+                if sender in self._late():
+                    self._overdue.answered(self._now, sender, message)
+        return []
+
+    def _on_unusable(self, sender: PeerId, place: Place, message: Unusable) -> Sends:
+        """A replica cannot use what came with a frame; that its signature holds the shell has checked."""
+        header, author = read_header(message.frame), PeerId(message.frame.author)
+        if header.plan != self.plan_hash:
+            raise RemoteProtocolError("a frame of another plan is said to be of no use")
+        if (self.phase, header.step) != ("counting" if header.train else "evaluating", self.step):
+            return []
+        check_frame(self.plan, place[0], self.step, author, header)
+        number = header.microbatch
+        if number not in self._ledger.numbers or not self._ledger.owes(place, number):
+            return []
+        is_moved, guilty = self._disputes.settle(self._ledger, self._rates(), sender, author, header)
+        for peer in guilty:
+            self._give_up(peer, f"{USELESS}: {message.reason} (step {self.step}, micro-batch {number})")
+        return self._open_again() if is_moved else []
+
+    def _hurry(self) -> Sends:
+        """Nothing has gone on for long: ask whoever holds it up, and do without who is stuck."""
+        late = self._late()
+        for peer, reason in self._overdue.stuck(self._now, late).items():
+            self._give_up(peer, f"{STUCK} in step {self.step}: {reason}")
+        return [(peer, self._overdue.ask(self.plan_hash)) for peer in late]
+
+    def _late(self) -> list[PeerId]:
+        """Who has not reported what all are to report now."""
+        if self.phase == "committing":
+            return [peer for peer in self._places if peer not in self._reduced]
+        return [peer for peer in self._places if peer in self._awaited] if self.phase == "applying" else []
+
     def _give_up(self, peer: PeerId, reason: str) -> None:
         if peer not in self._failed:
             self._failed.add(peer)
-            self.events.append(ReplicaFailed(peer, self._places[peer][0], reason))
+            self.events.append(ReplicaFailed(peer, self.plan.stage_of(peer), reason))
 
     def _fail(self, reason: str, stage: int | None = None) -> Sends:
         self.phase = "failed"

@@ -67,12 +67,17 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     header: Fact
 
 
+NO_FACT = Fact(b"", b"", b"")
+"""Where nobody is to be shown that a frame was sent."""
+
+
 class OpenedFrame(msgspec.Struct, frozen=True):
-    """A frame whose signature holds; the payload is still to be unpacked."""
+    """A frame whose signature holds; the payload is still to be unpacked. `fact` is the header as signed."""
 
     author: bytes
     header: FrameHeader
     payload: Payload
+    fact: Fact = NO_FACT
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,15 @@ def open_frame(signer: Signer, sender: PeerId, frame: Frame, data: memoryview) -
     the same memory, uncopied."""
     if len(data) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"a frame of {len(data)} bytes, at most {PAYLOAD_BYTES_MAX}")
-    header: FrameHeader = decode(frame.header.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
+    header = read_header(frame.header)
     check_length(header.tensors, header.codec, len(data))
     if signer.check(FRAME_PURPOSE, frame.header) != sender:
         raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
     payload = Payload(header.sizes, header.tensors, header.codec, header.digest, data)
-    return OpenedFrame(sender, header, payload)
+    return OpenedFrame(sender, header, payload, frame.header)
+
+
+def read_header(fact: Fact) -> FrameHeader:
+    """What a fact says, which is still to be checked; else RemoteProtocolError."""
+    header: FrameHeader = decode(fact.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
+    return header

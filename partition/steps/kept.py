@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.steps.frames import Direction
+from partition.steps.routes import Routes
 
 Key = tuple[bool, int, Direction]
 """Of training or not, the micro-batch, the direction."""
@@ -41,6 +42,16 @@ class KeptFrames:
             return None
         kept.receiver, kept.plan = receiver, plan
         return kept.frame
+
+    def wanted(
+        self, key: Key, routes: Routes, stage: int, plan: bytes
+    ) -> tuple[PeerId | None, object | None]:
+        """To whom a frame of `stage` is to be sent, and the frame; as in `due`."""
+        train, number, direction = key
+        if routes.train != train:
+            return None, None
+        receiver = routes.wants(stage + (1 if direction == "input" else -1), number)
+        return receiver, self.due(key, receiver, plan)
 
     def keys(self) -> list[Key]:
         """In the order in which they were made."""

@@ -1,10 +1,10 @@
 """What the committer knows of the micro-batches that are open: who owns which, and how far everybody is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from partition.plan.plan import Plan
 from partition.plan.schedule import deal
-from partition.steps.messages import StageCommit, StageRoutes
+from partition.steps.messages import StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
 """A replica: its stage, and its place there."""
@@ -21,6 +21,7 @@ class Ledger:
         self._owners: list[dict[int, int]] = [{} for _ in plan.stages]
         self._counted: list[set[int]] = [set() for _ in plan.stages]
         self._forwarded: list[set[int]] = [set() for _ in plan.stages]
+        self._barred: set[tuple[Place, int]] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -31,6 +32,10 @@ class Ledger:
         """Whether this is its owner."""
         stage, index = place
         return self._owners[stage].get(number) == index
+
+    def owes(self, place: Place, number: int) -> bool:
+        """Whether it has still to count it."""
+        return self.owns(place, number) and number not in self._counted[place[0]]
 
     def numbers_of(self, place: Place) -> list[int]:
         """What it owns."""
@@ -77,21 +82,21 @@ class Ledger:
         for stage in range(len(self._plan.stages)):
             self.count((stage, 0), number)
 
-    def take_counted(self, place: Place, numbers: Iterable[int]) -> None:
-        """What a replica had counted before; who comes first owns it."""
-        stage, index = place
-        for number in numbers:
-            if number in self.numbers and number not in self._owners[stage]:
-                self._owners[stage][number] = index
+    def take(self, rows: Mapping[Place, Synced]) -> None:
+        """What replicas had counted or sent on before. Counted goes before sent on, and where two have the
+        same the first in the plan owns it."""
+        for place in sorted(rows):
+            for number in self._free(place, rows[place].counted):
+                self._owners[place[0]][number] = place[1]
                 self.count(place, number)
-
-    def take_begun(self, place: Place, numbers: Iterable[int]) -> None:
-        """What a replica had sent on before; who comes first owns it, if nobody has counted it."""
-        stage, index = place
-        for number in numbers:
-            if number in self.numbers and number not in self._owners[stage]:
-                self._owners[stage][number] = index
+        for place in sorted(rows):
+            for number in self._free(place, rows[place].begun):
+                self._owners[place[0]][number] = place[1]
                 self.forwarded(place, number)
+
+    def _free(self, place: Place, numbers: Iterable[int]) -> list[int]:
+        owners = self._owners[place[0]]
+        return [number for number in numbers if number in self.numbers and number not in owners]
 
     # Dealing
 
@@ -106,7 +111,7 @@ class Ledger:
         """Take from these what they have not counted, and how much of each it was.
 
         They get nothing more of this run of numbers, and whoever had something taken before gets nothing
-        back; where nobody else is left all stays as it is.
+        back; where nobody else is left all stays as it is, and so does what was passed on by another.
         """
         leaving = set(away) - self.moved
         found: dict[Place, int] = {}
@@ -118,7 +123,9 @@ class Ledger:
             taken = [
                 number
                 for number in self.numbers
-                if owners[number] in gone and number not in self._counted[stage]
+                if owners[number] in gone
+                and number not in self._counted[stage]
+                and not any(((stage, place), number) in self._barred for place in places)
             ]
             for number in taken:
                 place = stage, owners.pop(number)
@@ -128,10 +135,26 @@ class Ledger:
             owners.update(deal(taken, places, rates[stage], self._loads(stage)))
         return found
 
+    def pass_on(self, place: Place, number: int, rates: Sequence[Sequence[int]]) -> bool:
+        """Give one number of this replica's to another of its stage, counted or not, and never back. False
+        where there is no other, and then all stays as it is."""
+        stage, index = place
+        self._barred.add((place, number))
+        able = self._willing(stage, ()) or range(len(rates[stage]))
+        others = [other for other in able if ((stage, other), number) not in self._barred]
+        if not others or self._owners[stage][number] != index:
+            return False
+        del self._owners[stage][number]
+        self._counted[stage].discard(number)
+        self._forwarded[stage].discard(number)
+        self._owners[stage].update(deal([number], others, rates[stage], self._loads(stage)))
+        return True
+
     def slide(self, numbers: range, rates: Sequence[Sequence[int]]) -> "Ledger":
         """The same over a later run of numbers: what is in both stays where it is."""
         later = Ledger(self._plan, numbers, train=self._train)
         later.moved = self.moved
+        later._barred = self._barred
         for stage, owners in enumerate(self._owners):
             later._owners[stage] = {number: owners[number] for number in numbers if number in owners}
             later._counted[stage] = {number for number in self._counted[stage] if number in numbers}

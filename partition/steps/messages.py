@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.plan.plan import (
     MICROBATCHES_MAX,
@@ -45,13 +46,15 @@ class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     """Committer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
 
-    `squared_norm` is that of all stages' totals.
+    `squared_norm` is that of all stages' totals. `loss` is summed over the samples: whoever has to finish the
+    step, if this committer cannot, will know it by this alone.
     """
 
     step: Count
     attempt: Count
     samples: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX * MICROBATCHES_MAX)]
     squared_norm: float | None = None
+    loss: float = 0.0
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
@@ -204,13 +207,45 @@ class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
     step: Count
 
 
+class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
+    """Replica to committer: my stage cannot use what came with this frame, and goes on without.
+
+    `frame` is its header as its author signed it: that one was sent is beyond doubt, what came beside it is
+    the accuser's word.
+    """
+
+    frame: Fact
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
+class Ask(StepMessage, frozen=True, kw_only=True, tag="ask"):
+    """Committer to a replica that has not reported: nothing has gone on for long; what do you wait for?"""
+
+    step: Count
+    attempt: Count
+
+
+class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
+    """Replica to committer: what I have not reported yet is still to come.
+
+    `left` falls as long as it goes on. `peers` are those without whom it does not: they owe me summands, or
+    only sums; nobody where the work is my own.
+    """
+
+    step: Count
+    attempt: Count
+    left: Count
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
+    for_sums: bool = False
+
+
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
     """Replica to committer: I cannot go on, and why."""
 
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
-CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save
-ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Failed
+CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save | Ask
+ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | Unusable | Failed
 
 Sends = list[tuple[PeerId, object]]

@@ -9,12 +9,12 @@ whatever the stage before holds.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Any, Literal
 
 from partition.codec import Payload
-from partition.steps.frames import Direction
+from partition.steps.frames import Direction, OpenedFrame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
 
 Schedule = Literal["1f1b", "gpipe"]
@@ -23,34 +23,78 @@ Result = tuple[int, float]
 """Samples, and the loss summed over them; zeros but on the last stage."""
 
 
+Progress = Literal["waiting", "running", "done"]
+
+
 @dataclass
 class Microbatch:
-    """What has arrived of one micro-batch, and how far it is here."""
+    """What has arrived of one micro-batch, and how far it is here.
 
-    input: Payload | None = None
-    labels: Payload | None = None
-    gradient: Payload | None = None
-    forward: Literal["waiting", "running", "done"] = "waiting"
-    backward: Literal["waiting", "running", "done"] = "waiting"
+    Of each kind the first stays: what is summed must be what is taken out again. Until the stage has taken
+    it, frames of the same kind by others wait beside it, in case it cannot be used.
+    """
 
-    def put(self, direction: Direction, payload: Payload) -> None:
-        """The first of each kind stays: what is summed must be what is taken out again."""
-        match direction:
-            case "input":
-                self.input = self.input or payload
-            case "labels":
-                self.labels = self.labels or payload
-            case "gradient":
-                self.gradient = self.gradient or payload
+    frames: dict[Direction, OpenedFrame] = field(default_factory=dict)
+    spares: list[OpenedFrame] = field(default_factory=list)
+    refused: set[tuple[Direction, bytes, bytes]] = field(default_factory=set)
+    forward: Progress = "waiting"
+    backward: Progress = "waiting"
+
+    def payload(self, direction: Direction) -> Payload | None:
+        """What is given to the stage; None where nothing has arrived."""
+        frame = self.frames.get(direction)
+        return None if frame is None else frame.payload
+
+    def given(self, direction: Direction) -> Payload:
+        """The same of what is known to be here."""
+        return self.frames[direction].payload
+
+    def put(self, frame: OpenedFrame) -> None:
+        """One has arrived. What an author sends again, or once more after it was refused, changes nothing."""
+        direction = frame.header.direction
+        name = _named(frame)
+        held = self.frames.get(direction)
+        if name in self.refused:
+            return
+        if held is None:
+            self.frames[direction] = frame
+        elif name not in map(_named, (held, *self.spares)) and self._progress(direction) != "done":
+            self.spares.append(frame)
+
+    def refuse(self, direction: Direction) -> OpenedFrame:
+        """The stage cannot use what it was given: another takes its place, if one is here."""
+        bad = self.frames.pop(direction)
+        self.refused.add(_named(bad))
+        for spare in self.spares:
+            if spare.header.direction == direction:
+                self.frames[direction] = spare
+                self.spares.remove(spare)
+                break
+        if direction == "gradient":
+            self.backward = "waiting"
+        else:
+            self.forward = "waiting"
+        return bad
+
+    def settle(self) -> None:
+        """What the stage has taken needs no others beside it."""
+        self.spares = [spare for spare in self.spares if self._progress(spare.header.direction) != "done"]
+
+    def _progress(self, direction: Direction) -> Progress:
+        return self.backward if direction == "gradient" else self.forward
 
     def may_forward(self, *, is_last: bool) -> bool:
         """Whether all that the forward pass needs is here."""
-        complete = self.input is not None and (self.labels is not None or not is_last)
+        complete = "input" in self.frames and ("labels" in self.frames or not is_last)
         return complete and self.forward == "waiting"
 
     def may_backward(self) -> bool:
         """Whether the pass back may run."""
-        return self.gradient is not None and self.forward == "done" and self.backward == "waiting"
+        return "gradient" in self.frames and self.forward == "done" and self.backward == "waiting"
+
+
+def _named(frame: OpenedFrame) -> tuple[Direction, bytes, bytes]:
+    return frame.header.direction, frame.author, frame.header.plan
 
 
 class StepOrder:
@@ -73,10 +117,17 @@ class StepOrder:
         self._forwards.clear()
         self._backwards.clear()
 
-    def put(self, number: int, direction: Direction, payload: Payload) -> None:
+    def put(self, frame: OpenedFrame) -> None:
         """Something of a micro-batch has arrived."""
-        self.microbatches.setdefault(number, Microbatch()).put(direction, payload)
+        number = frame.header.microbatch
+        self.microbatches.setdefault(number, Microbatch()).put(frame)
         self.offer((number,))
+
+    def refuse(self, number: int, direction: Direction) -> OpenedFrame:
+        """The stage cannot use what has arrived; it waits for another."""
+        bad = self.microbatches[number].refuse(direction)
+        self.offer((number,))
+        return bad
 
     def offer(self, numbers: Iterable[int]) -> None:
         """Consider these again: more of them has arrived, or they may have become this replica's."""
@@ -86,6 +137,16 @@ class StepOrder:
                 heappush(self._forwards, number)
             elif state.may_backward():
                 heappush(self._backwards, number)
+
+    def told(self) -> dict[str, Any]:
+        """How far it is, as a Synced says it."""
+        rows = sorted(self.counted.items())
+        return {
+            "counted": tuple(number for number, _ in rows),
+            "samples": tuple(samples for _, (samples, _) in rows),
+            "losses": tuple(loss for _, (_, loss) in rows),
+            "begun": tuple(sorted(self.in_flight)),
+        }
 
     # What comes next
 
@@ -125,7 +186,9 @@ class StepOrder:
 
     def hold(self, number: int) -> None:
         """The forward pass is done, and a gradient will come."""
-        self.microbatches[number].forward = "done"
+        state = self.microbatches[number]
+        state.forward = "done"
+        state.settle()
         self.in_flight.add(number)
         self.offer((number,))
 
@@ -133,6 +196,7 @@ class StepOrder:
         """Its gradient is in the sums."""
         state = self.microbatches[number]
         state.forward = state.backward = "done"
+        state.settle()
         self.in_flight.discard(number)
         self.counted[number] = (samples, loss)
 
@@ -157,13 +221,19 @@ class HeldOut:
         self.microbatches.clear()
         self._newest = -1
 
-    def put(self, number: int, direction: Direction, payload: Payload) -> int:
+    def put(self, frame: OpenedFrame) -> int:
         """Something of one has arrived. Returns the first that may still be under way."""
+        number = frame.header.microbatch
         self._newest = max(self._newest, number)
         first = self._newest - EVALUATIONS_IN_FLIGHT_MAX + 1
         if number >= first:
-            self.microbatches.setdefault(number, Microbatch()).put(direction, payload)
+            self.microbatches.setdefault(number, Microbatch()).put(frame)
         return first
+
+    def refuse(self, number: int, direction: Direction) -> OpenedFrame | None:
+        """The stage cannot use what has arrived; None where nobody asks for it any more."""
+        state = self.microbatches.get(number)
+        return None if state is None or direction not in state.frames else state.refuse(direction)
 
     def forget(self, first: int) -> None:
         """Those before `first` are done everywhere."""

@@ -10,10 +10,13 @@ from partition.steps.messages import Work
 class StepApplied:
     """A step is final on every replica. `loss` is the mean over its samples.
 
-    `work` is what it took of each replica, by stage, in the plan's order.
+    `work` is what it took of each replica, by stage, in the plan's order; nothing of those that applied it
+    under an earlier plan. A committer begins with the last step before its own, which may have been told of:
+    then `attempt` is the same.
     """
 
     step: int
+    attempt: int
     loss: float
     samples: int
     replicas: int
@@ -55,10 +58,10 @@ class ReplicaRebuilt:
 
 @dataclass(frozen=True)
 class ReplicaFailed:
-    """The run cannot go on with this replica: a plan without it is wanted."""
+    """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted."""
 
     peer: PeerId
-    stage: int
+    stage: int | None
     reason: str
 
 

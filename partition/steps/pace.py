@@ -1,5 +1,6 @@
 """How fast each replica is found to be within a run: for dealing, and for knowing when one has stalled."""
 
+from collections.abc import Iterable
 from math import floor, log10
 
 from crypto.identity import PeerId
@@ -23,6 +24,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[PeerId, float] = {}
+        self._waiting: dict[PeerId, float] = {}
+
+    def heard(self, peer: PeerId) -> None:
+        """It has said something: it is at work."""
+        self._waiting.pop(peer, None)
+
+    def forget(self) -> None:
+        """Nobody has work at hand."""
+        self._waiting.clear()
+
+    def stalled(self, now: float, obliged: Iterable[PeerId]) -> list[PeerId]:
+        """Of those that have work at hand now: who has had it and said nothing for longer than it ever
+        takes."""
+        self._waiting = {peer: self._waiting.get(peer, now) for peer in obliged}
+        return [peer for peer, since in self._waiting.items() if now - since >= self.patience_seconds(peer)]
 
     def measured(self, peer: PeerId, work: Work, microbatches: int) -> None:
         """What a step took of `peer`, which counted so many micro-batches in it."""

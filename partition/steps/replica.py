@@ -21,12 +21,13 @@ from typing import Any
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.steps.frames import OpenedFrame, Outgoing
+from partition.steps.frames import Direction, OpenedFrame, Outgoing
 from partition.steps.kept import KeptFrames, Key
 from partition.steps.messages import (
     REASON_LENGTH_MAX,
     Applied,
     Apply,
+    Ask,
     Counted,
     Evaluated,
     Failed,
@@ -40,9 +41,12 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
+    Unusable,
+    Waiting,
     Work,
 )
 from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
+from partition.steps.reports import Reports
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
 from partition.steps.work import (
     ApplyReady,
@@ -51,6 +55,7 @@ from partition.steps.work import (
     FillVoided,
     ForgetReady,
     ForwardReady,
+    ReduceAsked,
     ReduceReady,
     ReduceVoided,
     RemoveReady,
@@ -66,6 +71,7 @@ __all__ = [
     "FillVoided",
     "ForgetReady",
     "ForwardReady",
+    "ReduceAsked",
     "ReduceReady",
     "ReduceVoided",
     "RemoveReady",
@@ -115,16 +121,14 @@ class Replica:
         self._reduced: int | None = None
         self._held_out = HeldOut()
         self._kept = KeptFrames()
-        self._reports: dict[tuple[str, int], StepMessage] = {}
+        self._reports = Reports()
         self._sync_asked = False
         self._routes: Routes | None = None
         self._commit: StepCommit | None = None
         self._commit_attempt = -1
         self._named: frozenset[int] = frozenset()
+        self._order = StepOrder(schedule, is_last=me in plan.stages[-1].replicas)
         self._take_plan(plan)
-        self._order = StepOrder(schedule, is_last=self.is_last)
-        if plan.restored != NOTHING:
-            self._restore()
 
     def adopt(self, plan: Plan) -> None:
         """A new plan has come into force; its committer's Sync will follow. The same plan changes nothing.
@@ -139,8 +143,6 @@ class Replica:
         if self._fill is not None and (self._fill.sources or plan.restored != NOTHING):
             self._void_fill()
         self._take_plan(plan)
-        if plan.restored != NOTHING:
-            self._restore()
 
     @property
     def attempt(self) -> int:
@@ -172,6 +174,8 @@ class Replica:
                 return self._take_apply(message)
             case Fill():
                 return self._take_fill(message)
+            case Ask():
+                return self._answer(message)
             case Save():
                 if message.step == self.step and self._saved != message.step and self._apply is None:
                     self._save = message.step
@@ -186,7 +190,7 @@ class Replica:
         """The stream to `peer` broke and is open again: what it may have lost is sent again."""
         sends: Sends = [(peer, self._outgoing(frame)) for frame in self._kept.sent_to(peer, self.plan_hash)]
         if peer == self.plan.committer:
-            sends += [(peer, message) for message in self._reports.values()]
+            sends += self._reports.all()
         return sends
 
     # What the stage does next
@@ -222,8 +226,8 @@ class Replica:
         if doubles:
             number = min(doubles)
             state = self._order.microbatches[number]
-            assert state.input is not None, "it was counted"
-            return RemoveReady(self.plan_hash, step, number, state.input, state.labels, state.gradient)
+            labels, gradient = state.payload("labels"), state.payload("gradient")
+            return RemoveReady(self.plan_hash, step, number, state.given("input"), labels, gradient)
         members = tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in self.plan.stages)
         return ReduceReady(self.plan_hash, step, self._commit.attempt, members)
 
@@ -234,8 +238,7 @@ class Replica:
             state = self._order.microbatches[number]
             if kind == "forward":
                 return self._forward_of(number, state, train=True)
-            assert state.gradient is not None
-            return BackwardReady(self.plan_hash, step, self.attempt, number, state.gradient)
+            return BackwardReady(self.plan_hash, step, self.attempt, number, state.given("gradient"))
         number_held_out = self._held_out.next_forward(self._owns, self.is_last)
         if number_held_out is None:
             return None
@@ -243,8 +246,8 @@ class Replica:
 
     def _forward_of(self, number: int, state: Microbatch, *, train: bool) -> ForwardReady:
         assert self.step is not None
-        assert state.input is not None
-        return ForwardReady(self.plan_hash, self.step, self.attempt, number, train, state.input, state.labels)
+        given, labels = state.given("input"), state.payload("labels")
+        return ForwardReady(self.plan_hash, self.step, self.attempt, number, train, given, labels)
 
     def _owns(self, number: int) -> bool:
         if self._commit is not None:
@@ -288,19 +291,26 @@ class Replica:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
         return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
 
-    def removed(self, done: RemoveReady) -> Sends:
-        """The sums do not hold it any more."""
+    def refused(self, done: ForwardReady | BackwardReady, direction: Direction, reason: str) -> Sends:
+        """The stage cannot use what it was given, and is as it was before: whoever sent it is named."""
+        if not self._take_back(done):
+            return []
+        number, is_held_out = done.microbatch, isinstance(done, ForwardReady) and not done.train
+        refuse = self._held_out.refuse if is_held_out else self._order.refuse
+        frame = refuse(number, direction)
+        if frame is None or frame.header.plan != self.plan_hash:
+            return self._answer_sync()  # it comes again under the plan in force, or nobody asks for it
+        message = Unusable(plan=self.plan_hash, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX])
+        return self._reports.say(f"unusable {direction}", number, message) + self._answer_sync()
+
+    def forgotten(self, done: ForgetReady | RemoveReady) -> Sends:
+        """Neither the stage nor its sums hold it any more."""
         if not self._take_back(done):
             return []
         self._order.forget(done.microbatch)
         return self._answer_sync()
 
-    def forgotten(self, done: ForgetReady) -> Sends:
-        """The stage does not hold it any more."""
-        if not self._take_back(done):
-            return []
-        self._order.forget(done.microbatch)
-        return self._answer_sync()
+    removed = forgotten
 
     def reduced(self, done: ReduceReady, digest: bytes, squared_norm: float | None = None) -> Sends:
         """The stage's total is ready; its squared norm too."""
@@ -314,7 +324,7 @@ class Replica:
             digest=digest,
             squared_norm=squared_norm,
         )
-        return self._report("reduced", 0, message)
+        return self._reports.say("reduced", 0, message)
 
     def applied(self, done: ApplyReady, digest: bytes, work: Work) -> Sends:
         """The optimizer has stepped: the step is final here."""
@@ -325,7 +335,9 @@ class Replica:
         self._clear()
         message = Applied(plan=self.plan_hash, step=done.step, digest=digest, work=work)
         # Under another plan than the Apply's its committer asks by a Sync, which has waited for this.
-        return self._report("applied", 0, message) if done.plan == self.plan_hash else self._answer_sync()
+        return (
+            self._reports.say("applied", 0, message) if done.plan == self.plan_hash else self._answer_sync()
+        )
 
     def saved(self, done: SaveReady) -> Sends:
         """The copy is made."""
@@ -354,7 +366,7 @@ class Replica:
 
     def failed(self, reason: str) -> Sends:
         """The stage process is gone or refused; the committer will ask for a plan without this replica."""
-        return self._report("failed", 0, Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
+        return self._reports.say("failed", 0, Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
 
     def _take_back(self, done: WorkItem) -> bool:
         """Whether a report is of what was asked for, and still means something."""
@@ -389,10 +401,10 @@ class Replica:
             result = Evaluated(
                 plan=self.plan_hash, microbatch=number, samples=samples, loss=loss, metrics=metrics
             )
-            return self._report("evaluated", number, result)
+            return self._reports.say("evaluated", number, result)
         self._kept.keep((False, number, "input"), output)
         message = Progress(plan=self.plan_hash, step=done.step, microbatch=number, stage=self.stage)
-        return self._send((False, number, "input")) + self._report("held out", number, message)
+        return self._send((False, number, "input")) + self._reports.say("held out", number, message)
 
     # Messages of the committer
 
@@ -404,20 +416,16 @@ class Replica:
             return []
         self._sync_asked = False
         if self.step is None:
-            return self._report("synced", 0, Synced(plan=self.plan_hash, step=None))
-        rows = sorted(self._order.counted.items())
+            return self._reports.say("synced", 0, Synced(plan=self.plan_hash, step=None))
         message = Synced(
             plan=self.plan_hash,
             step=self.step,
-            counted=tuple(number for number, _ in rows),
-            samples=tuple(samples for _, (samples, _) in rows),
-            losses=tuple(loss for _, (_, loss) in rows),
-            begun=tuple(sorted(self._order.in_flight)),
+            **self._order.told(),
             reduced=self._reduced,
             applied=self._applied,
             digest=self._digest,
         )
-        return self._report("synced", 0, message)
+        return self._reports.say("synced", 0, message)
 
     def _open(self, message: Open) -> Sends:
         routes = Routes(self.plan, message)
@@ -433,7 +441,9 @@ class Replica:
         if not routes.train:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
-        return [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
+        sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
+        # What came while it was another's to compute did not matter then.
+        return sends + self._reports.useless(self._owns)
 
     def _take_commit(self, message: StepCommit) -> Sends:
         if self.step is None or message.step > self.step or message.attempt not in attempts(self.plan):
@@ -441,7 +451,7 @@ class Replica:
         if message.step < self.step or self._apply is not None:
             return []
         if message.attempt <= self._commit_attempt:
-            return self._repeat("reduced")
+            return self._reports.again("reduced")
         if self._routes is not None and message.attempt < self._routes.attempt:
             return []  # an Open that came after it has overtaken it
         check_commit(self.plan, message)
@@ -450,7 +460,7 @@ class Replica:
             return self.failed(f"step {self.step}: the commit names what this replica has not counted")
         self._void_reduction()
         self._reduced = None
-        self._reports.pop(("reduced", 0), None)
+        self._reports.drop("reduced")
         self._commit, self._named, self._commit_attempt = message, mine, message.attempt
         return []
 
@@ -458,7 +468,7 @@ class Replica:
         if self.step is None:
             raise RemoteProtocolError("an Apply for a replica that has nothing")
         if message.step < self.step:
-            return self._repeat("applied")
+            return self._reports.again("applied")
         if self._apply is not None:
             return []
         if message.step > self.step or self._reduced is None or message.attempt != self._reduced:
@@ -466,9 +476,28 @@ class Replica:
         self._apply = message
         return []
 
+    def _answer(self, message: Ask) -> Sends:
+        """What is still to come before this replica reports. Whom a reduction waits for its shell knows."""
+        asked = ReduceAsked(self.plan_hash, message.step, message.attempt)
+        if self.step is None or message.step > self.step:
+            return []
+        if message.step < self.step:
+            return self._reports.again("applied")
+        if self._reduced == message.attempt and self._apply is None:
+            return self._reports.again("reduced")
+        if isinstance(self._busy, ReduceReady) and message.attempt == self._busy.attempt:
+            self.events.append(asked)
+            return []
+        # Each that is taken out takes two passes; then comes the reduction, or the optimizer.
+        return self.waits(asked.answer(1 + len(self._order.counted.keys() - self._named)))
+
+    def waits(self, message: Waiting) -> Sends:
+        """Say what is left to do or to come, and by whom."""
+        return self._reports.say("waiting", 0, message)
+
     def _take_fill(self, message: Fill) -> Sends:
         if message == self._fill_message:
-            return self._repeat("synced") if self._fill is None else []
+            return self._reports.again("synced") if self._fill is None else []
         if self.me in message.sources or not set(message.sources) <= set(
             self.plan.stages[self.stage].replicas
         ):
@@ -493,19 +522,15 @@ class Replica:
         check_frame(self.plan, self.stage, self.step, sender, header)
         # Under a later attempt than this replica knows of it waits: nothing is computed that is not owned.
         if header.train:
-            self._order.put(header.microbatch, header.direction, frame.payload)
+            self._order.put(frame)
         else:
-            self._forget_held_out(self._held_out.put(header.microbatch, header.direction, frame.payload))
+            self._forget_held_out(self._held_out.put(frame))
 
     def _send(self, key: Key) -> Sends:
         """A kept frame, if it is this replica's to send and its receiver has not had it under this plan."""
-        train, number, direction = key
-        if self._routes is None or self._routes.train != train:
+        if self._routes is None or self._routes.owner(self.stage, key[1]) != self.me:
             return []
-        if self._routes.owner(self.stage, number) != self.me:
-            return []
-        receiver = self._routes.wants(self.stage + (1 if direction == "input" else -1), number)
-        frame = self._kept.due(key, receiver, self.plan_hash)
+        receiver, frame = self._kept.wanted(key, self._routes, self.stage, self.plan_hash)
         return [] if frame is None or receiver is None else [(receiver, self._outgoing(frame))]
 
     def _outgoing(self, frame: object) -> Outgoing:
@@ -515,24 +540,14 @@ class Replica:
         """Those before `first` have been through everywhere."""
         self._held_out.forget(first)
         self._kept.drop(lambda key: not key[0] and key[1] < first)
-        for name in ("evaluated", "held out"):
-            for key in [key for key in self._reports if key[0] == name and key[1] < first]:
-                del self._reports[key]
+        self._reports.forget_held_out(first)
 
     # Bookkeeping
 
     def _report_mine(self, name: str, number: int, message: StepMessage) -> Sends:
         """Of a micro-batch: the committer takes it from its owner, and until the Open only with Synced."""
-        sends = self._report(name, number, message) if self._routes and self._owns(number) else []
+        sends = self._reports.say(name, number, message) if self._routes and self._owns(number) else []
         return sends + self._answer_sync()
-
-    def _report(self, name: str, number: int, message: StepMessage) -> Sends:
-        self._reports[name, number] = message
-        return [(self.plan.committer, message)]
-
-    def _repeat(self, name: str) -> Sends:
-        message = self._reports.get((name, 0))
-        return [] if message is None else [(self.plan.committer, message)]
 
     def _void_reduction(self) -> None:
         """What was committed is not any more. A total that is ready stays: others may have applied theirs."""
@@ -546,10 +561,6 @@ class Replica:
             self.events.append(FillVoided(self._busy.plan, self._busy.step))
             self._busy = None
         self._fill = None
-
-    def _restore(self) -> None:
-        self._empty()
-        self._fill = FillReady(self.plan_hash, self.plan.step, NOTHING, (), self.plan.restored)
 
     def _empty(self) -> None:
         """Whatever the stage holds is void until it is filled."""
@@ -566,12 +577,15 @@ class Replica:
         self.plan_hash = plan_hash(plan)
         self.stage = stage
         self.is_last = stage == len(plan.stages) - 1
-        self._routes = self._commit = self._fill_message = None
+        self._routes = self._commit = self._fill_message = self._saved = None
         self._commit_attempt = -1
         self._sync_asked = False
-        self._reports.clear()
+        self._reports.begin(plan.committer)
         self._held_out.clear()
         self._kept.drop(lambda key: not key[0])
+        if plan.restored != NOTHING:
+            self._empty()
+            self._fill = FillReady(self.plan_hash, plan.step, NOTHING, (), plan.restored)
 
     def _clear(self) -> None:
         """Nothing of a step in flight is left."""

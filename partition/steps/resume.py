@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan
-from partition.steps.messages import SAMPLES_MAX, Apply, Synced
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.steps.messages import SAMPLES_MAX, Apply, Fill, Synced
 from partition.steps.routes import step_numbers
 
 
@@ -26,6 +29,8 @@ def check_synced(plan: Plan, message: Synced) -> None:
         raise RemoteProtocolError("an earlier step than that of the checkpoint which the plan restores")
     if message.applied is not None and message.applied.step + 1 != step:
         raise RemoteProtocolError("steps applied that its last Apply does not fit")
+    if message.applied is not None and not isfinite(message.applied.loss):
+        raise RemoteProtocolError("a step applied whose loss is no number")
     numbers = range(0) if step is None else step_numbers(plan, step)
     named = (*message.counted, *message.begun)
     if len(set(named)) != len(named) or any(number not in numbers for number in named):
@@ -78,3 +83,25 @@ def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
             right = Counter(digest for _, digest in said).most_common(1)[0][0]
             wrong += [peer for peer, digest in said if digest != right]
     return wrong
+
+
+def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | None) -> dict[PeerId, Fill]:
+    """What each replica is told that is not among the `right`, which hold their stage after `step` steps;
+    with their digests, NOTHING where one is not known. `apply` is their last."""
+    name = plan_hash(plan)
+    applied = None if apply is None else replace(apply, plan=name)
+    found: dict[PeerId, Fill] = {}
+    for stage in plan.stages:
+        peers = [PeerId(peer) for peer in stage.replicas]
+        sources = tuple(peer for peer in peers if peer in right)
+        digest = next((right[peer] for peer in sources if right[peer] != NOTHING), NOTHING)
+        for peer in peers:
+            if peer not in right:
+                found[peer] = Fill(plan=name, step=step, digest=digest, sources=sources, applied=applied)
+    return found
+
+
+def is_filled(fill: Fill, message: Synced) -> bool:
+    """Whether who was to be filled says that it is."""
+    same_apply = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
+    return message.step == fill.step and same_apply and fill.digest in (NOTHING, message.digest)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 from partition.codec import Payload
 from partition.plan.plan import NOTHING
+from partition.steps.messages import Waiting
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,26 @@ class FillVoided:
 
     plan: bytes
     step: int
+
+
+@dataclass(frozen=True)
+class ReduceAsked:
+    """The committer wants to know whom the reduction under way waits for."""
+
+    plan: bytes
+    step: int
+    attempt: int
+
+    def answer(self, left: int, peers: tuple[PeerId, ...] = (), *, for_sums: bool = False) -> Waiting:
+        """What a replica says to it."""
+        return Waiting(
+            plan=self.plan,
+            step=self.step,
+            attempt=self.attempt,
+            left=left,
+            peers=peers,
+            for_sums=for_sums,
+        )
 
 
 WorkItem = (

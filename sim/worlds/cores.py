@@ -152,6 +152,10 @@ class CoresWorld:
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
+        self.engine.halt(self._agenda.due)
+
+    def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
+        self.engine.carry(sender, receiver, size_bytes, land)
 
     def on(self, kind: type, handler: Callable[[Life, Any], None]) -> None:
         self._handlers.setdefault(kind, []).append(handler)

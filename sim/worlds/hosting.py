@@ -69,18 +69,19 @@ class Hosting:
         self.close()
         return True
 
-    def _open(self, step: int | None, opened: Callable[[bool], None] = lambda done: None) -> None:
+    def _open(self, step: int | None, opened: Callable[[bool], None] | None = None) -> None:
         self._is_opening = True
         self._openings += 1
         number = self._openings
 
         def done() -> None:
             if number != self._openings or self._plan is None:
-                opened(False)
-                return
-            self._is_opening = False
-            self.hosted = self._make(self._plan, step)
-            opened(True)
+                is_open = False
+            else:
+                is_open, self._is_opening = True, False
+                self.hosted = self._make(self._plan, step)
+            if opened is not None:
+                opened(is_open)
 
         self._later(OPEN_SECONDS, done)
 

@@ -91,17 +91,15 @@ class Keeping:
         if name != checkpoint_name(self._setting.run, step) or mine is not None:
             then(mine)
             return
-        left = [peer for peer in self._live() if peer != self._me]
 
-        def next_one(state: Any) -> None:
-            if isinstance(state, State):
+        def take(state: State | None) -> None:
+            if state is not None:
                 then(state)
-            elif left:
-                self._ask(left.pop(0), FetchCopy(step, stage), FETCH_SECONDS_MAX, next_one)
             else:
                 self._later(RESTORE_AGAIN_SECONDS, lambda: self.restore(name, stage, step, then))
 
-        next_one(None)
+        others = [peer for peer in self._live() if peer != self._me]
+        fetch_from(self._ask, others, FetchCopy(step, stage), take)
 
     # The committer's side
 
@@ -158,3 +156,20 @@ class Keeping:
         """A checkpoint is whole: whoever plans next may go back to it."""
         if self._disk.newest is None or step > self._disk.newest[1]:
             self._disk.newest = name, step
+
+
+def fetch_from(
+    ask: Ask, sources: Sequence[PeerId], question: Any, then: Callable[[State | None], None]
+) -> None:
+    """Ask one after another for a state; None where nobody hands it over."""
+    left = list(sources)
+
+    def next_one(state: Any) -> None:
+        if isinstance(state, State):
+            then(state)
+        elif left:
+            ask(left.pop(0), question, FETCH_SECONDS_MAX, next_one)
+        else:
+            then(None)
+
+    next_one(None)

@@ -9,6 +9,7 @@ hears of it. A question fails at once when the path breaks.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from crypto.identity import PeerId
@@ -37,8 +38,8 @@ class Ground(Protocol):
     def connected(self, one: PeerId, other: PeerId) -> bool:
         """Whether both run, and each reaches the other."""
 
-    def arrives(self, sender: PeerId, receiver: PeerId, size_bytes: int) -> float:
-        """When this much, sent now over a stream, is there."""
+    def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
+        """So much leaves now; `land` is told when it will have arrived, before that instant."""
 
     def thaws(self, peer: PeerId) -> float:
         """Until when a peer stands still; not after now for one that does not."""
@@ -53,7 +54,6 @@ class _Stream:
     dials: int = 0
     """A dial under way counts only if none was begun after it."""
     broken_at: float = 0.0
-    due: float = 0.0
     on_way: deque[Any] = field(default_factory=deque)
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
     life: int = 0
@@ -68,8 +68,8 @@ class _Question:
 
 
 class Streams:
-    """All of one run. `deliver(sender, receiver, message)` takes what arrives, `reconnected(sender, receiver)`
-    hears of streams that are open again."""
+    """Those of one run. `deliver(sender, receiver, message)` takes what arrives; `reconnected(sender,
+    receiver)` is told of streams that are open again."""
 
     def __init__(
         self, ground: Ground, seed: int, deliver: Deliver, reconnected: Callable[[PeerId, PeerId], None]
@@ -109,14 +109,13 @@ class Streams:
 
         def answer(reply: Any) -> None:
             if question in self._questions:
-                due = ground.arrives(peer, asker, size_bytes)
-                ground.at(due, lambda: self._settle(question, reply))
+                self._carry_to(peer, asker, size_bytes, lambda: self._settle(question, reply))
 
         def arrive() -> None:
             if question in self._questions:
                 self._when_awake(peer, lambda: put(answer))
 
-        ground.at(ground.arrives(asker, peer, size_bytes), arrive)
+        self._carry_to(asker, peer, size_bytes, arrive)
         ground.at(ground.now + seconds, lambda: self._settle(question, None))
 
     def stopped(self, peer: PeerId) -> None:
@@ -139,7 +138,7 @@ class Streams:
                 self._break(stream)
         for question in list(self._questions):
             if not self._ground.connected(question.asker, question.peer):
-                self._ground.at(self._ground.now, lambda question=question: self._settle(question, None))  # type: ignore[misc]
+                self._ground.at(self._ground.now, partial(self._settle, question, None))
 
     # One stream
 
@@ -159,15 +158,14 @@ class Streams:
         stream.dials += 1
         number = stream.dials
 
-        def begin() -> None:
-            if self._is_current(stream, number):
-                due = self._ground.arrives(stream.sender, stream.receiver, 0)
-                self._ground.at(
-                    self._ground.now + DIAL_TRIPS * (due - self._ground.now),
-                    lambda: self._open(stream, number),
-                )
+        def trip(left: int) -> None:
+            ends = (stream.sender, stream.receiver) if left % 2 else (stream.receiver, stream.sender)
+            if not left:
+                self._open(stream, number)
+            elif self._is_current(stream, number):
+                self._carry_to(*ends, 0, lambda: trip(left - 1))
 
-        self._ground.at(self._ground.now + pause, begin)
+        self._ground.at(self._ground.now + pause, lambda: trip(DIAL_TRIPS))
 
     def _is_current(self, stream: _Stream, number: int) -> bool:
         """Whether a dial still counts, and may succeed; one that fails is made again when things change."""
@@ -187,14 +185,19 @@ class Streams:
             self._when_awake(stream.sender, lambda: self._reconnected(stream.sender, stream.receiver))
 
     def _carry(self, stream: _Stream, message: Any, size_bytes: int) -> None:
-        ground = self._ground
-        if stream.sender != stream.receiver:
-            stream.due = max(stream.due, ground.arrives(stream.sender, stream.receiver, size_bytes))
-        else:
-            stream.due = ground.now
         stream.on_way.append(message)
         life = stream.life
-        ground.at(stream.due, lambda: self._arrive(stream, life))
+        self._carry_to(stream.sender, stream.receiver, size_bytes, lambda: self._arrive(stream, life))
+
+    def _carry_to(
+        self, sender: PeerId, receiver: PeerId, size_bytes: int, action: Callable[[], None]
+    ) -> None:
+        """Act when so much, sent now, has arrived; between peers that are one at once."""
+        ground = self._ground
+        if sender == receiver:
+            ground.at(ground.now, action)
+        else:
+            ground.carry(sender, receiver, size_bytes, lambda due: ground.at(due, action))
 
     def _arrive(self, stream: _Stream, life: int) -> None:
         if stream.life != life or self._streams.get((stream.sender, stream.receiver)) is not stream:

@@ -188,7 +188,7 @@ class Succeeding:
 
     def _release(self, asking: _Asking) -> None:
         for peer in asking.newcomers:
-            self._ask(peer, Release(plan_hash(asking.plan)), PREPARE_SECONDS_MAX, _nothing)
+            self._ask(peer, Release(plan_hash(asking.plan)), PREPARE_SECONDS_MAX, nothing)
 
     def _mind(self, found: Hopeless | None) -> None:
         """What looks hopeless may be so for a moment only: who is missing comes back."""
@@ -202,5 +202,5 @@ class Succeeding:
             self._hopeless(found, found is not None and now - since >= found.waits_seconds)
 
 
-def _nothing(reply: Any) -> None:
+def nothing(reply: Any) -> None:
     """Nobody waits for it."""

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
+from node.runs.requests import PIPELINE_PROTOCOL
 from partition.plan.plan import NOTHING, Plan, StagePlan
 from sim.happenings import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
-from sim.network.instants import after, instant
+from sim.network.instants import instant
 from sim.scenario import Training
 from sim.seeds import draw, seeded_rng
 from sim.worlds.life import Ground, Life
@@ -37,12 +38,14 @@ class RunsGround(Ground, Protocol):
     @property
     def peers(self) -> Sequence[PeerId]: ...
     def name(self, peer: PeerId) -> str: ...
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float: ...
+    def carry(
+        self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]
+    ) -> None: ...
 
 
 class TrainingRuns:
-    """All runs of a scenario in one world. `network_changed` is for the world to call; of the rest it hears as
-    all parts do. What streams stand on (`sim.worlds.streams.Ground`) is here, too."""
+    """All runs of a scenario in one world. `network_changed` is for the world to call; of the rest it hears
+    as all parts do. What streams stand on (`sim.worlds.streams.Ground`) is here, too."""
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
@@ -128,8 +131,10 @@ class TrainingRuns:
         is_up = one in ground.lives and other in ground.lives
         return is_up and ground.reaches(one, other) and ground.reaches(other, one)
 
-    def arrives(self, sender: PeerId, receiver: PeerId, size_bytes: int) -> float:  # noqa: ARG002
-        return after(self.now, self._ground.latency_seconds(sender, receiver))
+    def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
+        self.counters[f"messages {PIPELINE_PROTOCOL}"] += 1
+        self.counters[f"bytes {PIPELINE_PROTOCOL}"] += size_bytes
+        self._ground.carry(sender, receiver, size_bytes, land)
 
     def thaws(self, peer: PeerId) -> float:
         return self._thaws.get(peer, 0.0)
@@ -211,9 +216,11 @@ class _Run:
             if self._runs.is_up(peer):
                 self._make(peer, has_forgotten=False)
         for peer in plan.members:
-            member = self._members[peer]
-            due = self._runs.arrives(plan.committer, peer, 0) if peer != plan.committer else self._runs.now
-            self._runs.at(due, _beginning(member, plan))
+            begin = _beginning(self._members[peer], plan)
+            if peer == plan.committer:
+                self._runs.at(self._runs.now, begin)
+            else:
+                self._runs.carry(plan.committer, peer, 0, _landing(self._runs, begin))
 
     def _make(self, peer: PeerId, *, has_forgotten: bool) -> Member:
         self._lives[peer] += 1
@@ -312,3 +319,7 @@ def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[P
 
 def _beginning(member: Member, plan: Plan) -> Callable[[], None]:
     return lambda: member.turn(lambda: member.begin(plan))
+
+
+def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float], None]:
+    return lambda due: runs.at(due, action)

@@ -129,12 +129,17 @@ def test_missing_names_those_it_waits_for() -> None:
     machines = {member: AllReduce(member, members, KEY, np.ones(9, np.float32)) for member in members}
     first = machines[members[0]]
     assert first.missing == members[1:]
+    assert first.unsummed == members[1:]
+    before = first.left
     for peer, part in machines[members[1]].start():
         machines[peer].receive(members[1], part)
     assert first.missing == members[1:]
+    assert first.unsummed == members[2:]
+    assert first.left == before - 1
     for peer, part in machines[members[2]].start():
         for receiver, reply in machines[peer].receive(members[2], part):
             machines[receiver].receive(peer, reply)
+    assert first.unsummed == ()
     assert first.missing == members[1:]  # their sums, for which they still want our summands
     with pytest.raises(LocalProtocolError):
         _ = first.total

@@ -89,5 +89,5 @@ def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0,
 
 
 def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **other: Any) -> Synced:
-    applied = Apply(plan=NOTHING, step=step - 1, attempt=attempt, samples=9) if step else None
+    applied = Apply(plan=NOTHING, step=step - 1, attempt=attempt, samples=9, loss=18.0) if step else None
     return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied, **other)

@@ -1,11 +1,13 @@
 """One peer of the world in memory: what a node's shells do around the step cores, without clock or torch."""
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from crypto.encoding import encode
+from crypto.facts import Fact
 from crypto.identity import PeerId
+from partition.codec import Payload
 from partition.plan.change import Change
 from partition.plan.plan import NOTHING, Plan
 from partition.steps.committer import Committer
@@ -19,12 +21,14 @@ from partition.steps.replica import (
     FillVoided,
     ForgetReady,
     ForwardReady,
+    ReduceAsked,
     ReduceReady,
     ReduceVoided,
     RemoveReady,
     Replica,
     SaveReady,
     StepDiscarded,
+    WorkItem,
 )
 from tests.partition.fake_stage import (
     METRICS,
@@ -39,6 +43,8 @@ from tests.partition.fake_stage import (
     samples_of,
 )
 
+SPOILED = b"whose digest does not fit"
+"""What no stage can use."""
 MICROBATCH_NANOSECONDS = 10_000_000
 ALL_STAGES = -1
 """In the place of a stage's number: the reduction of what is tied between all of them."""
@@ -105,7 +111,7 @@ class Machine:
         self.corrupts_next = False
         self.wrong_digests = 0
         self.forgotten_step = -1
-        self.voided: deque[Any] = deque()
+        self.asked: list[ReduceAsked] = []
         self._open_roles(plan, 0)
 
     # Plans
@@ -123,6 +129,8 @@ class Machine:
         stage = plan.stage_of(self.me)
         self.work = self.replica = None
         self.is_corrupt = self.corrupts_next = self.has_reported = False
+        self.spoils = self.accuses = 0
+        self.hangs = False
         if stage is not None:
             self.stage = FakeStage(stage, len(plan.stages), self.settings.frozen)
             self.replica = self.settings.replica_class(
@@ -193,7 +201,11 @@ class Machine:
             old.codec,
             old.digest,
         )
-        return OpenedFrame(self.me, header, payload(draft.data))
+        data = draft.data
+        if self.spoils:
+            self.spoils -= 1
+            data = SPOILED
+        return opened(self.me, header, data)
 
     def wired(self, message: Any) -> Any:
         """A message as it goes over the wire; None where it is of a plan that is over here."""
@@ -236,6 +248,8 @@ class Machine:
         work, replica, stage = self.work, self.replica, self.stage
         assert replica is not None
         self.work = None
+        if (refused := self._refused(work)) is not None:
+            return refused
         match work:
             case ForwardReady():
                 return self._forward(work)
@@ -268,6 +282,24 @@ class Machine:
                 stage.discard()
                 return replica.discarded(work)
         raise Broken(f"nobody knows what to do with {work}")
+
+    def _refused(self, work: WorkItem) -> Sends | None:
+        """The stage cannot use what it is given, or says so; None where it can."""
+        assert self.replica is not None
+        if not isinstance(work, ForwardReady | BackwardReady):
+            return None
+        given: dict[Direction, Payload | None] = {}
+        if isinstance(work, ForwardReady):
+            given = {"input": work.input, "labels": work.labels if self.stage.is_last else None}
+        else:
+            given = {"gradient": work.gradient}
+        for direction, part in given.items():
+            if part is not None and part.data == SPOILED:
+                return self.replica.refused(work, direction, "a digest that does not fit")
+        if self.accuses:
+            self.accuses -= 1
+            return self.replica.refused(work, next(iter(given)), "I say so")
+        return None
 
     def filled(self, parameters: bytes) -> Sends:
         """What was to be fetched is here."""
@@ -314,6 +346,10 @@ class Machine:
                     if not isinstance(self.work, FillReady):
                         raise Broken("a filling is void that is not under way")
                     self.work = None
+                case ReduceAsked():
+                    if not isinstance(self.work, ReduceReady):
+                        raise Broken("one is asked for a reduction that is not under way")
+                    self.asked.append(event)
         self.replica.events.clear()
         return voided
 
@@ -375,4 +411,4 @@ def header_of(step: int, microbatch: int, stage: int, direction: Any, train: boo
 
 def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:
     """A frame as `open_frame` hands it over."""
-    return OpenedFrame(author, header, payload(data))
+    return OpenedFrame(author, header, payload(data), Fact(author, encode(header), b"no signature"))

@@ -118,6 +118,33 @@ def _corrupt(world: "World") -> None:
         machine.corrupts_next = True
 
 
+def _spoil(world: "World") -> None:
+    """What it sends cannot be used, some times or from now on."""
+    for machine in _liar(world):
+        machine.spoils += world.rng.choice((1, 1, 3, 100))
+
+
+def _accuse(world: "World") -> None:
+    """It says that it cannot use what is as it should be."""
+    for machine in _liar(world):
+        machine.accuses += world.rng.choice((1, 1, 3, 100))
+
+
+def _liar(world: "World") -> list[Machine]:
+    """The one of a world: of two that lie together nobody can tell. It is not the committer, who judges."""
+    if world.liar is None:
+        world.liar = world.rng.choice(list(world.machines))
+    machine = world.machines[world.liar]
+    is_judge = any(machine.me == plan.committer for plan in world.plans)
+    return [machine] if machine.is_alive and not is_judge else []
+
+
+def _hang(world: "World") -> None:
+    """It answers, and neither reduces nor applies any more."""
+    for machine in _holding(world):
+        machine.hangs = True
+
+
 def _restore(world: "World") -> None:
     world.restore()
 
@@ -183,6 +210,9 @@ TROUBLES: dict[str, Callable[["World"], None]] = {
     "pause": _pause,
     "lie": _lie,
     "corrupt": _corrupt,
+    "spoil": _spoil,
+    "accuse": _accuse,
+    "hang": _hang,
     "restore": _restore,
     "trainers": _hand_over,
 }

@@ -29,9 +29,10 @@ from partition.steps.frames import OpenedFrame
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage, StepMessage
 from partition.steps.replica import ApplyReady, FillReady, ReduceReady, SaveReady
 from tests.partition.fake_stage import Broken, Truth, digest, peer
+from tests.partition.steps_judged import check_given_up, waits
 from tests.partition.steps_links import Learning, Link, Pool, Taking
 from tests.partition.steps_machine import ALL_STAGES, Key, Machine, Reduction, Sends, Settings
-from tests.partition.steps_trouble import DISTURBANCES, GONE, disturb, reconnect
+from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 
 EVENTS_MAX = 60_000
 """A history has some thousand; more means that messages go round in circles."""
@@ -87,11 +88,13 @@ class World:
         self.reductions: dict[Key, Reduction] = {}
         self.copies: dict[int, dict[int, bytes]] = {}  # step, stage
         self.committed: list[tuple[int, int]] = []  # height, step
+        self.commits: dict[int, int] = {}  # of each step, the attempt
         self.resumed: set[int] = set()
         self.seen: dict[str, int] = {}
         self.outcome: str | None = None
         self.reason = ""
         self.lied = False
+        self.liar: PeerId | None = None
         self.slow_learners: set[PeerId] = set()
         self.machines = {
             PeerId(name): Machine(PeerId(name), settings, first, rng.choice((0.3, 1.0, 1.0)))
@@ -126,6 +129,8 @@ class World:
             return
         self.plans.append(successor(self.plan, change))
         self.changes.append(change)
+        judge = self.machines[self.plan.committer]
+        judge.spoils = judge.accuses = 0
         self._mend()
         for machine in self.machines.values():
             if machine.is_alive:
@@ -199,6 +204,8 @@ class World:
                     # It may have sent all its parts before.
                     if key[:2] == (void.plan, void.step) and self.rng.random() < 0.5:
                         reduction.brought.pop(machine.me, None)
+            asked, machine.asked = machine.asked, []
+            sends = [*sends, *(send for event in asked for send in waits(self, machine, event))]
         if machine.feeder is not None and machine.feeder.events:
             for receiver, frame in machine.fed():
                 self._put(machine, receiver, frame)
@@ -207,6 +214,7 @@ class World:
         if machine.committer is not None and machine.committer.events:
             events = machine.committer.events[:]
             machine.committer.events.clear()
+            check_given_up(self, [event for event in events if isinstance(event, ReplicaFailed)])
             for event in events:
                 self._hear(machine, event)
         if machine.work is None and machine.begin(self.now):
@@ -235,6 +243,8 @@ class World:
     def _begin(self, machine: Machine) -> None:
         """Its stage has something to do from now on."""
         work = machine.work
+        if isinstance(work, ReduceReady) and machine.hangs:
+            return
         if isinstance(work, ReduceReady):
             stage = machine.stage
             stage.total = stage.tied_total = None
@@ -273,7 +283,7 @@ class World:
     def _replace(self, name: PeerId) -> None:
         if self.machines[name].is_alive and self.rng.random() < 0.5:
             self.rejoin(self.machines[name])
-        if name in self.plan.roster and self.plan.stage_of(name) is not None:
+        if self.plan.stage_of(name) is not None or name in self.plan.trainers:
             self.notice((name,))
 
     # What happens
@@ -370,9 +380,13 @@ class World:
         soonest = min(times, default=self.now)
         self.now = max(self.now, soonest) if soonest < 1e18 else self.now
         self._wake()
-        dead = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
-        if dead and self.rng.random() < 0.2:
-            self.notice(tuple(dead))
+        gone = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
+        # A shell waits so long for who is to say where it is.
+        judge = self.machines[self.plan.committer].committer
+        if idle > IDLE_WAKES_MAX // 2 and judge is not None and judge.phase == "syncing":
+            gone += [name for name in judge.awaited if self.machines[name].hangs and name not in gone]
+        if gone and self.rng.random() < 0.2:
+            self.notice(tuple(gone))
 
     def _deliver(self, link: Link) -> None:
         message = link.queue.popleft()
@@ -401,7 +415,8 @@ class World:
 
     def _compute(self, machine: Machine) -> None:
         work = machine.work
-        if work is None or isinstance(work, ReduceReady):
+        hangs = machine.hangs and isinstance(work, ApplyReady)
+        if work is None or isinstance(work, ReduceReady) or hangs:
             return
         self._see(work)
         if isinstance(work, FillReady):
@@ -482,8 +497,6 @@ class World:
                 self._end("done", "")
             case TrainingFailed():
                 self._check_failed(machine, event)
-            case ReplicaFailed() if event.reason != GONE and not self.lied:
-                raise Broken(f"{event.peer!r} gives up, and nothing was wrong: {event.reason}")
             case Resumed():
                 if machine.height in self.resumed:
                     raise Broken("a plan resumes twice")
@@ -514,10 +527,11 @@ class World:
             len(row.replicas) for row in self.plans[machine.height].stages
         ]:
             raise Broken("the work of a step is not that of its replicas")
-        self.committed.append((machine.height, event.step))
-        steps = self.chain()
-        if len(set(steps)) != len(steps):
-            raise Broken(f"steps {steps} are in the chain")
+        if event.step not in self.chain():
+            self.committed.append((machine.height, event.step))
+            self.commits[event.step] = event.attempt
+        elif self.commits[event.step] != event.attempt:
+            raise Broken(f"step {event.step} is committed twice")
 
     def chain(self) -> list[int]:
         """The steps of the surviving chain that were reported: nothing that a checkpoint took back."""
@@ -557,9 +571,12 @@ class World:
     def _check_outcome(self) -> None:
         if self.outcome == "failed" and not self.reason:
             raise Broken("the run failed without a reason")
-        # A step left half applied is finished under the next plan, which does not know its loss.
-        if self.outcome == "done" and len(self.chain()) + len(self.plans) - 1 < self.settings.steps:
+        if self.outcome == "done" and sorted(self.chain()) != list(range(self.settings.steps)):
             raise Broken(f"of {self.settings.steps} steps only {self.chain()} were reported")
+        every = self.settings.save_every
+        for step in range(every, self.settings.steps, every) if every and self.outcome == "done" else ():
+            if len(self.copies.get(step, ())) < len(self.plan.stages):
+                raise Broken(f"no copy of step {step} was made, and one was due")
         for machine in self.machines.values():
             core = machine.replica
             if core is not None and len(core._order.microbatches) > self.plan.microbatches:

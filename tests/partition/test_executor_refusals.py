@@ -133,6 +133,37 @@ def test_garbage_is_refused_and_changes_nothing() -> None:
     assert arenas[0] == arenas[1]
 
 
+def test_a_refusal_names_the_payload_that_no_stage_could_use_and_none_where_the_request_is_wrong() -> None:
+    stage = one()
+    stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
+    found: dict[str, set[str]] = {}
+    for name, request in GARBAGE.items():
+        found.setdefault(stage.ask(request, Refused).part, set()).add(name)
+    assert found["labels"] == {
+        "labels of a wrong type",
+        "labels of a wrong size",
+        "too few labels",
+        "label of no class",
+        "negative label",
+    }
+    assert found["input"] == {
+        "wrong digest",
+        "wrong type",
+        "wrong shape",
+        "wrong dimensions",
+        "not of its size",
+        "no sizes",
+        "too many sizes",
+        "too many samples",
+        "no tensors",
+        "too many tensors",
+        "infinite",
+        "not a number",
+    }
+    short = Forward(0, 1, True, bundle(X[:-1], sizes=(ROWS - 1,)), LABELS)
+    assert stage.ask(short, Refused).part == "input"  # the labels have the size that all else has
+
+
 def test_an_operator_s_complaint_names_it() -> None:
     reason = one().ask(GARBAGE["label of no class"], Refused).reason
     assert reason.startswith("aten.cross_entropy_loss.default of loss: ")
@@ -151,10 +182,10 @@ def test_a_gradient_of_a_wrong_shape_is_refused_and_the_right_one_still_taken() 
         bundle(np.zeros(shape, "float32"), sizes=(ROWS,)),
         bundle(sizes=(ROWS,)),
     ):
-        stage.ask(Backward(0, 0, wrong), Refused)
+        assert stage.ask(Backward(0, 0, wrong), Refused).part == "gradient"
     assert not stage.vector("gradients").any()
-    stage.ask(Backward(0, 1, output), Refused)
-    stage.ask(Backward(1, 0, output), Refused)
+    assert stage.ask(Backward(0, 1, output), Refused).part == ""
+    assert stage.ask(Backward(1, 0, output), Refused).part == ""
     stage.ask(Backward(0, 0, output), BackwardDone)
     stage.ask(Backward(0, 0, output), Refused)
 

@@ -23,6 +23,7 @@ from partition.steps.messages import (
     StageRoutes,
     Sync,
     Synced,
+    Unusable,
     Work,
 )
 from partition.steps.order import Schedule
@@ -40,6 +41,7 @@ from partition.steps.replica import (
     SaveReady,
     StepDiscarded,
 )
+from partition.steps.routes import attempts
 from tests.partition.fake_stage import digest, peer
 from tests.partition.small_plan import (
     FIRST,
@@ -95,6 +97,57 @@ def compute(replica: Replica) -> list[Any]:
     if work is not None:
         done.append(work)
     return done
+
+
+def test_who_sent_what_cannot_be_used_is_named_and_the_frame_of_another_takes_its_place() -> None:
+    second = replace(PLAN.stages[0], replicas=(FIRST, SECOND), rates=(1, 1))
+    plan = replace(PLAN, stages=(second, *PLAN.stages[1:]))
+    replica = Replica(HERE, plan)
+    replica.receive(0.0, TRAINER, Sync(plan=plan_hash(plan)))
+    replica.receive(0.0, TRAINER, replace(opening(), plan=plan_hash(plan)))
+    bad, good = (frame(who, 0, plan=plan_hash(plan)) for who in (SECOND, FIRST))
+    for each in (bad, good):
+        replica.receive(0.0, PeerId(each.author), each)
+    work = replica.next(0.0)
+    assert isinstance(work, ForwardReady)
+    reason = "a digest that does not fit"
+    told = Unusable(plan=plan_hash(plan), frame=bad.fact, reason=reason)
+    assert replica.refused(work, "input", reason) == [(TRAINER, told)]
+    replica.receive(0.0, SECOND, bad)  # again: it has been refused
+    again = replica.next(0.0)
+    assert isinstance(again, ForwardReady)
+    assert replica._order.microbatches[0].frames["input"] == good
+    forward(replica, again)
+    assert replica.next(0.0) is None
+
+
+def test_what_cannot_be_used_waits_for_another_and_is_told_again_where_it_is_wanted_again() -> None:
+    replica = opened_replica()
+    bring(replica, 0)
+    forward(replica, replica.next(0.0))
+    work = replica.next(0.0)
+    assert isinstance(work, BackwardReady)
+    ((_, told),) = replica.refused(work, "gradient", "")
+    assert isinstance(told, Unusable)
+    assert replica.next(0.0) is None
+    assert (TRAINER, told) in replica.reconnected(TRAINER)
+    assert (TRAINER, told) in replica.receive(0.0, TRAINER, opening(attempt=1))
+    assert (TRAINER, told) not in replica.receive(0.0, TRAINER, opening((1, 1), attempt=2))
+
+
+def test_a_frame_of_the_last_plan_is_not_held_against_its_author_for_it_comes_again() -> None:
+    replica = opened_replica()
+    replica.receive(0.0, FIRST, frame(FIRST, 0))
+    replica.adopt(NEXT)
+    opened = replace(opening((0, 0)), plan=plan_hash(NEXT), attempt=attempts(NEXT).start)
+    replica.receive(0.0, TRAINER, opened)
+    again = frame(FIRST, 0, plan=plan_hash(NEXT))
+    for number in range(2):
+        work = replica.next(0.0)
+        assert isinstance(work, ForwardReady)
+        sent = replica.refused(work, "input", "")
+        assert bool(sent) == bool(number)
+        replica.receive(0.0, FIRST, again)
 
 
 def reduced_replica() -> Replica:

@@ -16,9 +16,11 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.steps.committer import Committer
+from partition.steps.disputes import USELESS
 from partition.steps.feeder import Feeder
 from partition.steps.frames import OpenedFrame
-from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, Open, Reduced, Sends, Synced
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, Open, Reduced, Sends, Synced, Unusable
+from partition.steps.overdue import STUCK
 from partition.steps.replica import ReduceReady, Replica, SaveReady, WorkItem
 from tests.partition.fake_stage import Broken, peer
 from tests.partition.steps_machine import Settings
@@ -91,7 +93,15 @@ def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
         sys.stderr.write(f"\n{told}\n")
     assert outcomes["done"] > histories * 0.7  # the others lost a stage, and the world has checked that
     assert outcomes["failed"] > 0
-    wanted = ("RemoveReady", "ForgetReady", "FillReady", "SaveReady", "StepDiscarded", "ReplicaRebuilt")
+    wanted = (
+        "RemoveReady",
+        "ForgetReady",
+        "FillReady",
+        "SaveReady",
+        "StepDiscarded",
+        "ReplicaRebuilt",
+        "stuck",
+    )
     assert all(seen[name] for name in (*wanted, "MicrobatchesMoved", "ReplicaFailed", "StepsPaused"))
 
 
@@ -319,6 +329,48 @@ class AsksOnlyOnce(Committer):
         return float("inf")
 
 
+class TellsNothingOfAnothersStep(Committer):
+    def _tell(self, apply: Apply) -> None:
+        if self._commit is not None:
+            super()._tell(apply)
+
+
+class SkipsTheCheckpointAfterAnothersStep(Committer):
+    def _mind_checkpoint(self) -> None:
+        if self._commit is not None:
+            super()._mind_checkpoint()
+
+
+class WaitsForWhoHangs(Committer):
+    def _hurry(self) -> Sends:
+        self._overdue.due = float("inf")
+        return []
+
+
+class DropsWhoeverIsLate(Committer):
+    def _hurry(self) -> Sends:
+        for late in self._late():
+            self._give_up(late, f"{STUCK}: it is late")
+        return super()._hurry()
+
+
+class BelievesWhoeverAccuses(Committer):
+    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+        self._give_up(PeerId(message.frame.author), f"{USELESS}: {message.reason}")
+        return []
+
+
+class BelievesNobody(Committer):
+    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+        return []
+
+
+class NamesNobody(Replica):
+    def refused(self, done: Any, direction: Any, reason: str) -> Sends:
+        self._busy = None
+        return self.failed(reason)
+
+
 class CommitsAnotherLoss(Committer):
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
         return super()._on_synced(sender, replace(message, losses=(0.0,) * len(message.losses)))
@@ -359,6 +411,13 @@ PLANTED: list[tuple[type, dict[str, Any]]] = [
     (ForgetsWhatWasCounted, {"kinds": NEW_PLANS}),
     (AsksOnlyOnce, {"kinds": NEW_PLANS}),
     (CommitsAnotherLoss, {"kinds": NEW_PLANS}),
+    (TellsNothingOfAnothersStep, {"kinds": NEW_PLANS}),
+    (SkipsTheCheckpointAfterAnothersStep, {"kinds": NEW_PLANS, "save_every": 1}),
+    (WaitsForWhoHangs, {"kinds": ("hang",)}),
+    (DropsWhoeverIsLate, {"kinds": ("hang",)}),
+    (BelievesWhoeverAccuses, {"kinds": ("accuse",)}),
+    (BelievesNobody, {"kinds": ("spoil",)}),
+    (NamesNobody, {"kinds": ("spoil",)}),
     (FeedsEachNumberOnce, {"kinds": MOVES}),
 ]
 """Each with what brings it to light soonest."""

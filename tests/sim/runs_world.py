@@ -52,7 +52,7 @@ class Story:
     seen: list[Observed] = field(default_factory=list)
     watchers: list[Callable[[Observed], None]] = field(default_factory=list)
 
-    def see(self, observed: Observed, world: World) -> None:  # noqa: ARG002
+    def see(self, observed: Observed, world: World) -> None:
         self.seen.append(observed)
         for watcher in list(self.watchers):
             watcher(observed)
@@ -81,7 +81,6 @@ class Troubled:
         self._ended: set[bytes] = set()
         self.watch = Watch([self.story])
         self.world = CoresWorld(played, seed, self._publish, cores=cores or Cores())
-        _cut_links(self.world)
 
     def _publish(self, observed: Observed) -> None:
         self.watch.publish(observed, self.world)
@@ -102,15 +101,16 @@ class Troubled:
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self.world.at(time, action, *arguments)
 
-    def crash(self, number: int, seconds: float = 0.0) -> None:
+    def crash(self, *numbers: int, seconds: float = 0.0) -> None:
         """Now; and back after so long, if that is not 0."""
-        if self.world.runs(number):
-            self.world.stop(number, "crash")
-            if seconds:
-                self.at(self.world.now + seconds, self.world.start, number)
+        for number in numbers:
+            if self.world.runs(number):
+                self.world.stop(number, "crash")
+                if seconds:
+                    self.at(self.world.now + seconds, self.world.start, number)
 
     def split(self, minority: Sequence[int]) -> None:
-        self.world.split({number: 1 for number in minority})
+        self.world.split(dict.fromkeys(minority, 1))
 
     def heal(self) -> None:
         self.world.split({})
@@ -143,23 +143,3 @@ def _short(event: Any) -> str:
     if isinstance(event, StepCommitted):
         return f"StepCommitted {event.step} plan {event.height}"
     return str(event)[:100]
-
-
-def _cut_links(world: CoresWorld) -> None:
-    """What a split does to datagrams."""
-    link = world.links.link
-
-    def cut(sender: PeerId, receiver: PeerId, protocol: str) -> Any:
-        found = link(sender, receiver, protocol)
-        return _Cut(world, sender, receiver, found)
-
-    world.links.link = cut  # type: ignore[method-assign]
-
-
-class _Cut:
-    def __init__(self, world: CoresWorld, sender: PeerId, receiver: PeerId, link: Any) -> None:
-        self._world, self._sender, self._receiver, self._link = world, sender, receiver, link
-
-    def post(self, now: float) -> tuple[int, float]:
-        sequence, due = self._link.post(now)
-        return sequence, due if self._world.reaches(self._sender, self._receiver) else float("inf")

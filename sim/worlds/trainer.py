@@ -1,0 +1,180 @@
+"""What a trainer of a run in a world of cores does under one plan: it feeds and, as the first, commits.
+
+As `node.runs.training`, `committer` and `feeder`; the next plan begins with another.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from crypto.identity import PeerId
+from node.runs.placement import START_SECONDS_MAX
+from partition.plan.plan import Plan, plan_hash
+from partition.steps import committer as core
+from partition.steps.feeder import Feeder, FeedReady
+from partition.steps.messages import Open, StepCommit, Synced
+from sim.happenings import StepCommitted
+from sim.worlds.hosted import Draft
+from sim.worlds.setting import Setting
+from sim.worlds.summing import input_of, labels_of
+
+EVALUATIONS = 4
+"""Held-out micro-batches at the end of a run."""
+INF = float("inf")
+
+
+class Shell(Protocol):
+    """The member that trains."""
+
+    def send(self, peer: PeerId, message: Any) -> None: ...
+    def later(self, seconds: float, action: Callable[[], None]) -> None: ...
+    def absent(self, peer: PeerId, reason: str) -> None:
+        """The next plan must do without this peer."""
+
+    def committed(self, step: int) -> None:
+        """So many steps are."""
+
+    def trained(self, reason: str | None) -> None:
+        """The last step is committed and evaluated; or why that will never be."""
+
+
+class Trainer:
+    """One trainer under one plan."""
+
+    def __init__(self, setting: Setting, me: PeerId, plan: Plan, shell: Shell) -> None:
+        self.core: core.Committer | None = None
+        self.is_over = False
+        self._setting = setting
+        self._me = me
+        self._plan = plan
+        self._shell = shell
+        self._feeder = Feeder(me, plan)
+        self._commit: StepCommit | None = None
+        self._synced: set[PeerId] = set()
+
+    def begin(self) -> None:
+        """Commit, if that is this trainer's part."""
+        setting, training = self._setting, self._setting.training
+        if self._plan.committer != self._me:
+            return
+        self.core = setting.cores.committer(
+            self._me,
+            self._plan,
+            steps=training.steps,
+            evaluations=EVALUATIONS,
+            metrics=0,
+            save_every=training.checkpoint_every,
+        )
+        assert self.core is not None
+        if self._plan.height == 0 and training.checkpoint_every:
+            self._send_all(self.core.save(setting.ground.now))
+        self._send_all(self.core.start(setting.ground.now))
+        self._shell.later(START_SECONDS_MAX, self._give_up)
+
+    def stop(self) -> None:
+        """Another plan is in force, or the run is over."""
+        self.is_over = True
+        self.core = None
+
+    def _give_up(self) -> None:
+        """The next plan does without replicas that have not opened their stage in time."""
+        if self.core is None or self.core.phase != "syncing":
+            return
+        for stage in self._plan.stages:
+            for peer in stage.replicas:
+                if peer not in self._synced:
+                    self._shell.absent(PeerId(peer), "its stage was not open in time")
+
+    # What comes in
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return INF if self.core is None else self.core.deadline
+
+    def wake(self) -> None:
+        """Do what is due."""
+        if self.core is not None:
+            self._send_all(self.core.wake(self._setting.ground.now))
+
+    def opened(self, sender: PeerId, message: Open) -> None:
+        """Feed what the committer has opened. Raises RemoteProtocolError."""
+        self._feeder.receive(self._setting.ground.now, sender, message)
+        self._feed()
+
+    def receive(self, sender: PeerId, message: Any) -> None:
+        """What a replica says to the committer. Raises RemoteProtocolError."""
+        if self.core is not None:
+            if isinstance(message, Synced):
+                self._synced.add(sender)
+            self._send_all(self.core.receive(self._setting.ground.now, sender, message))
+
+    def suspect(self, peer: PeerId) -> None:
+        """It may be dead."""
+        if self.core is not None:
+            self._send_all(self.core.suspect(self._setting.ground.now, peer))
+
+    def reconnected(self, peer: PeerId) -> None:
+        """The stream to `peer` is open again."""
+        if self.core is not None:
+            self._send_all(self.core.reconnected(peer))
+        self._feeder.reconnected(peer)
+        self._feed()
+
+    def _send_all(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
+        for peer, message in sends:
+            if isinstance(message, StepCommit):
+                self._commit = message
+            self._shell.send(peer, message)
+
+    def _feed(self) -> None:
+        feeder, run = self._feeder, self._setting.run
+        events, feeder.events[:] = list(feeder.events), []
+        last = len(self._plan.stages) - 1
+        for event in events:
+            if not isinstance(event, FeedReady):
+                continue
+            number, train = event.microbatch, event.train
+            if event.input_to is not None:
+                draft = Draft(event.step, number, 0, "input", train, input_of(run, number, train))
+                self._shell.send(event.input_to, draft.opened(self._me, feeder.plan_hash, event.attempt))
+            if event.labels_to is not None:
+                draft = Draft(event.step, number, last, "labels", train, labels_of(run, number, train))
+                self._shell.send(event.labels_to, draft.opened(self._me, feeder.plan_hash, event.attempt))
+
+    # What the committer says
+
+    def follow(self) -> None:
+        """Act on the committer's events."""
+        while self.core is not None and self.core.events:
+            events, self.core.events[:] = list(self.core.events), []
+            for event in events:
+                if not self.is_over:
+                    self._on_event(event)
+
+    def _on_event(self, event: Any) -> None:
+        match event:
+            case core.StepApplied():
+                self._step_applied(event)
+            case core.ReplicaFailed():
+                self._shell.absent(event.peer, event.reason)
+            case core.TrainingEvaluated():
+                self._shell.trained(None)
+            case core.TrainingFailed(stage=None):
+                self._shell.trained(event.reason)
+            case core.TrainingFailed(stage=int() as stage):
+                for peer in self._plan.stages[stage].replicas:
+                    self._shell.absent(PeerId(peer), event.reason)
+
+    def _step_applied(self, event: core.StepApplied) -> None:
+        setting, plan, commit = self._setting, self._plan, self._commit
+        assert commit is not None
+        counted = tuple(
+            tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
+            for stage in range(len(plan.stages))
+        )
+        name = plan_hash(plan)
+        setting.publish(
+            self._me, StepCommitted(setting.run, name, plan.height, event.step, counted, event.loss)
+        )
+        setting.check_loss(event.step, event.loss)
+        self._shell.committed(event.step + 1)

@@ -1,0 +1,153 @@
+"""A frame that its receiver cannot use, or says so, and who loses its place; see also `test_steps_walk`."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from partition.plan.plan import StagePlan, plan_hash
+from partition.plan.schedule import feeder_of
+from partition.steps.committer import Committer, ReplicaFailed
+from partition.steps.disputes import USELESS
+from partition.steps.messages import Counted, Open, Sends, Unusable
+from tests.partition.fake_stage import peer
+from tests.partition.small_plan import FIRST, LAST, MIDDLES, PLAN, PLAN_HASH, SECOND, TRAINER, frame, synced
+
+HERE, THERE = MIDDLES
+OTHER = peer("first1")
+WIDE = replace(
+    PLAN,
+    roster=tuple(sorted((*PLAN.roster, OTHER))),
+    stages=(StagePlan(0, 1, (FIRST, OTHER), (1, 1)), *PLAN.stages[1:]),
+    microbatches=4,
+)
+
+
+def counting(plan: Any = PLAN) -> Committer:
+    core = Committer(TRAINER, plan, steps=9, evaluations=0)
+    core.start(0.0)
+    for stage in plan.stages:
+        for who in stage.replicas:
+            core.receive(0.0, PeerId(who), replace(synced(0), plan=plan_hash(plan)))
+    core.events.clear()
+    return core
+
+
+def accuse(
+    core: Committer, accuser: PeerId, author: PeerId, number: int, direction: Any = "input", **other: Any
+) -> Sends:
+    stage = core.plan.stage_of(accuser)
+    sent = frame(author, number, direction, stage=stage, plan=core.plan_hash, step=core.step, **other)
+    message = Unusable(plan=core.plan_hash, frame=sent.fact, reason="a digest that does not fit")
+    return core.receive(1.0, accuser, message)
+
+
+def owners(sends: Sends) -> list[list[int]]:
+    opened = next(message for _, message in sends if isinstance(message, Open))
+    return [list(stage.owners) for stage in opened.stages]
+
+
+def lost(core: Committer) -> list[PeerId]:
+    events = [event for event in core.events if isinstance(event, ReplicaFailed)]
+    assert all(event.reason.startswith(USELESS) for event in events)
+    return [event.peer for event in events]
+
+
+def next_step(core: Committer) -> None:
+    """As if this one had been committed."""
+    core.step += 1
+    core._synced.clear()
+    core._open_step()
+
+
+def test_the_micro_batch_goes_to_another_receiver_and_nobody_is_blamed_yet() -> None:
+    core = counting()
+    assert owners(accuse(core, HERE, FIRST, 0)) == [[0, 0], [1, 1], [0, 0]]
+    assert accuse(core, HERE, FIRST, 0) == []  # it is not its own any more
+    assert core.events == []
+
+
+def test_an_author_that_two_accuse_loses_its_place() -> None:
+    core = counting()
+    accuse(core, HERE, FIRST, 0)
+    accuse(core, THERE, FIRST, 0)
+    assert lost(core) == [FIRST]
+
+
+def test_the_second_time_another_author_is_tried_and_who_accuses_him_too_loses_its_place() -> None:
+    core = counting(WIDE)
+    before = owners([(TRAINER, core._open_message())])
+    assert before == [[0, 1, 0, 1], [0, 1, 0, 1], [0] * 4]
+    assert owners(accuse(core, HERE, FIRST, 0))[:2] == [before[0], [1, 1, 0, 1]]
+    assert owners(accuse(core, HERE, FIRST, 2))[:2] == [[0, 1, 1, 1], [1, 1, 0, 1]]
+    accuse(core, HERE, OTHER, 2)
+    assert lost(core) == [HERE]
+
+
+def test_what_an_author_has_counted_counts_no_more_where_another_makes_it() -> None:
+    core = counting(WIDE)
+    for number in (0, 2):
+        core.receive(
+            1.0, LAST, Counted(plan=core.plan_hash, step=0, microbatch=number, stage=2, samples=1, loss=1.0)
+        )
+    sends = accuse(core, HERE, LAST, 0, "gradient")
+    assert owners(sends)[1] == [1, 1, 0, 1]
+    # The last stage has no other: the second one goes to the other receiver too.
+    assert owners(accuse(core, HERE, LAST, 2, "gradient"))[1] == [1, 1, 1, 1]
+    core = counting(WIDE)
+    core.receive(1.0, FIRST, Counted(plan=core.plan_hash, step=0, microbatch=0, stage=0, samples=0, loss=0.0))
+    for number in (2, 0):
+        sends = accuse(core, HERE, FIRST, number)
+    assert owners(sends)[0] == [1, 1, 0, 1]
+    opened = next(message for _, message in sends if isinstance(message, Open))
+    assert opened.stages[0].counted == ()
+
+
+def test_where_it_can_go_nowhere_else_both_lose_their_places_but_for_the_committer_itself() -> None:
+    core = counting()
+    assert feeder_of(PLAN, True, 0) == TRAINER
+    accuse(core, FIRST, TRAINER, 0)
+    assert lost(core) == [FIRST]
+    core = counting()
+    next_step(core)
+    core.events.clear()
+    assert feeder_of(PLAN, True, 2) == SECOND
+    accuse(core, FIRST, SECOND, 2)
+    assert lost(core) == [FIRST, SECOND]
+
+
+def test_two_that_still_dispute_in_a_third_step_both_lose_their_places() -> None:
+    core = counting()
+    for step in range(3):
+        assert lost(core) == []
+        accuse(core, HERE, FIRST, 2 * step)
+        if step < 2:
+            next_step(core)
+    assert lost(core) == [FIRST, HERE]
+
+
+def test_who_calls_its_own_frames_useless_loses_its_place() -> None:
+    plan = replace(PLAN, trainers=(TRAINER, FIRST), microbatches=8)
+    core = counting(plan)
+    number = next(number for number in range(8) if feeder_of(plan, True, number) == FIRST)
+    accuse(core, FIRST, FIRST, number)
+    assert lost(core) == [FIRST]
+
+
+def test_an_accusation_of_what_is_not_open_changes_nothing_and_one_without_sense_is_refused() -> None:
+    core = counting()
+    assert accuse(core, THERE, FIRST, 0) == []  # the other's
+    core.receive(1.0, HERE, Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0))
+    assert accuse(core, HERE, FIRST, 0) == []  # it has made use of it
+    assert accuse(core, THERE, FIRST, 1, train=False) == []
+    with pytest.raises(RemoteProtocolError, match="from a peer that has none to send"):
+        accuse(core, THERE, TRAINER, 1)
+    sent = frame(FIRST, 1, plan=bytes(32))
+    with pytest.raises(RemoteProtocolError, match="of another plan"):
+        core.receive(1.0, THERE, Unusable(plan=PLAN_HASH, frame=sent.fact, reason=""))
+    with pytest.raises(RemoteProtocolError):
+        core.receive(1.0, THERE, Unusable(plan=PLAN_HASH, frame=Fact(FIRST, b"x", b""), reason=""))
+    assert core.events == []

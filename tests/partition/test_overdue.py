@@ -1,0 +1,116 @@
+"""Who is held to be stuck when nothing goes on; whole histories are in `test_steps_walk`."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from crypto.identity import PeerId
+from partition.steps.messages import Waiting
+from partition.steps.overdue import (
+    ASKS,
+    PATIENCE_FACTOR,
+    PATIENCE_SECONDS,
+    PATIENCE_SECONDS_MIN,
+    ROUND_SECONDS_MAX,
+    Overdue,
+)
+from tests.partition.fake_stage import peer
+
+ONE, TWO, THREE = ALL = [peer(name) for name in ("one", "two", "three")]
+
+
+def begun() -> Overdue:
+    overdue = Overdue(ALL)
+    overdue.begin(0.0, "committing", 3, 7)
+    return overdue
+
+
+def waiting(left: int, *peers: PeerId, **other: Any) -> Waiting:
+    return Waiting(plan=bytes(32), step=3, attempt=7, left=left, peers=peers, **other)
+
+
+def stuck_of(overdue: Overdue, **answers: Waiting) -> set[PeerId]:
+    """Asked twice, and then judged, when nothing goes on: who is stuck of those who are late."""
+    for _ in range(ASKS):
+        assert overdue.stuck(overdue.due, ALL) == {}
+        for name, answer in answers.items():
+            overdue.answered(overdue.due - 1, peer(name), answer)
+    return set(overdue.stuck(overdue.due, ALL))
+
+
+def test_it_is_patient_before_anything_is_measured_and_then_as_long_as_that_took() -> None:
+    overdue = begun()
+    assert overdue.due == PATIENCE_SECONDS
+    overdue.reported(5.0)
+    assert overdue.due == 5.0 + PATIENCE_SECONDS
+    overdue.end(20.0)
+    overdue.begin(30.0, "committing", 4, 7)
+    assert overdue.due == 30.0 + PATIENCE_FACTOR * 20.0
+    overdue.begin(30.0, "applying", 4, 7)
+    assert overdue.due == 30.0 + PATIENCE_SECONDS
+    overdue.end(30.5)
+    overdue.begin(31.0, "applying", 5, 7)
+    assert overdue.due == 31.0 + PATIENCE_SECONDS_MIN
+
+
+def test_who_does_not_answer_is_stuck_whatever_others_say() -> None:
+    assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1)) == {THREE}
+
+
+def test_who_waits_for_nobody_is_stuck() -> None:
+    assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1), three=waiting(4, TWO)) == {TWO}
+
+
+def test_who_holds_up_the_most_is_stuck_and_summands_go_before_sums() -> None:
+    answers = {"one": waiting(4, THREE), "two": waiting(4, THREE), "three": waiting(4, ONE)}
+    assert stuck_of(begun(), **answers) == {THREE}
+    # Two lacks a summand, so it cannot send the sums that the others want of it.
+    answers = {"one": waiting(1, TWO, for_sums=True), "three": waiting(1, TWO, for_sums=True)}
+    assert stuck_of(begun(), two=waiting(2, ONE), **answers) == {ONE}
+
+
+def test_of_a_word_against_a_word_one_goes() -> None:
+    overdue = Overdue(ALL[:2])
+    overdue.begin(0.0, "committing", 3, 7)
+    for _ in range(ASKS):
+        assert overdue.stuck(overdue.due, ALL[:2]) == {}
+        overdue.answered(1.0, ONE, waiting(1, TWO))
+        overdue.answered(1.0, TWO, waiting(1, ONE))
+    assert set(overdue.stuck(overdue.due, ALL[:2])) == {TWO}
+
+
+def test_nobody_is_stuck_while_less_and_less_is_left_but_not_for_ever() -> None:
+    overdue = begun()
+    left, now = 10_000, 0.0
+    while now < ROUND_SECONDS_MAX:
+        left, now = left - 1, overdue.due
+        assert overdue.stuck(now, ALL) == {}
+        for name in ALL:
+            overdue.answered(now, name, waiting(left, ONE))
+    found: set[PeerId] = set()
+    for _ in range(ASKS + 1):
+        found.update(overdue.stuck(overdue.due, ALL))
+        for name in ALL:
+            left -= 1
+            overdue.answered(overdue.due - 1, name, waiting(left, ONE))
+    assert found == {ONE}
+
+
+def test_a_committer_that_stood_still_itself_asks_again() -> None:
+    overdue = begun()
+    for _ in range(ASKS):
+        overdue.stuck(overdue.due, ALL)
+    assert overdue.stuck(overdue.due + 60.0, ALL) == {}
+    assert overdue.stuck(overdue.due, ALL) == {}
+    assert set(overdue.stuck(overdue.due, ALL)) == set(ALL)
+
+
+@pytest.mark.parametrize("changes", [{"step": 2}, {"attempt": 8}])
+def test_an_answer_about_another_attempt_is_none(changes: dict[str, int]) -> None:
+    overdue = begun()
+    for _ in range(ASKS):
+        overdue.stuck(overdue.due, ALL)
+        for name in ALL:
+            overdue.answered(1.0, name, replace(waiting(1), **changes))
+    assert set(overdue.stuck(overdue.due, [ONE])) == {ONE}

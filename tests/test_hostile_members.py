@@ -1,0 +1,122 @@
+"""A member of a run that sends what no stage can use, says so of what others send, or hangs.
+
+Whole nodes in virtual time: whoever is wrong loses its place, nobody else does, and the result is exact. Who
+is judged how is in `tests.partition.test_disputes`, what strangers may say in `tests.test_hostile_frames`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from node.errors import PayloadRefused
+from node.events import Event, ReplicaDropped, StepCommitted
+from node.runtime import Node
+from partition import stage as api
+from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
+from tests.test_hostile_frames import in_force, outcome, the_run
+
+
+def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The next payloads that leave this node do not fit their digests."""
+    left = times
+
+    def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
+        nonlocal left
+        if payload and left:
+            left -= 1
+            payload = (bytes(len(b"".join(payload))),)
+        _send(peer, message, *payload)
+
+    monkeypatch.setattr(node.runs.links, "send", send)
+
+
+def accuse(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the stage of this node says that it can use nothing."""
+    (member,) = node.runs.members.values()
+    replica = member._hosting.replica
+    assert replica is not None
+    call = replica._stage.call
+
+    async def lie(request: object) -> object:
+        if isinstance(request, api.Forward) and request.sign > 0:
+            raise PayloadRefused("I say so", "input")
+        return await call(request)
+
+    monkeypatch.setattr(replica._stage, "call", lie)
+
+
+def holder(group: Swarm, stage: int, replica: int) -> Node:
+    plan = in_force(group.nodes["e"], the_run(group.nodes["e"]))
+    peer = plan.stages[stage].replicas[replica]
+    return next(node for node in group.nodes.values() if node.peer == peer)
+
+
+def disturbed(stage: int, replica: int, disturb: Callable[[Node], None]) -> list[str]:
+    """Whom an exact run of five steps loses, where one of its members goes wrong after the second."""
+    lost: list[str] = []
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            bad: list[Node] = []
+
+            async def watch(event: Event) -> None:
+                if isinstance(event, StepCommitted) and event.step == 1:
+                    bad.append(holder(group, stage, replica))
+                    disturb(bad[0])
+
+            run, events = await train(group, "e", manifest(), watch)
+            outcome(events)
+            assert [event.step for event in events if isinstance(event, StepCommitted)] == [0, 1, 2, 3, 4]
+            assert_equal(weights(group, "e", run), reference(run), "float64")
+            for event in events:
+                if isinstance(event, ReplicaDropped):
+                    lost.append("the bad one" if event.peer == bad[0].peer else group.name_of(event.peer))
+
+    simulate(scenario)
+    return lost
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_member_whose_payloads_cannot_be_used_loses_its_place_and_its_receivers_keep_theirs(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert disturbed(stage, 1, lambda node: spoil(node, monkeypatch, 1_000)) == ["the bad one"]
+
+
+def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
+
+
+def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the stage of this node ends no step."""
+    (member,) = node.runs.members.values()
+    replica = member._hosting.replica
+    assert replica is not None
+    call = replica._stage.call
+
+    async def wait(request: object) -> object:
+        if isinstance(request, api.Apply):
+            await trio.sleep_forever()
+        return await call(request)
+
+    monkeypatch.setattr(replica._stage, "call", wait)
+
+
+def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this node adds nothing to any sum."""
+    (member,) = node.runs.members.values()
+    assert member._hosting.replica is not None
+    monkeypatch.setattr(member._hosting.replica, "_send_parts", lambda sends: None)
+
+
+@pytest.mark.parametrize("disturb", [hang, withhold])
+def test_a_member_that_holds_up_a_step_and_answers_probes_loses_its_place(
+    disturb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert disturbed(1, 1, lambda node: disturb(node, monkeypatch)) == ["the bad one"]
+
+
+def test_a_bit_that_turns_once_costs_nobody_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disturbed(0, 0, lambda node: spoil(node, monkeypatch, 1)) == []
