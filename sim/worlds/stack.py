@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import trio
@@ -325,7 +325,7 @@ class StackWorld:
         number, rng_labels = life.number, ("life", life.peer, life.serial)
         offered = machine(self.scenario, self.seed, number, self.region(life.peer))
         through = self._through(life)
-        accepts = "swarm" if takes_stages(self.scenario, number) else "never"
+        accepts: Literal["swarm", "never"] = "swarm" if takes_stages(self.scenario, number) else "never"
         speed = offered.flops_per_second / capacity("").flops_per_second
         return Node(
             config.Config(
