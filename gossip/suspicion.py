@@ -23,6 +23,7 @@ class Suspicion:
         self._shortest_seconds = shortest_seconds
         self._longest_seconds = longest_seconds
         self._wanted = wanted
+        self.accuser = accuser
         self._accusers = [accuser]
         self._excused_seconds = 0.0
 
@@ -30,6 +31,11 @@ class Suspicion:
     def deadline(self) -> float:
         """When the suspect is given up, in monotonic seconds."""
         return self._started_at + self._lasts_seconds() + self._excused_seconds
+
+    @property
+    def confirmed_by(self) -> float:
+        """When the suspect would have been given up if all had confirmed it."""
+        return self._started_at + self._shortest_seconds
 
     def wants(self, accuser: PeerId) -> bool:
         """Whether a confirmation by `accuser` would still change anything."""

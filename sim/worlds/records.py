@@ -13,8 +13,7 @@ from dht.keys import Key, record_key
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
 from node.services.driver import Sends
-from sim.happenings import PeerStopped, RecordGot, RecordWanted
-from sim.seams import EPOCH_SECONDS
+from sim.happenings import PeerStopped, RecordGot, RecordPublished, RecordWanted
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
 
@@ -27,11 +26,13 @@ RENEWALS = 3
 class _Entry:
     """One record: who stored it in which life, and until when it is valid. `stored`: somebody keeps it."""
 
-    __slots__ = ("expires", "number", "publisher", "stored")
+    __slots__ = ("expires", "number", "peer", "serial", "stored")
 
     def __init__(self, number: int, publisher: Life) -> None:
         self.number = number
-        self.publisher = publisher
+        # Not the life itself: with it, the cores of the dead would stay.
+        self.peer = publisher.peer
+        self.serial = publisher.serial
         self.expires = 0.0
         self.stored = False
 
@@ -79,32 +80,39 @@ class RecordsWork:
         entry = _Entry(self._made, life)
         self._made += 1
         self._entries.append(entry)
-        self._store(entry, quiet=False)
+        self._store(entry, life, quiet=False)
         renew_seconds = self._settings.lifetime_seconds / RENEWALS
         if renew_seconds > 0:
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
     def _renew(self, entry: _Entry, renew_seconds: float) -> None:
-        if self._ground.lives.get(entry.publisher.peer) is entry.publisher:
-            self._store(entry, quiet=True)
+        life = self._publisher(entry)
+        if life is not None and not life.leaving:
+            self._store(entry, life, quiet=True)
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
-    def _store(self, entry: _Entry, *, quiet: bool) -> None:
-        life, now = entry.publisher, self._ground.now
+    def _publisher(self, entry: _Entry) -> Life | None:
+        """The life that stored it, if it goes on."""
+        life = self._ground.lives.get(entry.peer)
+        return life if life is not None and life.serial == entry.serial else None
+
+    def _store(self, entry: _Entry, life: Life, *, quiet: bool) -> None:
+        now = self._ground.now
         entry.expires = now + self._settings.lifetime_seconds
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
-        wall = EPOCH_SECONDS + now
-        fact = sign_record(
-            life.signer,
-            _key(entry),
-            value,
-            sequence=int(wall * 1000),
-            expires=int(EPOCH_SECONDS + entry.expires),
-        )
+
+        def store(core: Any, now: float) -> tuple[int, Sends]:
+            # By the peer's own clock, as a node does.
+            wall = core.wall_offset + now
+            sequence, expires = int(wall * 1000), int(wall + self._settings.lifetime_seconds)
+            fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
+            self._ground.tell(life, RecordPublished(_key(entry), value, sequence))
+            stored: tuple[int, Sends] = core.store(now, fact)
+            return stored
+
         if not quiet:
             self._ground.tell(life, RecordWanted(entry.number, storing=True))
-        request = _Request(entry, now, expected=True, quiet=quiet)
-        self._order(life, request, lambda core, now: core.store(now, fact))
+        self._order(life, _Request(entry, now, expected=True, quiet=quiet), store)
 
     def _stored(self, life: Life, event: RecordStored) -> None:
         request = self._taken(life, event.request)
@@ -142,10 +150,10 @@ class RecordsWork:
     def _is_there(self, entry: _Entry, life: Life) -> bool:
         """Whether somebody said that it keeps the record, its publisher lives on within reach, and the peer
         that looks is in the DHT."""
-        publisher = entry.publisher
-        is_alive = self._ground.lives.get(publisher.peer) is publisher
-        is_there = entry.stored and is_alive and life.entered
-        return is_there and self._ground.reaches(life.peer, publisher.peer)
+        if not (entry.stored and life.entered) or self._publisher(entry) is None:
+            return False
+        reaches = self._ground.reaches
+        return reaches(life.peer, entry.peer) and reaches(entry.peer, life.peer)
 
     def _found(self, life: Life, event: RecordsFound) -> None:
         request = self._taken(life, event.request)

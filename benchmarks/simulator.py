@@ -1,0 +1,210 @@
+"""Worlds of cores: how much faster than real time, in how much memory, and how the cost grows with the peers.
+
+Each world is `sim.worlds.cores.CoresWorld` with its stream of events and their digest on, in a process of its
+own: SWIM of the lan preset, the DHT with its records' work, links of 10 to 80 ms with jitter and loss. The
+first minutes, in which all peers start and find each other, are stated beside and not in the figures.
+Times are CPU seconds of that process, with the wall beside them; memory is what the process grew by since
+it had imported everything.
+"""
+
+import argparse
+import gc
+import math
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from _figures import Goal, leave, report
+
+from sim.churn.model import Churn, Distribution
+from sim.network.model import NetworkModel
+from sim.scenario import Membership, Records, Scenario, Start
+from sim.watch import Observed, Watch
+from sim.worlds.cores import CoresWorld
+
+SEED = 5
+NETWORK = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01, loss=0.01)
+MEDIAN_SESSION_SECONDS = 3600.0
+CHURN = Churn(
+    sessions=Distribution("exponential", MEDIAN_SESSION_SECONDS / math.log(2)),
+    absences=Distribution("exponential", 600.0),
+)
+STORES_PER_PEER, LOOKUPS_PER_PEER = 0.2 / 1_000, 1.0 / 1_000
+THOUSAND_GOAL, MYRIAD_GOAL = 20.0, 1.0
+KILOBYTES_GOAL = 100.0
+GROWTH_GOAL = math.log(100 * math.log(10_000) / math.log(100)) / math.log(100)
+"""The exponent of n log n between 100 and 10,000: 1.15."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One world: its peers start within `spread_seconds`, and are measured from `settled_seconds` on."""
+
+    nodes: int
+    scope: str = "all"
+    churns: bool = False
+    spread_seconds: float = 20.0
+    settled_seconds: float = 60.0
+    measured_seconds: float = 60.0
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(
+            name="benchmark",
+            about="many peers",
+            nodes=self.nodes,
+            seconds=self.settled_seconds + self.measured_seconds,
+            sample_seconds=self.settled_seconds,
+            network=NETWORK,
+            start=Start(spread_seconds=self.spread_seconds),
+            # As much for each peer in a small world as in a large one.
+            records=Records(
+                stores_per_second=self.nodes * STORES_PER_PEER,
+                lookups_per_second=self.nodes * LOOKUPS_PER_PEER,
+            ),
+            membership=Membership(scope="all" if self.scope == "all" else "neighbourhood"),
+            churn=CHURN if self.churns else Churn(),
+        )
+
+
+class Clocks:
+    """CPU and wall time since the last look."""
+
+    def __init__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def lap(self) -> tuple[float, float]:
+        before = self._cpu, self._wall
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        return self._cpu - before[0], self._wall - before[1]
+
+
+def play(case: Case) -> dict[str, Any]:
+    """Run one world in this process; its row of figures."""
+    process = psutil.Process()
+    watch = Watch(())
+    gc.collect()
+    empty_bytes, clocks = process.memory_info().rss, Clocks()
+    world = CoresWorld(case.scenario, SEED, lambda observed: _watched(watch, observed, world))
+    laps: list[tuple[float, float]] = []
+    sent: list[int] = []
+
+    def sample() -> None:
+        laps.append(clocks.lap())
+        sent.append(world.counters()["sent"])
+
+    world.play(sample)
+    if len(laps) < 2:
+        sample()
+    gc.collect()
+    grown_bytes = process.memory_info().rss - empty_bytes
+    (start_cpu, _), (cpu, wall) = laps[0], laps[1]
+    listed = [
+        len(world.believes(peer)) for peer in world.peers[:: max(1, case.nodes // 100)] if world.is_up(peer)
+    ]
+    return {
+        "nodes": case.nodes,
+        "scope": case.scope,
+        "churn": case.churns,
+        "times_real": round(case.measured_seconds / cpu, 2),
+        "cpu_ms_per_virtual_second": round(1000 * cpu / case.measured_seconds, 2),
+        "wall_times_real": round(case.measured_seconds / wall, 2),
+        "messages_per_cpu_second": round((sent[1] - sent[0]) / cpu),
+        "kilobytes_per_node": round(grown_bytes / 1000 / case.nodes, 1),
+        "members_listed": round(sum(listed) / len(listed)),
+        "start_virtual_seconds": case.settled_seconds,
+        "start_cpu_seconds": round(start_cpu, 1),
+        "events": watch.count,
+        "digest": watch.digest()[:8],
+    }
+
+
+def _watched(watch: Watch, observed: Observed, world: CoresWorld) -> None:
+    watch.publish(observed, world)
+
+
+def play_apart(case: Case) -> dict[str, Any]:
+    """The same in a fresh process, whose memory nothing else has touched."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(play, (case,))
+
+
+def exponent(rows: Sequence[dict[str, Any]]) -> float:
+    """b where the cost of a virtual second goes like nodes to the b: a line through the logarithms."""
+    points = [(math.log(row["nodes"]), math.log(row["cpu_ms_per_virtual_second"])) for row in rows]
+    middle_x = sum(x for x, _ in points) / len(points)
+    middle_y = sum(y for _, y in points) / len(points)
+    above = sum((x - middle_x) * (y - middle_y) for x, y in points)
+    return above / sum((x - middle_x) ** 2 for x, _ in points)
+
+
+def draw(rows: Sequence[dict[str, Any]], growth: float, path: str) -> None:
+    """Cost against peers, both logarithmic, beside n log n."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    nodes = [row["nodes"] for row in rows]
+    cost = [row["cpu_ms_per_virtual_second"] / 1000 for row in rows]
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.loglog(nodes, cost, "o-", label=f"measured: n to the {growth:.2f}")
+    bound = [cost[0] * n * math.log(n) / (nodes[0] * math.log(nodes[0])) for n in nodes]
+    axes.loglog(nodes, bound, "--", color="gray", label="n log n")
+    axes.set_xlabel("peers, each with SWIM of its neighbourhood and the DHT")
+    axes.set_ylabel("CPU seconds per virtual second")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+QUICK = (Case(150), Case(150, churns=True))
+FULL = (Case(1_000), Case(1_000, churns=True))
+QUICK_GROWTH = tuple(Case(nodes, "neighbourhood", measured_seconds=30.0) for nodes in (50, 100, 200))
+FULL_GROWTH = tuple(
+    Case(nodes, "neighbourhood", spread_seconds=60.0, settled_seconds=settled, measured_seconds=measured)
+    for nodes, settled, measured in (
+        (100, 120.0, 300.0),
+        (300, 120.0, 120.0),
+        (1_000, 240.0, 60.0),
+        (3_000, 240.0, 60.0),
+        (10_000, 240.0, 60.0),
+    )
+)
+
+
+def main() -> int:
+    """Measure one world after the other, each alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="small worlds, under 50 s")
+    parser.add_argument("--picture", metavar="FILE", help="draw the growth of the cost as a PNG")
+    flags = parser.parse_args()
+    worlds = [play_apart(case) for case in (QUICK if flags.quick else FULL)]
+    growing = [play_apart(case) for case in (QUICK_GROWTH if flags.quick else FULL_GROWTH)]
+    growth = exponent(growing)
+    # A small world is held against the same work per peer as a large one.
+    share, largest_share = worlds[0]["nodes"] / 1_000, growing[-1]["nodes"] / 10_000
+    goals = [
+        Goal("1,000 peers, times real time", worlds[0]["times_real"] * share, ">=", THOUSAND_GOAL),
+        Goal("1,000 peers with churn, times real time", worlds[1]["times_real"] * share, ">=", THOUSAND_GOAL),
+        Goal("10,000 peers, times real time", growing[-1]["times_real"] * largest_share, ">=", MYRIAD_GOAL),
+        Goal("exponent of the cost over peers", growth, "<=", GROWTH_GOAL),
+    ]
+    if not flags.quick:  # what a process needs anyway would count too much among few peers
+        goals += [
+            Goal(f"{row['nodes']:,} peers, kB each", row["kilobytes_per_node"], "<=", KILOBYTES_GOAL)
+            for row in (worlds[0], growing[-1])
+        ]
+    if flags.picture:
+        draw(growing, growth, flags.picture)
+    return report("simulator", worlds + growing, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())
