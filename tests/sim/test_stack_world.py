@@ -144,8 +144,8 @@ def test_another_swim_may_take_the_place_of_ours_and_a_replica_may_not() -> None
     made: list[Swim] = []
 
     class Counted(Swim):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             made.append(self)
 
     world = StackWorld(replace(SWARM, seconds=2.0), 1, lambda observed: None, cores=Cores(swim=Counted))
