@@ -26,8 +26,8 @@ class NodeLife(Life):
         """What makes the node's cores: those of `cores`, and they are known here."""
         return {name: partial(self._make, name, cores) for name in ("swim", "kademlia")}
 
-    def _make(self, name: str, cores: Cores, *arguments: Any) -> Any:
-        core = getattr(cores, name)(*arguments)
+    def _make(self, name: str, cores: Cores, *arguments: Any, **options: Any) -> Any:
+        core = getattr(cores, name)(*arguments, **options)
         setattr(self, name, core)
         return core
 

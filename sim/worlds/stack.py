@@ -8,14 +8,14 @@ What is done to it, and when, is said by `sim.worlds.direction` and by the scena
 cores; each such thing happens when all that nodes do at the same instant is done.
 """
 
-import math
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import trio
@@ -28,9 +28,9 @@ from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node import config
+from node.errors import UsageError
 from node.events import Event, JoinTried
 from node.runtime import Node
-from node.services.capacity import Capacity
 from partition.stage import StageSpecification
 from sim.alarm import Alarm
 from sim.engine import Order
@@ -39,13 +39,14 @@ from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.scenario import Scenario
 from sim.seams import Medium, MemoryStorage, SimClock
-from sim.seeds import draw_share, seeded_entropy, seeded_identity, seeded_rng
+from sim.seeds import seeded_entropy, seeded_rng
 from sim.watch import Broken, Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
 from sim.worlds.happened import RunWords, Trained
 from sim.worlds.joining import first_to_dial
 from sim.worlds.life import Life
+from sim.worlds.machines import machine, new_disk, takes_stages
 from sim.worlds.node_life import NodeLife
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
@@ -55,8 +56,6 @@ from sim.worlds.stages import NodeExecutor, settled
 from sim.worlds.submitted import capture, submit
 
 OURS = Cores()
-SPEEDS = (0.5, 2.0)
-"""Peers that compute do so half to twice as fast as an ordinary one."""
 STALL_SECONDS = 20.0
 """A stream over a split stalls so long before both kernels give it up; a node may have given up before."""
 FOLDER = Path("/simulated")
@@ -65,12 +64,14 @@ FOLDER = Path("/simulated")
 class StackWorld:
     """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.watch.World`.
 
-    Of `cores` those of membership and records may be replaced.
+    Of `cores` those of membership and records may be replaced. Raises UsageError: others are.
     """
 
     def __init__(
         self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
     ) -> None:
+        if dataclasses.replace(cores, swim=OURS.swim, kademlia=OURS.kademlia) != OURS:
+            raise UsageError("whole nodes take other cores for membership (swim) and records (kademlia) only")
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
@@ -257,7 +258,7 @@ class StackWorld:
         self._serials[number] += 1
         remembers = serial > 0 and self.scenario.churn.remembers
         if not remembers:
-            self._storages[number] = self._new_disk(number)
+            self._storages[number] = new_disk(self.seed, number)
         life = NodeLife(number, serial, self.now, self.roster.signer(number))
         life.node = self._node(life)
         self.lives[life.peer] = life
@@ -323,13 +324,15 @@ class StackWorld:
 
     def _node(self, life: NodeLife) -> Node:
         number, rng_labels = life.number, ("life", life.peer, life.serial)
-        offered, through = self._capacity(number), self._through(life)
+        offered = machine(self.scenario, self.seed, number, self.region(life.peer))
+        through = self._through(life)
+        accepts: Literal["swarm", "never"] = "swarm" if takes_stages(self.scenario, number) else "never"
         speed = offered.flops_per_second / capacity("").flops_per_second
         return Node(
             config.Config(
                 name=self.name(life.peer),
                 swarm=config.Swarm(name=SWARM, preset=self.scenario.membership.preset),
-                resources=config.Resources(accept_runs="swarm" if self._takes_stages(number) else "never"),
+                resources=config.Resources(accept_runs=accepts),
                 data_dir=FOLDER,
             ),
             join=() if through is None else (through.short,),
@@ -350,34 +353,6 @@ class StackWorld:
             observe=partial(self._learnt, life),
             **life.makers(self.cores),
         )
-
-    def _new_disk(self, number: int) -> MemoryStorage:
-        """With keys, so that a peer that forgets everything is still itself."""
-        storage = MemoryStorage()
-        storage.write("identity.key", seeded_identity(self.seed, number).seed)
-        storage.write("static.key", bytes(32))
-        return storage
-
-    def _capacity(self, number: int) -> Capacity:
-        """As in a world of cores, but where they compute peers differ."""
-        ordinary = capacity(self.region(self.peers[number]))
-        if not self.scenario.runs:
-            return ordinary
-        slowest, fastest = map(math.log, SPEEDS)
-        share = draw_share(self.seed, "speed", number)
-        speed = math.exp(slowest + (fastest - slowest) * share)
-        return Capacity(
-            ordinary.device,
-            ordinary.cores,
-            ordinary.memory_free_bytes,
-            ordinary.memory_total_bytes,
-            float(round(ordinary.flops_per_second * speed)),
-            ordinary.location,
-        )
-
-    def _takes_stages(self, number: int) -> bool:
-        runs = self.scenario.runs
-        return not runs or number < max(training.members for training in runs)
 
     def _through(self, life: NodeLife) -> Address | None:
         """Where somebody is who runs already, chosen by the seed."""

@@ -52,11 +52,10 @@ def test_the_switch_is_put_back_where_the_run_fails() -> None:
         await trio.sleep(1)
         raise ValueError("on purpose")
 
-    before = trio_run._r
+    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r
     with pytest.raises(ValueError, match="on purpose"):
         run_repeatably(fail, Random(1))
-    assert trio_run._r is before
-    assert not trio_run._ALLOW_DETERMINISTIC_SCHEDULING
+    assert (trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r) == before
 
 
 def test_a_trio_without_the_switch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

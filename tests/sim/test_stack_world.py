@@ -8,15 +8,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from gossip.member import MemberUp
+from gossip.swim import Swim
+from node.errors import UsageError
 from sim.churn.model import Event
 from sim.happenings import PeerStarted, PeerStopped, PlanAdopted, StepCommitted
 from sim.scenario import Records, Scenario, Training
 from sim.watch import Broken, Observed
+from sim.worlds.replaceable import Cores
 from sim.worlds.stack import StackWorld
 from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
 
@@ -134,6 +138,21 @@ def test_a_run_that_does_not_reach_its_accuracy_is_broken() -> None:
     scenario = replace(SWARM, seconds=40.0, runs=(hopeless,))
     with pytest.raises(Broken, match=r"accuracy: want 0\.9: done after 1 steps, accuracy 0\.[01]"):
         StackWorld(scenario, 1, lambda observed: None).play(lambda: None)
+
+
+def test_another_swim_may_take_the_place_of_ours_and_a_replica_may_not() -> None:
+    made: list[Swim] = []
+
+    class Counted(Swim):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    world = StackWorld(replace(SWARM, seconds=2.0), 1, lambda observed: None, cores=Cores(swim=Counted))
+    world.play(lambda: None)
+    assert made == [life.swim for life in world.lives.values()]
+    with pytest.raises(UsageError, match="swim"):
+        StackWorld(SWARM, 1, lambda observed: None, cores=Cores(replica=Counted))
 
 
 @pytest.mark.parametrize("remembers", [True, False])

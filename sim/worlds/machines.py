@@ -1,0 +1,37 @@
+"""The machine of each peer of a stack: how fast it is, its disk, and whether it takes stages of runs."""
+
+import math
+from dataclasses import replace
+
+from node.services.capacity import Capacity
+from sim.scenario import Scenario
+from sim.seams import MemoryStorage
+from sim.seeds import draw_share, seeded_identity
+from sim.worlds.roster import capacity
+
+SPEEDS = (0.5, 2.0)
+"""Peers that compute do so half to twice as fast as an ordinary one."""
+
+
+def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity:
+    """What a peer offers: as in a world of cores, but where they compute peers differ."""
+    ordinary = capacity(region)
+    if not scenario.runs:
+        return ordinary
+    slowest, fastest = map(math.log, SPEEDS)
+    speed = math.exp(slowest + (fastest - slowest) * draw_share(seed, "speed", number))
+    return replace(ordinary, flops_per_second=float(round(ordinary.flops_per_second * speed)))
+
+
+def takes_stages(scenario: Scenario, number: int) -> bool:
+    """Whether this peer is among those that a run of the scenario may have for members."""
+    runs = scenario.runs
+    return not runs or number < max(training.members for training in runs)
+
+
+def new_disk(seed: int, number: int) -> MemoryStorage:
+    """With nothing but keys on it, so that a peer that forgets everything is still itself."""
+    storage = MemoryStorage()
+    storage.write("identity.key", seeded_identity(seed, number).seed)
+    storage.write("static.key", bytes(32))
+    return storage
