@@ -28,6 +28,12 @@ def node_key(peer: PeerId) -> Key:
     return Key(hashlib.sha256(peer).digest()[:KEY_BYTES])
 
 
+@lru_cache(maxsize=KEYS_MAX)
+def node_number(peer: PeerId) -> int:
+    """The same as a number."""
+    return int.from_bytes(node_key(peer), "big")
+
+
 def record_key(purpose: str, name: bytes) -> Key:
     """Where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
 

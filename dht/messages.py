@@ -155,12 +155,16 @@ def encoded_bytes(message: Any) -> int:
     return len(encode(message))
 
 
-@lru_cache(maxsize=PARSED_MAX)
-def address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
+def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
     """Addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
 
     Cut to the first HINT_ADDRESSES_MAX that are short enough.
     """
+    return _address_texts(tuple(addresses))
+
+
+@lru_cache(maxsize=PARSED_MAX)
+def _address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
     texts = []
     for address in addresses:
         place = address.of(None)
@@ -172,12 +176,16 @@ def address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
     return tuple(texts[:HINT_ADDRESSES_MAX])
 
 
-@lru_cache(maxsize=PARSED_MAX)
-def readable_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
+def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
     """The addresses among `texts` that this version can read and that may be `peer`'s.
 
     Others are left out and not refused: a later version may know kinds of address that we do not.
     """
+    return _readable_addresses(tuple(texts), peer)
+
+
+@lru_cache(maxsize=PARSED_MAX)
+def _readable_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
     addresses = []
     for text in texts:
         try:
