@@ -25,11 +25,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class RecordsFound:
-    """The end of a `find`: the newest record of each publisher, in the order of their ids."""
+    """The end of a `find`: the newest record of each publisher, in the order of their ids. `rounds`: the
+    longest chain of hints that it followed."""
 
     request: int
     key: Key
     records: tuple[Record, ...]
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class RecordStored:
     acknowledged: int
     tried: int
     refusals: tuple[Refusal, ...] = ()
+    rounds: int = 0
 
 
 Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored

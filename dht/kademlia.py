@@ -361,7 +361,7 @@ class Kademlia:
     def _report_records(self, _now: float, search: Search) -> None:
         records = search.lookup.records
         found = tuple(records[publisher] for publisher in sorted(records))
-        self.events.append(RecordsFound(search.number, search.lookup.key, found))
+        self.events.append(RecordsFound(search.number, search.lookup.key, found, search.lookup.rounds))
 
     def _report_nodes(self, _now: float, search: Search) -> None:
         peers = tuple(contact.peer for contact in search.lookup.nearest)
@@ -375,7 +375,8 @@ class Kademlia:
         here = here or distance(self.key, record.key) < distance(nearest[-1].id, record.key)
         if here:
             nearest = nearest[: self.settings.k - 1]
-        publication = Publication(search.number, len(nearest) + here, len(nearest) + here, quiet)
+        tried = len(nearest) + here
+        publication = Publication(search.number, tried, tried, quiet, search.lookup.rounds)
         for contact in nearest:
             message = messages.Store(self._requests.new_id(), self._addresses, record.fact)
             self._ask(now, contact, message, publication)
@@ -387,7 +388,11 @@ class Kademlia:
         if publication.waiting == 0 and not publication.quiet:
             self.events.append(
                 RecordStored(
-                    publication.number, publication.acknowledged, publication.tried, publication.refusals
+                    publication.number,
+                    publication.acknowledged,
+                    publication.tried,
+                    publication.refusals,
+                    publication.rounds,
                 )
             )
 

@@ -79,6 +79,10 @@ class Lookup:
         self._settings = settings
         self._shortlist = Shortlist(key, settings.k)
         self._standing: dict[PeerId, Standing] = {}
+        # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
+        # such chain to one that answered: what the paper's rounds come to.
+        self._depth: dict[PeerId, int] = {}
+        self.rounds = 0
         self._answered: list[Contact] = []
         self._asked = 0
         self._slow = 0
@@ -124,6 +128,7 @@ class Lookup:
         self._leave_flight(contact.peer)
         self._standing[contact.peer] = Standing.ANSWERED
         self._answered.append(contact)
+        self.rounds = max(self.rounds, self._depth[contact.peer] + 1)
         self._shortlist.push(contact)
         for source in self._named_by.get(contact.peer, ()):
             good, ghosts = self._word[source]
@@ -192,6 +197,8 @@ class Lookup:
         new = contact.peer not in self._standing
         if self._standing.setdefault(contact.peer, Standing.HEARD) is not Standing.HEARD:
             return
+        if new:
+            self._depth[contact.peer] = 0 if source is None else self._depth[source] + 1
         merged = dict.fromkeys((*self.addresses.get(contact.peer, ()), *contact.addresses))
         self.addresses[contact.peer] = tuple(merged)[:ADDRESSES_MAX]
         if source is not None and not self._note_source(contact.peer, source, new=new):

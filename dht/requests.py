@@ -37,13 +37,14 @@ class Search:
 class Publication:
     """The second half of a store: who still has to answer, and how many keep the record.
 
-    `quiet` if it is upkeep, and nobody waits for its event.
+    `quiet` if it is upkeep, and nobody waits for its event; `rounds` are those of its lookup.
     """
 
     number: int
     tried: int
     waiting: int
     quiet: bool
+    rounds: int
     acknowledged: int = 0
     refusals: tuple[Refusal, ...] = ()
 

@@ -92,29 +92,42 @@ class Engine:
         self._publish = publish
         self._ports: list[_Port] = []
         self._by_name: dict[tuple[PeerId, str], _Port] = {}
+        self._ports_of: dict[PeerId, list[_Port]] = {}
         self._heap: list[tuple[float, int, int, bytes, int, Any]] = []
         self._number = 0
 
     def add(self, peer: PeerId, core: Core, *, protocol: str = "", at: float = 0.0) -> None:
-        """`core` begins to act for `peer` at the instant `at`; before that it receives nothing."""
-        if (peer, protocol) in self._by_name:
-            raise LocalProtocolError("this peer has a core for this protocol already")
+        """`core` begins to act for `peer` at the instant `at`; before that it receives nothing.
+
+        A peer that was killed may be given a new core: what is on its way still reaches it.
+        """
         if self._trace is not None:
             core = TracedCore(core, peer, protocol, self._trace)
-        port = _Port(len(self._ports), peer, protocol, core, self._wires.get(protocol))
-        self._ports.append(port)
-        self._by_name[peer, protocol] = port
-        self._push(at, port, _START, None)
+        port = self._by_name.get((peer, protocol))
+        if port is None:
+            port = _Port(len(self._ports), peer, protocol, core, self._wires.get(protocol))
+            self._ports.append(port)
+            self._by_name[peer, protocol] = port
+            self._ports_of.setdefault(peer, []).append(port)
+        self._push(at, port, _START, core)
 
     def kill(self, peer: PeerId, at: float) -> None:
         """At `at` all cores of `peer` stop, without a word. What they sent before still arrives."""
-        for port in self._ports:
-            if port.peer == peer:
-                self._push(at, port, _KILL, None)
+        for port in self._ports_of.get(peer, ()):
+            self._push(at, port, _KILL, None)
 
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
         """At `at` local code of `peer` acts on its core."""
         self._push(at, self._by_name[peer, protocol], _CALL, order)
+
+    def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
+        """Local code of `peer` acts on its core now, before anything else happens, as the driver of a real
+        node has it; from within `publish`, say. Nothing if it is not running."""
+        port = self._by_name[peer, protocol]
+        if port.alive:
+            self._turn(self.now, port, _CALL, order)
+            if port.core.deadline < port.wake_at:
+                self._plan_wake(self.now, port)
 
     def run(self, until: float) -> None:
         """Let everything happen up to the instant `until`, and at it."""
@@ -159,7 +172,9 @@ class Engine:
     def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
         """Everything but a delivery."""
         if kind == _START:
-            port.alive = True
+            if port.alive:
+                raise LocalProtocolError("this peer has a core for this protocol already")
+            port.alive, port.core, port.wake_at = True, payload, math.inf
         elif kind == _KILL:
             port.alive = False
         elif kind == _WAKE:

@@ -11,15 +11,22 @@ from random import Random
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, signed_bytes
-from crypto.identity import PEER_ID_BYTES, SIGNATURE_BYTES, PeerId
+from crypto.identity import PEER_ID_BYTES, SEED_BYTES, SIGNATURE_BYTES, Identity, PeerId
 
 DRAW_BYTES = 64
 _KEY_BYTES = 32
+_SHARE_BYTES = 6
+"""As many as a float holds without rounding up to 1."""
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
     """64 bytes that depend on `seed` and the labels, and on nothing else."""
     return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
+
+
+def draw_share(seed: int, *labels: bytes | str | int) -> float:
+    """A number from 0 to below 1, evenly; the same for the same labels."""
+    return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / 256**_SHARE_BYTES
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
@@ -46,6 +53,11 @@ def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], byt
 def seeded_peer(seed: int, index: int) -> PeerId:
     """A peer id for experiments without real keys: it can be named and compared, not verified."""
     return PeerId(draw(seed, "peer", index)[:PEER_ID_BYTES])
+
+
+def seeded_identity(seed: int, index: int) -> Identity:
+    """A real key pair, for experiments whose signatures are to be Ed25519."""
+    return Identity(draw(seed, "identity", index)[:SEED_BYTES])
 
 
 class HashSigner:

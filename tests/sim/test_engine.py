@@ -175,8 +175,37 @@ def test_one_peer_has_one_core_for_a_protocol() -> None:
     engine = Engine(Links(LinkModel(), 1))
     engine.add(A, Listener())
     engine.add(A, Listener(), protocol="other")
+    engine.add(A, Listener(), at=1.0)
     with pytest.raises(LocalProtocolError):
-        engine.add(A, Listener())
+        engine.run(1.0)
+
+
+def test_a_killed_peer_begins_again_with_a_new_core() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    one, first, second = pinger([B]), Listener(deadline=0.7), Listener(deadline=1.7)
+    engine.add(A, one)
+    engine.add(B, first)
+    engine.kill(B, 0.5)
+    engine.run(1.0)
+    engine.add(B, second)
+    engine.run(2.0)
+    assert max(time for time, _ in first.heard) < 0.5
+    assert min(time for time, _ in second.heard) > 1.0
+    assert (1.7, "wake") in second.heard
+
+
+def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
+    engine = Engine(Links(LinkModel(), 1))
+    one, other = pinger([B]), Listener()
+    engine.add(A, one)
+    engine.add(B, other)
+    engine.run(0.01)
+    engine.command(A, lambda core, now: [(B, Ping(7))])
+    engine.kill(A, 0.01)
+    engine.run(0.02)
+    engine.command(A, lambda core, now: [(B, Ping(8))])
+    engine.run(1.0)
+    assert other.heard == [(0.06, "ping 7 of A")]
 
 
 def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:

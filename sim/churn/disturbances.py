@@ -1,0 +1,148 @@
+"""The `[[events]]` of a scenario, resolved: what begins and ends when, for which peers by number. Pure.
+
+Who is hit is a keyed draw of (seed, the event's place in the list, which repetition, the peer's number),
+so one event more changes nobody else's fate. Exactly the share is hit, rounded, and at least one peer
+where the share is above 0. Permanent peers are never stopped; they may be cut off, frozen or slowed.
+
+A disturbance names peers whether they are up at that moment or not: a world passes over who is not there.
+Not here: sessions and absences (`sim.churn.schedule`).
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sim.churn.model import Churn, Event
+from sim.network.instants import nearest_instant
+from sim.seeds import draw, draw_share
+
+ENDLESS = ("crash", "leave")
+"""Kinds that last for ever where `lasts_seconds` is 0."""
+_STOPPING = ("crash", "leave", "restart")
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One event, for the peers `numbers` (ascending). Of `kind` as in `Event`.
+
+    It begins at `begins` and is over at `ends`: peers start again, can reach each other, compute as usual;
+    inf for never. join: `numbers` start at `starts`, one instant each. restart: `ends` is `begins`, and they
+    are back under `version`.
+    """
+
+    begins: float
+    ends: float
+    kind: str
+    numbers: tuple[int, ...]
+    starts: tuple[float, ...] = ()
+    factor: float = 1.0
+    loss: float = 0.0
+    version: str = ""
+
+
+def late_numbers(nodes: int, late_share: float, permanent: int) -> range:
+    """The peers kept back for events of kind `join`: so many at the end of the list, no permanent one."""
+    return range(max(nodes - round(nodes * late_share), min(permanent, nodes)), nodes)
+
+
+def disturbances(
+    events: Sequence[Event],
+    *,
+    nodes: int,
+    seconds: float,
+    seed: int,
+    churn: Churn,
+    late_share: float = 0.0,
+    region_of: Callable[[int], str],
+) -> Iterator[Disturbance]:
+    """All that begin before the instant `seconds`, in order of beginning, then of their place in the list."""
+    crowd = _Crowd(nodes, seed, churn, late_numbers(nodes, late_share, churn.permanent), region_of)
+    # Not merged from streams: whom an event finds depends on those before it.
+    due = [(event.at_seconds, index, 0) for index, event in enumerate(events)]
+    heapq.heapify(due)
+    while due:
+        at, index, repetition = heapq.heappop(due)
+        if at >= seconds:
+            return
+        event = events[index]
+        if event.every_seconds:
+            following = event.at_seconds + (repetition + 1) * event.every_seconds
+            heapq.heappush(due, (following, index, repetition + 1))
+        found = crowd.resolve(event, nearest_instant(at), index, repetition)
+        if found.numbers:
+            yield found
+
+
+def version_of(churn: Churn, number: int, seed: int) -> str:
+    """What a peer runs at the beginning; "" where no versions are given, or it is of the rest."""
+    share = draw_share(seed, "version", number)
+    for version in churn.versions:
+        share -= version.share
+        if share < 0:
+            return version.name
+    return ""
+
+
+class _Crowd:
+    """All peers, with what an event may look at: who has come so far, and who runs which version."""
+
+    def __init__(
+        self, nodes: int, seed: int, churn: Churn, late: range, region_of: Callable[[int], str]
+    ) -> None:
+        self._nodes = nodes
+        self._seed = seed
+        self._churn = churn
+        self._waiting = dict.fromkeys(late)
+        self._region_of = region_of
+        self._versions: dict[int, str] = {}
+
+    def resolve(self, event: Event, at: float, index: int, repetition: int) -> Disturbance:
+        candidates = [number for number in self._candidates(event) if self._fits(event, number)]
+        ranks = {number: draw(self._seed, "event", index, repetition, number) for number in candidates}
+        count = round(event.share * len(candidates)) or (1 if event.share > 0 else 0)
+        numbers = tuple(sorted(sorted(candidates, key=ranks.__getitem__)[:count]))
+        ends = nearest_instant(at + event.lasts_seconds)
+        if event.kind in ENDLESS and not event.lasts_seconds:
+            ends = math.inf
+        if event.kind == "restart":
+            ends = at
+            if event.version:
+                self._versions.update(dict.fromkeys(numbers, event.version))
+        starts: tuple[float, ...] = ()
+        if event.kind == "join":
+            for number in numbers:
+                del self._waiting[number]
+            starts = tuple(self._start(event, at, index, repetition, number) for number in numbers)
+        return Disturbance(
+            begins=at,
+            ends=ends,
+            kind=event.kind,
+            numbers=numbers,
+            starts=starts,
+            factor=event.factor if event.kind == "slow" else 1.0,
+            loss=event.loss if event.kind == "loss" else 0.0,
+            version=event.version,
+        )
+
+    def _start(self, event: Event, at: float, index: int, repetition: int, number: int) -> float:
+        share = draw_share(self._seed, "start", index, repetition, number)
+        return nearest_instant(at + event.lasts_seconds * share)
+
+    def _candidates(self, event: Event) -> list[int]:
+        if event.kind == "join":
+            return list(self._waiting)
+        first = self._churn.permanent if event.kind in _STOPPING else 0
+        return [number for number in range(first, self._nodes) if number not in self._waiting]
+
+    def _fits(self, event: Event, number: int) -> bool:
+        if event.regions and self._region_of(number) not in event.regions:
+            return False
+        if not event.versions and not (event.kind == "restart" and event.version):
+            return True
+        runs = self._versions.get(number)
+        if runs is None:
+            runs = self._versions[number] = version_of(self._churn, number, self._seed)
+        if event.kind == "restart" and event.version == runs:
+            return False
+        return not event.versions or runs in event.versions

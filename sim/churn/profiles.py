@@ -1,0 +1,83 @@
+"""Churn as it was measured: what a profile puts in the place of sessions and absences not given. Pure.
+
+kad: Steiner, En-Najjary and Biersack 2009, a year of eMule's DHT. First sessions were fitted by a Weibull
+distribution of shape 0.545 and scale 357.7 minutes, later ones by 0.615 and 169.5; offline 0.476 and 413.7.
+Peers of a scenario come back again and again, so all their sessions are later ones. In the steady
+state a fifth of them is there.
+
+bittorrent: sessions Weibull, 0.63 and 287.9 minutes. Absences are not given there; ours are KAD's.
+
+spot: preemptible machines, the bathtub with its hard stop at 24 hours. What comes after is not given:
+here another machine takes the place, after an exponential time of 10 minutes in the mean.
+
+lab: nothing was measured. It is a timetable: each peer comes on weekdays about 9 and goes about 18
+o'clock, each day at its own minute, and one day in ten it stays away; it begins on a Monday at noon.
+"""
+
+import math
+from collections.abc import Iterator
+
+from sim.churn.model import Churn, Distribution, Profile
+from sim.seeds import draw_share
+
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
+_FOREVER = Distribution("forever")
+_KAD_ABSENCES = Distribution("weibull", 413.7 * _MINUTE, 0.476)
+
+PROFILES: dict[Profile, tuple[Distribution, Distribution]] = {
+    "none": (_FOREVER, _FOREVER),
+    "kad": (Distribution("weibull", 169.5 * _MINUTE, 0.615), _KAD_ABSENCES),
+    "bittorrent": (Distribution("weibull", 287.9 * _MINUTE, 0.63), _KAD_ABSENCES),
+    "spot": (Distribution("bathtub", 24 * _HOUR), Distribution("exponential", 10 * _MINUTE)),
+}
+"""Sessions and absences of each profile that has them."""
+
+_LAB_FROM, _LAB_UNTIL = 9 * _HOUR, 18 * _HOUR
+_LAB_SPREAD_SECONDS = 1 * _HOUR
+_LAB_MISSED = 0.1
+_LAB_BEGINS = 12 * _HOUR
+_WORKDAYS, _WEEK = 5, 7
+
+
+def sessions_and_absences(churn: Churn) -> tuple[Distribution, Distribution]:
+    """What is given, else the profile's. Not for `lab`."""
+    sessions, absences = PROFILES[churn.profile]
+    return churn.sessions or sessions, churn.absences or absences
+
+
+def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
+    """(from, until) of each day that this peer works, in seconds since the beginning; the first may have
+    begun before it."""
+    day = 0
+    while True:
+        came = draw_share(seed, "lab came", number, day)
+        went = draw_share(seed, "lab went", number, day)
+        if day % _WEEK < _WORKDAYS and draw_share(seed, "lab missed", number, day) >= _LAB_MISSED:
+            midnight = day * _DAY - _LAB_BEGINS
+            begin = midnight + _LAB_FROM + (2 * came - 1) * _LAB_SPREAD_SECONDS
+            yield begin, midnight + _LAB_UNTIL + (2 * went - 1) * _LAB_SPREAD_SECONDS
+        day += 1
+
+
+def wave_clock(now: float, depth: float, period_seconds: float) -> float:
+    """How much time has passed for who is away: it runs fast at noon and slow at midnight, and `depth` 1
+    stops it there. Over a whole day it is right."""
+    if not depth:
+        return now
+    turn = math.tau / period_seconds
+    return now + depth * math.sin(turn * now) / turn
+
+
+def when_wave_shows(reading: float, depth: float, period_seconds: float) -> float:
+    """The moment at which `wave_clock` shows `reading`."""
+    if not depth or math.isinf(reading):
+        return reading
+    swing = abs(depth) * period_seconds / math.tau
+    low, high = reading - swing, reading + swing
+    while high - low > 1e-9 * max(1.0, abs(high)):
+        middle = (low + high) / 2
+        if wave_clock(middle, depth, period_seconds) < reading:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,84 @@
+"""Trace files: who came and went when, as CSV of three columns: peer, time in seconds, up or down.
+
+    peer,time,state
+    lab-1,0,up
+    lab-2,12.5,up
+    lab-1,3600,down
+
+The first line may name the columns; empty lines and lines that begin with # are skipped. A peer's own
+lines stand in the order of time, whoever else's lie between. Peers are numbered in the order of their
+first line. One whose first line says `down` was there from the beginning. Not here: what a trace becomes in
+a simulation (`sim.churn.schedule`).
+"""
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.errors import UsageError
+
+TRACE_LINES_MAX = 5_000_000
+"""A year of 1,000 peers that change 13 times a day; each takes some 100 bytes of memory."""
+_HEADER = ("peer", "time")
+_STATES = {"up": True, "down": False}
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """`names` by number; per number (time, whether up), in order of time and each time a change."""
+
+    names: tuple[str, ...]
+    changes: tuple[tuple[tuple[float, bool], ...], ...]
+
+
+def load_trace(path: Path) -> TraceFile:
+    """Raises UsageError, with the line."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return read_trace(file, name=str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8 text; is it the right file?") from None
+
+
+def read_trace(lines: Iterable[str], *, name: str) -> TraceFile:
+    """`name` stands in errors. Raises UsageError."""
+    found: dict[str, list[tuple[float, bool]]] = {}
+    rows = csv.reader(lines, strict=True)
+    try:
+        for row in rows:
+            if rows.line_num > TRACE_LINES_MAX:
+                raise UsageError(f"{name}: more than {TRACE_LINES_MAX} lines")
+            cells = [cell.strip() for cell in row]
+            if not any(cells) or cells[0].startswith("#") or (not found and tuple(cells[:2]) == _HEADER):
+                continue
+            _take(found, cells, f"{name}:{rows.line_num}")
+    except csv.Error as error:
+        raise UsageError(f"{name}:{rows.line_num}: not CSV: {error}") from None
+    if not found:
+        raise UsageError(f"{name}: no line of a peer in it; want peer,time,up or down")
+    return TraceFile(tuple(found), tuple(tuple(changes) for changes in found.values()))
+
+
+def _take(found: dict[str, list[tuple[float, bool]]], cells: list[str], where: str) -> None:
+    if len(cells) != 3 or not cells[0]:
+        raise UsageError(f"{where}: want three columns: peer, time in seconds, up or down")
+    peer, time_text, state = cells
+    try:
+        time = float(time_text)
+    except ValueError:
+        time = math.nan
+    if not 0 <= time < math.inf:
+        raise UsageError(f"{where}: time '{time_text[:20]}': want seconds since the beginning, 0 or more")
+    if state not in _STATES:
+        raise UsageError(f"{where}: '{state[:20]}' is neither up nor down")
+    up = _STATES[state]
+    changes = found.setdefault(peer, [])
+    if changes and time <= changes[-1][0]:
+        raise UsageError(f"{where}: {peer[:40]} at {time_text} s, after its line for {changes[-1][0]:g} s")
+    if changes and up == changes[-1][1]:
+        raise UsageError(f"{where}: {peer[:40]} is {state} already since {changes[-1][0]:g} s")
+    changes.append((time, up))

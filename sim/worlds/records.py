@@ -1,0 +1,183 @@
+"""The records' work in a world of cores: peers store records and look for them, as the scenario's rates say.
+
+What `node.services.discovery` does with a peer's own records is done here as well: they are signed anew
+before they expire, for as long as the peer runs. Who stores or looks, for what and when, is drawn by name
+from the seed.
+"""
+
+from random import Random
+from typing import Any
+
+from dht.events import RecordsFound, RecordStored
+from dht.keys import Key, record_key
+from dht.messages import PROTOCOL as KADEMLIA
+from dht.records import sign_record
+from node.services.driver import Sends
+from sim.happenings import PeerStopped, RecordGot, RecordWanted
+from sim.seams import EPOCH_SECONDS
+from sim.seeds import seeded_rng
+from sim.worlds.life import Ground, Life
+
+PURPOSE = "sim"
+VALUE_BYTES = 64
+RENEWALS = 3
+"""How often in a lifetime a record is signed anew, as in `node.services.discovery`."""
+
+
+class _Entry:
+    """One record: who stored it in which life, and until when it is valid. `stored`: somebody keeps it."""
+
+    __slots__ = ("expires", "number", "publisher", "stored")
+
+    def __init__(self, number: int, publisher: Life) -> None:
+        self.number = number
+        self.publisher = publisher
+        self.expires = 0.0
+        self.stored = False
+
+
+class _Request:
+    """One store or lookup under way."""
+
+    __slots__ = ("begun", "entry", "expected", "quiet")
+
+    def __init__(self, entry: _Entry, begun: float, *, expected: bool, quiet: bool) -> None:
+        self.entry = entry
+        self.begun = begun
+        self.expected = expected
+        self.quiet = quiet
+
+
+class RecordsWork:
+    """The part of a world that stores and looks up."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._settings = ground.scenario.records
+        self._entries: list[_Entry] = []
+        self._made = 0
+        self._pending: dict[Life, dict[int, _Request]] = {}
+        self._storing = seeded_rng(ground.seed, "stores")
+        self._finding = seeded_rng(ground.seed, "lookups")
+        ground.on(RecordStored, self._stored)
+        ground.on(RecordsFound, self._found)
+        ground.on(PeerStopped, self._stopped)
+        self._after(self._storing, self._settings.stores_per_second, self._store_one)
+        self._after(self._finding, self._settings.lookups_per_second, self._find_one)
+
+    def _after(self, rng: Random, rate: float, action: Any) -> None:
+        if rate > 0:
+            self._ground.at(self._ground.now + rng.expovariate(rate), action)
+
+    # Storing.
+
+    def _store_one(self) -> None:
+        self._after(self._storing, self._settings.stores_per_second, self._store_one)
+        life = self._ground.pick(self._storing)
+        if life is None:
+            return
+        entry = _Entry(self._made, life)
+        self._made += 1
+        self._entries.append(entry)
+        self._store(entry, quiet=False)
+        renew_seconds = self._settings.lifetime_seconds / RENEWALS
+        if renew_seconds > 0:
+            self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
+
+    def _renew(self, entry: _Entry, renew_seconds: float) -> None:
+        if self._ground.lives.get(entry.publisher.peer) is entry.publisher:
+            self._store(entry, quiet=True)
+            self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
+
+    def _store(self, entry: _Entry, *, quiet: bool) -> None:
+        life, now = entry.publisher, self._ground.now
+        entry.expires = now + self._settings.lifetime_seconds
+        value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
+        wall = EPOCH_SECONDS + now
+        fact = sign_record(
+            life.signer,
+            _key(entry),
+            value,
+            sequence=int(wall * 1000),
+            expires=int(EPOCH_SECONDS + entry.expires),
+        )
+        if not quiet:
+            self._ground.tell(life, RecordWanted(entry.number, storing=True))
+        request = _Request(entry, now, expected=True, quiet=quiet)
+        self._order(life, request, lambda core, now: core.store(now, fact))
+
+    def _stored(self, life: Life, event: RecordStored) -> None:
+        request = self._taken(life, event.request)
+        if request is None:
+            return
+        request.entry.stored = request.entry.stored or event.acknowledged > 0
+        if not request.quiet:
+            self._got(life, request, storing=True, copies=event.acknowledged, rounds=event.rounds)
+
+    # Looking.
+
+    def _find_one(self) -> None:
+        self._after(self._finding, self._settings.lookups_per_second, self._find_one)
+        entry = self._choose()
+        life = self._ground.pick(self._finding)
+        if entry is None or life is None:
+            return
+        self._ground.tell(life, RecordWanted(entry.number, storing=False))
+        expected = self._is_there(entry, life)
+        request = _Request(entry, self._ground.now, expected=expected, quiet=False)
+        key = _key(entry)
+        self._order(life, request, lambda core, now: core.find(now, key))
+
+    def _choose(self) -> _Entry | None:
+        """Any record that has not expired; those that have are dropped on the way."""
+        while self._entries:
+            index = self._finding.randrange(len(self._entries))
+            entry = self._entries[index]
+            if entry.expires > self._ground.now:
+                return entry
+            self._entries[index] = self._entries[-1]
+            self._entries.pop()
+        return None
+
+    def _is_there(self, entry: _Entry, life: Life) -> bool:
+        """Whether its publisher lives on, within reach, and somebody said that it keeps the record."""
+        publisher = entry.publisher
+        is_alive = self._ground.lives.get(publisher.peer) is publisher
+        return entry.stored and is_alive and self._ground.reaches(life.peer, publisher.peer)
+
+    def _found(self, life: Life, event: RecordsFound) -> None:
+        request = self._taken(life, event.request)
+        if request is not None:
+            self._got(life, request, storing=False, copies=len(event.records), rounds=event.rounds)
+
+    # Both.
+
+    def _order(self, life: Life, request: _Request, order: Any) -> None:
+        def begin(core: Any, now: float) -> Sends:
+            number, sends = order(core, now)
+            self._pending.setdefault(life, {})[number] = request
+            made: Sends = sends
+            return made
+
+        self._ground.command(life, KADEMLIA, begin)
+
+    def _taken(self, life: Life, number: int) -> _Request | None:
+        pending = self._pending.get(life)
+        request = None if pending is None else pending.pop(number, None)
+        if pending is not None and not pending:
+            del self._pending[life]
+        return request
+
+    def _got(self, life: Life, request: _Request, *, storing: bool, copies: int, rounds: int) -> None:
+        seconds = self._ground.now - request.begun
+        self._ground.tell(
+            life, RecordGot(request.entry.number, storing, copies, request.expected, seconds, rounds)
+        )
+
+    def _stopped(self, life: Life, event: PeerStopped) -> None:
+        del event
+        self._pending.pop(life, None)
+
+
+def _key(entry: _Entry) -> Key:
+    return record_key(PURPOSE, entry.number.to_bytes(8, "big"))

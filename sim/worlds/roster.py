@@ -1,0 +1,65 @@
+"""Who takes part in a world: by number their id, name, address, keys and what they say of themselves.
+
+The same in both fidelities. Nothing here changes while a world plays, and nothing is kept that can be
+computed.
+"""
+
+from collections.abc import Callable
+
+from crypto.contact import Address
+from crypto.facts import IdentitySigner, Signer
+from crypto.identity import PeerId
+from gossip.member import Profile
+from node.services.capacity import Capacity
+from node.services.membership import encode_metadata
+from sim.scenario import Scenario
+from sim.seeds import HashSigner, seeded_identity, seeded_peer
+
+SWARM = "sim"
+"""The swarm's name, which stands in all signatures."""
+PORT = 9747
+
+
+def capacity(region: str) -> Capacity:
+    """What every peer offers: one core of a small machine."""
+    return Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, region)
+
+
+class Roster:
+    """`scenario.nodes` peers. `region_of` says by number where each is."""
+
+    def __init__(self, scenario: Scenario, seed: int, region_of: Callable[[int], str]) -> None:
+        self._seed = seed
+        self._real = scenario.signatures == "ed25519"
+        self._region_of = region_of
+        numbers = range(scenario.nodes)
+        if self._real:
+            self.peers = tuple(seeded_identity(seed, number).peer for number in numbers)
+        else:
+            self.peers = tuple(seeded_peer(seed, number) for number in numbers)
+        self.numbers = {peer: number for number, peer in enumerate(self.peers)}
+        self._metadata: dict[str, bytes] = {}
+
+    def name(self, peer: PeerId) -> str:
+        return f"n{self.numbers[peer]}"
+
+    def address(self, number: int) -> Address:
+        """Where this peer listens, in every life."""
+        place = number + 1
+        host = f"10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}"
+        return Address("ip4", host, PORT, self.peers[number])
+
+    def signer(self, number: int) -> Signer:
+        if self._real:
+            return IdentitySigner(seeded_identity(self._seed, number), SWARM)
+        return HashSigner(self.peers[number], SWARM, self._seed)
+
+    def profile(self, number: int) -> Profile:
+        return Profile(f"n{number}", (self.address(number),), self.metadata(number))
+
+    def metadata(self, number: int) -> bytes:
+        """What a node's membership service says of this peer's capacity; one object for a whole region."""
+        region = self._region_of(number)
+        if region not in self._metadata:
+            self._metadata[region] = encode_metadata(capacity(region), accepts_runs=True)
+        return self._metadata[region]
