@@ -14,6 +14,7 @@ SUMMARY_NAME = "summary.json"
 METRICS_NAME = "metrics.csv"
 EVENTS_NAME = "events.jsonl"
 SCENARIO_NAME = "scenario.toml"
+FILE_NAMES = (SUMMARY_NAME, METRICS_NAME, EVENTS_NAME, SCENARIO_NAME)
 
 
 def write_files(folder: Path, scenario: Scenario, rows: Iterable[Row], summary: Mapping[str, Any]) -> None:
