@@ -17,7 +17,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht import messages
 from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
-from dht.keys import Key, distance, node_key, random_key
+from dht.keys import KEY_BITS, Key, distance, node_key, random_key
 from dht.lookup import Lookup
 from dht.messages import Message, address_texts, readable_addresses
 from dht.records import Record, RecordStore, Refusal, check_record
@@ -74,6 +74,16 @@ class Kademlia:
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         return min(self._timers.due, self._rejoin_due, self._refresh_due, self._expiry_due)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        waiting = sum(len(bucket.replacement_nodes) for bucket in self.table.buckets)
+        return {
+            "contacts": (len(self.table) + waiting, 2 * self.settings.k * KEY_BITS),
+            "records": (len(self.records), self.settings.records_max),
+            "checks": (len(self._checking), self.settings.checks_max),
+        }
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError, without effect, for what no correct peer sends."""

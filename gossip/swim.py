@@ -22,7 +22,7 @@ from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
 from gossip.member import Event, Member, Profile, Status
 from gossip.messages import Ack, Compare, Gossip, Message, Nack, Ping, PingRequest, Sync
-from gossip.probing import RELAY_PATIENCE, Flight, Probe, Relay
+from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Probe, Relay
 from gossip.settings import Settings
 from gossip.table import Row
 
@@ -83,6 +83,16 @@ class Swim:
     def statuses(self) -> dict[PeerId, Status]:
         """What is held of everyone listed, this peer included: `members` at a hundredth of its cost."""
         return {row.peer: row.status for row in self._table.rows.values()}
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        most = self._settings.members_max
+        return {
+            "members": (len(self._table.rows), most),
+            "news": (len(self._beliefs.queue), most * (1 + self._settings.confirmations)),
+            "relays": (len(self._flight.relays), RELAYS_MAX),
+        }
 
     @property
     def deadline(self) -> float:

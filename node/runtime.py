@@ -22,7 +22,9 @@ from crypto.contact import Address, parse_address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import PeerId
+from dht.kademlia import Kademlia
 from gossip.member import Profile
+from gossip.swim import Swim
 from node import state as views
 from node.commands import CheckpointCommands, Commands
 from node.config import Config, Join
@@ -47,7 +49,7 @@ from node.runs.manifest import Run
 from node.runs.placement import Offer
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
-from node.seams import Clock, Executor, Network, RealClock, Seams, Storage
+from node.seams import Clock, Executor, Network, RealClock, Seams, Storage, own_rng
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
@@ -70,7 +72,9 @@ class Node:
     """A node of a swarm: joins, keeps its place, and takes part in runs.
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
-    are the six seams, the simulator's way in. Use it as an async context manager under trio.
+    are the six seams, the simulator's way in; `observe` is told of every event of the cores of membership and
+    records as they learn it, and `swim` and `kademlia` make these cores, for whoever tries out others. Use
+    it as an async context manager under trio.
     """
 
     def __init__(
@@ -86,6 +90,9 @@ class Node:
         storage: Storage | None = None,
         capacity: Capacity | None = None,
         report: Callable[[Event], None] | None = None,
+        observe: Callable[[object], None] | None = None,
+        swim: Callable[..., Swim] = Swim,
+        kademlia: Callable[..., Kademlia] = Kademlia,
     ) -> None:
         config = config or Config()
         seeds = (*config.join.seeds, *(parse_address(text) for text in join))
@@ -102,6 +109,9 @@ class Node:
         self._storage = storage
         self._capacity = capacity
         self._report = report
+        self._observe = observe or _ignore
+        self._make_swim = swim
+        self._make_kademlia = kademlia
         self._watchers: list[trio.MemorySendChannel[Event]] = []
         self._refused: Counter[str] = Counter()
         self._stack = AsyncExitStack()
@@ -202,7 +212,7 @@ class Node:
         self.membership = Membership(
             self.network,
             self._clock,
-            self._rng,
+            own_rng(self._rng),
             self.signer,
             Profile(self.config.name, self.network.addresses, metadata),
             self.config.swarm.preset,
@@ -210,8 +220,18 @@ class Node:
             refuse=self._refuse,
             met=self._met,
             gone=self._gone,
+            observe=self._observe,
+            make=self._make_swim,
         )
-        self.discovery = Discovery(self.network, self._clock, self._rng, self.signer, refuse=self._refuse)
+        self.discovery = Discovery(
+            self.network,
+            self._clock,
+            own_rng(self._rng),
+            self.signer,
+            refuse=self._refuse,
+            observe=self._observe,
+            make=self._make_kademlia,
+        )
         self.joining = Joining(
             self.network,
             self._clock,
@@ -376,6 +396,11 @@ class Node:
         await self._is_met.wait()  # alone, there is nobody to tell
         metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
         await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
+
+
+def _ignore(event: object) -> None:
+    """Nobody looks at what the cores learn."""
+    del event
 
 
 @asynccontextmanager

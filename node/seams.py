@@ -64,6 +64,12 @@ class Stream(Protocol):
     async def aclose(self) -> None: ...
 
 
+def own_rng(rng: Random) -> Random:
+    """The next generator of one service of a node that has `rng`: what one service draws does not depend on
+    what others do."""
+    return Random(rng.getrandbits(64))  # noqa: S311 - choices, not keys
+
+
 Handler = Callable[[Stream], Awaitable[None]]
 """Serves one inbound stream; the network closes the stream when it returns."""
 

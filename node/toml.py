@@ -8,10 +8,12 @@ once more and notes the line of every table, key and array item; it follows TOML
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -78,9 +80,25 @@ def parse(text: str, kind: type[T], *, name: str) -> Document[T]:
         raise UsageError(_syntax_error(name, text, str(error))) from None
     except RecursionError:
         raise UsageError(f"{name}: nested too deeply") from None
-    places = Document[None](None, name, line_numbers(text))
+    return convert(tree, kind, name=name, lines=line_numbers(text))
+
+
+def convert(tree: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int]) -> Document[T]:
+    """Check a tree of dicts and lists against `kind`; `name` stands in errors. Raises UsageError."""
+    places = Document[None](None, name, lines)
     _check(tree, kind, (), places)
-    return Document(msgspec.convert(tree, kind), name, places.lines)
+    try:
+        return Document(msgspec.convert(tree, kind), name, lines)
+    except msgspec.ValidationError as error:
+        raise UsageError(_broken_rule(str(error), places)) from None
+
+
+def _broken_rule(message: str, places: Document[None]) -> str:
+    """What a struct says of values that do not go together. msgspec ends it in " - at `$.table[0].key`"."""
+    what, _, place = message.partition(" - at `$")
+    path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.`\[\]]+", place)]
+    table = f"[{_dotted(tuple(path))}] " if path else ""
+    return f"{places.where(*path)}: {table}{what}"
 
 
 def _syntax_error(name: str, text: str, message: str) -> str:
@@ -95,6 +113,10 @@ def _syntax_error(name: str, text: str, message: str) -> str:
 def _check(value: Any, kind: Any, path: TomlPath, places: Document[None]) -> None:
     """Find the first fault of `value` in reading order, and say it with its line."""
     bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(bare) is UnionType:
+        # TOML has no null, so an optional table is simply a table.
+        kinds = [each for each in get_args(bare) if each is not NoneType]
+        bare = kinds[0] if len(kinds) == 1 else bare
     if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
         _check_table(value, bare, path, places)
         return
@@ -175,6 +197,8 @@ def describe(kind: shapes.Type) -> str:
             return "one of " + ", ".join(shown(value) for value in kind.values)
         case shapes.VarTupleType() | shapes.ListType():
             return f"a list of {describe(kind.item_type)}" + _length(kind, "items")
+        case shapes.TupleType():
+            return f"a list of {len(kind.item_types)}: " + ", ".join(map(describe, kind.item_types))
         case shapes.UnionType():
             # TOML has no null, so an optional value is simply its type.
             known = [describe(item) for item in kind.types if not isinstance(item, shapes.NoneType)]

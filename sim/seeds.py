@@ -17,6 +17,7 @@ DRAW_BYTES = 64
 _KEY_BYTES = 32
 _SHARE_BYTES = 6
 """As many as a float holds without rounding up to 1."""
+_SHARE_RANGE = 2.0 ** (8 * _SHARE_BYTES)
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
@@ -26,7 +27,7 @@ def draw(seed: int, *labels: bytes | str | int) -> bytes:
 
 def draw_share(seed: int, *labels: bytes | str | int) -> float:
     """A number from 0 to below 1, evenly; the same for the same labels."""
-    return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / 256**_SHARE_BYTES
+    return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / _SHARE_RANGE
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:

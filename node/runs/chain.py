@@ -6,14 +6,13 @@ Its promises are on disk before anybody hears of them. One task takes what comes
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
-from random import Random
 from typing import Any
 
 import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.seams import Seams
+from node.seams import Seams, own_rng
 from partition.plan.agreement import Agreement, PlanDecided
 from partition.plan.change import Change
 from partition.plan.plan import NOTHING, Plan
@@ -46,8 +45,7 @@ class ChainShell:
         on_event: Callable[[Any], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
-        rng = Random(seams.rng.getrandbits(64))  # noqa: S311 - who waits how long, not keys
-        self.core = Agreement(me, plan, rng, durable=durable, may_fork=may_fork)
+        self.core = Agreement(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
         self._name = chain_name(run)
         self._seams = seams
         self._send = send

@@ -37,11 +37,15 @@ class Discovery:
         signer: Signer,
         *,
         refuse: Callable[[PeerId, RemoteProtocolError], None],
+        observe: Callable[[Event], None],
+        make: Callable[..., Kademlia] = Kademlia,
     ) -> None:
+        """`observe` is told of every event of the core as it is; `make` makes the core."""
         self._network = network
         self._clock = clock
         self._signer = signer
-        self._core = Kademlia(signer, Settings(), rng, network.addresses)
+        self._observe = observe
+        self._core = make(signer, Settings(), rng, network.addresses)
         self._core.wall_offset = clock.wall() - clock.monotonic()
         self._waiting: dict[int, _Answer] = {}
         self._own: dict[tuple[str, bytes], bytes] = {}
@@ -65,6 +69,10 @@ class Discovery:
                 await trio.sleep(RENEW_SECONDS)
                 for (purpose, name), value in list(self._own.items()):
                     await self._store(purpose, name, value)
+
+    def command(self, order: Callable[[Kademlia, float], Sends]) -> None:
+        """Let local code act on the core: `order(core, now)` returns what to send."""
+        self._driver.command(lambda now: order(self._core, now))
 
     def join(self, peers: Sequence[PeerId]) -> None:
         """Enter the DHT by these peers."""
@@ -124,6 +132,7 @@ class Discovery:
         return answer.event
 
     def _on_event(self, event: Event) -> None:
+        self._observe(event)
         if isinstance(event, PeerHeard):
             self._network.learn(event.peer, event.addresses)
             return

@@ -83,15 +83,19 @@ class Membership:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         met: Callable[[PeerId, Sequence[Address]], None],
         gone: Callable[[PeerId], None],
+        observe: Callable[[core.Event], None],
+        make: Callable[..., Swim] = Swim,
     ) -> None:
+        """`observe` is told of every event of the core as it is; `make` makes the core."""
         self._network = network
         self._clock = clock
         self._publish = publish
         self._met = met
         self._gone = gone
+        self._observe = observe
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
-        swim = Swim(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic())
+        swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic())
         self._swim = swim
         self._driver = Driver(
             swim,
@@ -129,6 +133,7 @@ class Membership:
         await trio.sleep(LEAVE_SECONDS)
 
     def _on_event(self, event: core.Event) -> None:
+        self._observe(event)
         match event:
             case core.MemberUp() | core.MemberChanged():
                 self._network.learn(event.peer, event.addresses)

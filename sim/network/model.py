@@ -1,5 +1,10 @@
-"""What a simulated network is like, as a scenario file says it: the table `[network]`. Only data."""
+"""What a simulated network is like, as a scenario file says it: the table `[network]`. Only data.
 
+`sim.network.links` makes it happen, for bare cores and for whole nodes alike. One that means nothing is
+refused when it is made: ValueError, which msgspec turns into its ValidationError while decoding.
+"""
+
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,9 +16,13 @@ Nat = Literal["none", "full-cone", "restricted", "symmetric", "blocked"]
 """none: a public address. full-cone: anyone may send once a mapping is there. restricted: only whom it has
 sent to. symmetric: another mapping for each peer. blocked: UDP is dropped, streams go out only."""
 
+_SHARES_NOISE = 0.01
+"""So that three shares of 0.33 are a whole."""
+
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place: `share` of all peers live there; `inside_seconds` is the one-way latency within it."""
+    """A place: `share` of all peers live there; `inside_seconds` is the one-way latency within it, drawn
+    evenly between the two figures for each pair of peers."""
 
     name: str
     share: Share
@@ -21,8 +30,11 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a share of the peers is connected. A queue holds `queue_seconds` of
-    traffic; what comes on top is lost."""
+    """How a share of the peers is connected; the peers in no share have a public address and no limit.
+
+    Both directions are a queue with a rate. A datagram that would wait for more than `queue_seconds` is lost;
+    streams wait. `loss`: of what this peer sends and of what is sent to it.
+    """
 
     share: Share
     up_mbit_per_second: Mbit = float("inf")
@@ -37,9 +49,13 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without regions each pair of peers has one one-way latency, drawn evenly between `nearest_seconds` and
     `farthest_seconds`. With regions, `between_seconds` holds one row a region (from) with one figure a
-    region (to): asymmetric where the two figures of a pair differ. `jitter_seconds`: each message adds 0 to
-    this much. `loss`, `duplication`, `reordering`: shares of datagrams that never arrive, arrive twice, or
-    are held back by up to `reorder_seconds`. Streams lose nothing.
+    region (to): asymmetric where the two figures of a pair differ. Within a region its own `inside_seconds`
+    hold, and without `between_seconds` the nearest and farthest hold between regions. `jitter_seconds`: each
+    message adds 0 to this much. `loss`, `duplication`, `reordering`: shares of datagrams that never arrive,
+    arrive twice, or are held back by up to `reorder_seconds`. Streams lose nothing.
+
+    The clock of each peer is wrong by up to `clock_offset_seconds`, and gains or loses up to `clock_drift`
+    of each second.
     """
 
     nearest_seconds: Seconds = 0.05
@@ -54,3 +70,26 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     access: tuple[Access, ...] = ()
     clock_offset_seconds: Seconds = 0.0
     clock_drift: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nearest_seconds > self.farthest_seconds:
+            raise ValueError("nearest_seconds is above farthest_seconds")
+        count = len(self.regions)
+        if count and abs(sum(region.share for region in self.regions) - 1) > _SHARES_NOISE:
+            raise ValueError("the shares of the regions do not sum up to 1")
+        if len({region.name for region in self.regions}) < count:
+            raise ValueError("two regions have the same name")
+        if any(region.inside_seconds[0] > region.inside_seconds[1] for region in self.regions):
+            raise ValueError("inside_seconds of a region: the first figure is above the second")
+        rows = self.between_seconds
+        if rows and (len(rows) != count or any(len(row) != count for row in rows)):
+            raise ValueError(f"between_seconds wants {count} rows of {count} figures, one a region")
+        if sum(access.share for access in self.access) > 1 + _SHARES_NOISE:
+            raise ValueError("the shares of access sum up to more than 1")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anybody's bandwidth is."""
+        return any(
+            min(access.up_mbit_per_second, access.down_mbit_per_second) < math.inf for access in self.access
+        )

@@ -1,0 +1,145 @@
+"""What a scenario says that cannot all be true: rules between its values. Pure, but for a look at a trace.
+
+What one value alone may be is said by its type, and what one table by itself (`sim.network.model`). Each
+fault has the path of the value that is to blame, for the line in the file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from node.nearest import did_you_mean
+from sim.churn.traces import load_trace
+
+if TYPE_CHECKING:
+    from sim.scenario import Scenario
+
+STACK_NODES_MAX = 200
+"""Whole nodes cost some hundred times what their cores cost."""
+_SHARES_NOISE = 1e-6
+
+Fault = tuple[tuple[str | int, ...], str]
+"""Where, and what is wrong."""
+
+
+def faults(scenario: "Scenario") -> Iterator[Fault]:
+    """Every contradiction, in reading order. Raises UsageError for a trace file that is wrong itself."""
+    yield from _sizes(scenario)
+    yield from _churn(scenario)
+    yield from _events(scenario)
+    yield from _work(scenario)
+
+
+def _sizes(scenario: "Scenario") -> Iterator[Fault]:
+    nodes, seconds = scenario.nodes, scenario.seconds
+    if scenario.fidelity == "stack" and nodes > STACK_NODES_MAX:
+        yield (
+            ("nodes",),
+            f'nodes = {nodes}: whole nodes are at most {STACK_NODES_MAX}; more take fidelity = "cores"',
+        )
+    if scenario.sample_seconds > seconds:
+        yield ("sample_seconds",), f"sample_seconds = {scenario.sample_seconds:g}: it ends after {seconds:g}"
+    if scenario.start.spread_seconds > seconds:
+        yield (
+            ("start", "spread_seconds"),
+            f"start.spread_seconds = {scenario.start.spread_seconds:g}: it ends after {seconds:g}",
+        )
+    joins = any(event.kind == "join" for event in scenario.events)
+    if scenario.start.late_share and not joins:
+        yield (
+            ("start", "late_share"),
+            "start.late_share keeps peers back, and no event of kind join starts them",
+        )
+
+
+def _churn(scenario: "Scenario") -> Iterator[Fault]:
+    churn = scenario.churn
+    if churn.permanent > scenario.nodes:
+        yield ("churn", "permanent"), f"churn.permanent = {churn.permanent}: there are {scenario.nodes} nodes"
+    given = [name for name in ("sessions", "absences") if getattr(churn, name) is not None]
+    if churn.trace:
+        for name in (*given, *(["profile"] if churn.profile != "none" else [])):
+            yield ("churn", name), f"churn.{name} beside churn.trace: the trace says who comes and goes"
+        names = load_trace(Path(churn.trace)).names
+        room = max(0, scenario.nodes - churn.permanent)
+        if len(names) > room:
+            yield (
+                ("churn", "trace"),
+                f"churn.trace has {len(names)} peers; of {scenario.nodes} nodes {room} may come and go",
+            )
+    elif churn.profile == "lab" and given:
+        yield ("churn", given[0]), f"churn.{given[0]} beside profile lab, which is a timetable"
+    elif churn.profile == "none" and len(given) == 1:
+        other = "absences" if given == ["sessions"] else "sessions"
+        yield (
+            ("churn", given[0]),
+            f"churn.{given[0]} without {other}: add [churn.{other}] "
+            '(distribution = "forever" for no end) or a profile',
+        )
+    if churn.wave_depth and (
+        churn.trace or churn.profile == "lab" or (churn.profile == "none" and not given)
+    ):
+        yield ("churn", "wave_depth"), "churn.wave_depth: there are no sessions or absences to make waves of"
+    if len({version.name for version in churn.versions}) < len(churn.versions):
+        yield ("churn", "versions"), "two of churn.versions have the same name"
+    if sum(version.share for version in churn.versions) > 1 + _SHARES_NOISE:
+        yield ("churn", "versions"), "the shares of churn.versions sum up to more than 1"
+
+
+def _events(scenario: "Scenario") -> Iterator[Fault]:
+    regions = [region.name for region in scenario.network.regions]
+    versions = [version.name for version in scenario.churn.versions]
+    versions += [event.version for event in scenario.events if event.version]
+    for index, event in enumerate(scenario.events):
+        at = ("events", index)
+        if event.at_seconds > scenario.seconds:
+            yield (
+                (*at, "at_seconds"),
+                f"at_seconds = {event.at_seconds:g} of events: it all ends after {scenario.seconds:g}",
+            )
+        for kind, names, known in (
+            ("region", event.regions, regions),
+            ("version", event.versions, versions),
+        ):
+            for name in names:
+                if name not in known:
+                    hint = did_you_mean(name, known) or f"; known: {', '.join(known) or 'none'}"
+                    yield (*at, f"{kind}s"), f"no {kind} is called '{name}'{hint}"
+        if not event.lasts_seconds and event.kind not in ("crash", "leave", "join", "restart"):
+            yield (
+                (*at, "lasts_seconds"),
+                f"lasts_seconds = 0 of an event of kind {event.kind}: nothing happens",
+            )
+        if event.version and event.kind != "restart":
+            yield (*at, "version"), f"only a restart brings a version, not an event of kind {event.kind}"
+        if event.kind == "join" and not scenario.start.late_share:
+            yield (*at, "kind"), "nobody is kept back for an event of kind join: set start.late_share"
+
+
+def _work(scenario: "Scenario") -> Iterator[Fault]:
+    records, checks = scenario.records, scenario.checks
+    if records.enabled and records.republish_seconds >= records.lifetime_seconds:
+        yield (
+            ("records", "republish_seconds"),
+            "records.republish_seconds: a record is over before it is stored again",
+        )
+    for index, run in enumerate(scenario.runs):
+        at = ("runs", index)
+        if run.members > scenario.nodes:
+            yield (*at, "members"), f"members = {run.members} of runs: there are {scenario.nodes} nodes"
+        if run.stages * run.replicas > run.members:
+            yield (
+                (*at, "replicas"),
+                f"{run.stages} stages of {run.replicas} replicas take {run.stages * run.replicas} members, "
+                f"the run has {run.members}",
+            )
+        if run.trainers > run.members:
+            yield (*at, "trainers"), f"trainers = {run.trainers} of runs: the run has {run.members} members"
+        if run.at_seconds >= scenario.seconds:
+            yield (*at, "at_seconds"), f"at_seconds = {run.at_seconds:g} of runs: it all ends before"
+        if run.accuracy and scenario.fidelity == "cores":
+            yield (*at, "accuracy"), 'accuracy of a run of sums: only fidelity = "stack" trains a model'
+    if checks.converge_seconds > scenario.seconds:
+        yield ("checks", "converge_seconds"), "checks.converge_seconds: it all ends before anything is due"
+    if checks.found_share and not (records.enabled and records.lookups_per_second):
+        yield ("checks", "found_share"), "checks.found_share: nothing is looked for, see [records]"
