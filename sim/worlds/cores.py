@@ -17,24 +17,26 @@ from typing import Any
 import dht.messages
 import dht.settings
 import gossip.messages
-from crypto.contact import Address
 from crypto.identity import PeerId
+from dht.events import Joined
 from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import MemberChanged, MemberDown, MemberLeft, MemberUp, Status
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL as SWIM
+from node.seams import own_rng
 from node.services.driver import Sends
-from node.services.joining import RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
-from sim.happenings import PeerStarted, PeerStopped
-from sim.network.instants import after, ticks
+from sim.happenings import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
+from sim.network.instants import after
 from sim.network.links import LinkModel, Links
 from sim.scenario import Scenario
-from sim.seams import EPOCH_SECONDS, HANDSHAKE_TRIPS
+from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
 from sim.watch import Observed
 from sim.worlds.agenda import Agenda
+from sim.worlds.direction import Direction
+from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
@@ -61,10 +63,14 @@ class CoresWorld:
         wires = WIRES if scenario.encoded else None
         self.engine = Engine(self.links, wires=wires, publish=self._learnt)
         self.lives: dict[PeerId, Life] = {}
+        self._side_of: dict[PeerId, int] = {}
         self._publish = publish
         self._agenda = Agenda()
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
         self._running: list[Life] = []
+        self._met_before: dict[int, tuple[PeerId, ...]] = {}
+        self._joining = Joining(self)
+        self._direction = Direction(self, scenario, seed, lambda _: "")
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
         self._discovery = dht.settings.Settings(republish_seconds=scenario.records.republish_seconds)
@@ -72,14 +78,13 @@ class CoresWorld:
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
             self.on(lost, self._lost)
+        self.on(Joined, self._joined)
         if scenario.records.enabled:
             RecordsWork(self)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
-        for number in range(self.scenario.nodes):
-            share = seeded_rng(self.seed, "start", number).random() if number else 0.0
-            self.at(self.scenario.start.spread_seconds * share, self._start, number, False)
+        self._direction.begin()
         self.at(self.scenario.sample_seconds, self._sample, on_sample, 1)
         while (due := self._agenda.due) <= self.scenario.seconds:
             self.engine.run(due)
@@ -112,8 +117,8 @@ class CoresWorld:
     def region(self, peer: PeerId) -> str:  # noqa: ARG002
         return ""
 
-    def reaches(self, one: PeerId, other: PeerId) -> bool:  # noqa: ARG002
-        return True
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        return self._side_of.get(one, 0) == self._side_of.get(other, 0)
 
     def in_scope(self, one: PeerId, other: PeerId) -> bool:  # noqa: ARG002
         return True
@@ -122,7 +127,8 @@ class CoresWorld:
         return self.lives[peer].swim.statuses
 
     def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
-        return {"members": (len(self.lives[peer].swim.statuses), self._membership.members_max)}
+        life = self.lives[peer]
+        return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
         return self.engine.counters
@@ -148,37 +154,67 @@ class CoresWorld:
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
 
-    # Lives.
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        return self.links.latency_seconds(one, other)
 
-    def _start(self, number: int, remembers: bool) -> None:
-        now = self.engine.now
-        serial = self._serials[number]
-        self._serials[number] += 1
-        signer = self.roster.signer(number)
-        life = Life(number, serial, now, signer)
-        # As a node does: one generator for the peer, from which each service has its own.
-        rng = seeded_rng(self.seed, "life", life.peer, serial)
-        choices = [own_rng(rng) for _ in range(2)]
-        incarnation = int((EPOCH_SECONDS + now) * 1000)
-        profile = self.roster.profile(number)
-        life.swim = self.cores.swim(signer, profile, self._membership, choices[0], incarnation, now)
-        addresses: tuple[Address, ...] = profile.addresses
-        life.kademlia = self.cores.kademlia(signer, self._discovery, choices[1], addresses)
-        life.kademlia.wall_offset = EPOCH_SECONDS
-        self.engine.add(life.peer, life.swim, protocol=SWIM, at=now)
-        self.engine.add(life.peer, life.kademlia, protocol=KADEMLIA, at=now)
+    # What it is told to do (`sim.worlds.direction`).
+
+    def runs(self, number: int) -> bool:
+        life = self.lives.get(self.roster.peers[number])
+        return life is not None and not life.leaving
+
+    def start(self, number: int) -> None:
+        if self.roster.peers[number] in self.lives:
+            return
+        life = self._begin(number)
         self.lives[life.peer] = life
+        self.engine.add(life.peer, life.swim, protocol=SWIM, at=self.now)
+        self.engine.add(life.peer, life.kademlia, protocol=KADEMLIA, at=self.now)
+        remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
-        self._try_to_join(life, RETRY_SECONDS_MIN)
+        self._joining.begin(life, self._met_before.pop(number, ()))
         life.place = len(self._running)
         self._running.append(life)
 
-    def _stop(self, life: Life, why: str) -> None:
-        """A crash, or the beginning of a leave."""
-        self._run_no_more(life)
+    def split(self, side_of: Mapping[int, int]) -> None:
+        self._side_of = {self.peers[number]: side for number, side in side_of.items()}
+        if side_of:
+            sides: dict[int, list[PeerId]] = {}
+            for number, peer in enumerate(self.peers):
+                sides.setdefault(side_of.get(number, 0), []).append(peer)
+            self.tell(None, NetworkSplit(tuple(tuple(side) for _, side in sorted(sides.items()))))
+        else:
+            self.tell(None, NetworkHealed())
+
+    def deafen(self, number: int, deaf: bool) -> None: ...
+    def lose(self, number: int, loss: float) -> None: ...
+    def freeze(self, number: int, seconds: float) -> None: ...
+    def slow(self, number: int, factor: float) -> None: ...
+
+    def _begin(self, number: int) -> Life:
+        """A life with its cores, as `node.services` make them."""
+        now = self.now
+        life = Life(number, self._serials[number], now, self.roster.signer(number))
+        self._serials[number] += 1
+        rng = seeded_rng(self.seed, "life", life.peer, life.serial)
+        incarnation = int((EPOCH_SECONDS + now) * 1000)
+        profile = self.roster.profile(number)
+        life.swim = self.cores.swim(life.signer, profile, self._membership, own_rng(rng), incarnation, now)
+        life.kademlia = self.cores.kademlia(life.signer, self._discovery, own_rng(rng), profile.addresses)
+        life.kademlia.wall_offset = EPOCH_SECONDS
+        return life
+
+    def stop(self, number: int, why: str) -> None:
+        life = self.lives[self.roster.peers[number]]
+        last = self._running.pop()
+        if last is not life:
+            self._running[life.place] = last
+            last.place = life.place
+        if self.scenario.churn.remembers:
+            self._met_before[number] = remembered(life)
         if why == "leave":
-            self.command(life, SWIM, lambda core, now: core.leave(now))
             life.leaving = True
+            self.command(life, SWIM, _leave)
             self.at(after(self.now, LEAVE_SECONDS), self._end, life, why)
         else:
             self._end(life, why)
@@ -187,38 +223,8 @@ class CoresWorld:
         self.engine.kill(life.peer, self.now)
         del self.lives[life.peer]
         self.tell(life, PeerStopped(why))
-
-    def _run_no_more(self, life: Life) -> None:
-        last = self._running.pop()
-        if last is not life:
-            self._running[life.place] = last
-            last.place = life.place
-
-    # Joining, as node.services.joining does it.
-
-    def _try_to_join(self, life: Life, pause_seconds: float) -> None:
-        through = self.pick(seeded_rng(self.seed, "through", life.peer, ticks(self.now)))
-        seeds = () if through is None else (through.peer,)
-        handshake = HANDSHAKE_TRIPS * max(
-            (self.links.latency_seconds(life.peer, seed) for seed in seeds), default=0.0
-        )
-        self.at(after(self.now, handshake), self._tried_to_join, life, seeds, pause_seconds)
-
-    def _tried_to_join(self, life: Life, seeds: tuple[PeerId, ...], pause_seconds: float) -> None:
-        answered = [seed for seed in seeds if self.is_up(seed) and self.reaches(life.peer, seed)]
-        if answered:
-            self.command(life, SWIM, lambda core, now: core.join(now, answered))
-            self.command(life, KADEMLIA, lambda core, now: core.join(now, answered))
-        pause_after = min(RETRY_SECONDS_MAX, 2 * pause_seconds)
-        self.at(self.now + pause_seconds, self._look_whether_alone, life, pause_after)
-
-    def _look_whether_alone(self, life: Life, pause_seconds: float) -> None:
-        if self.lives.get(life.peer) is not life or life.leaving:
-            return
-        if _is_alone(life):
-            self._try_to_join(life, pause_seconds)
-        else:
-            self.at(self.now + RETRY_SECONDS_MAX, self._look_whether_alone, life, RETRY_SECONDS_MIN)
+        if life.leaving:
+            self._direction.ended(life.number)
 
     # What cores learn.
 
@@ -233,13 +239,11 @@ class CoresWorld:
     def _met(self, life: Life, event: MemberUp | MemberChanged) -> None:
         self.engine.command(life.peer, partial(_add, event), protocol=KADEMLIA)
 
+    def _joined(self, life: Life, event: Joined) -> None:
+        life.entered = life.entered or event.contacts > 0
+
     def _lost(self, life: Life, event: MemberDown | MemberLeft) -> None:
         self.engine.command(life.peer, partial(_remove, event), protocol=KADEMLIA)
-
-
-def own_rng(rng: Random) -> Random:
-    """The next generator of one part of a peer that has `rng`."""
-    return Random(rng.getrandbits(64))  # noqa: S311 - choices, not keys
 
 
 def _add(event: MemberUp | MemberChanged, core: Any, now: float) -> Sends:
@@ -252,13 +256,9 @@ def _remove(event: MemberDown | MemberLeft, core: Any, now: float) -> Sends:
     return sends
 
 
-def _is_alone(life: Life) -> bool:
-    live = 0
-    for status in life.swim.statuses.values():
-        live += status in (Status.ALIVE, Status.SUSPECT)
-        if live > 1:
-            return False
-    return True
+def _leave(core: Any, now: float) -> Sends:
+    sends: Sends = core.leave(now)
+    return sends
 
 
 def _links(scenario: Scenario, seed: int) -> Links:

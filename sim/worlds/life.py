@@ -18,11 +18,13 @@ from sim.worlds.replaceable import Cores, DiscoveryCore, MembershipCore
 class Life:
     """From a start of a peer to the stop that follows it; `serial` counts the lives of that peer from 0.
 
-    `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end.
-    `place` is the world's own.
+    `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end. `entered`:
+    it has found somebody in the DHT. `place` is the world's own.
     """
 
-    __slots__ = ("kademlia", "leaving", "number", "peer", "place", "serial", "signer", "since", "swim")
+    __slots__ = (
+        "entered", "kademlia", "leaving", "number", "peer", "place", "serial", "signer", "since", "swim"
+    )  # fmt: skip
 
     def __init__(self, number: int, serial: int, since: float, signer: Signer) -> None:
         self.number = number
@@ -31,6 +33,7 @@ class Life:
         self.signer = signer
         self.peer = signer.peer
         self.leaving = False
+        self.entered = False
         self.place = -1
         self.swim: MembershipCore
         self.kademlia: DiscoveryCore
@@ -67,3 +70,6 @@ class Ground(Protocol):
         """A peer that runs and is not about to leave."""
 
     def reaches(self, one: PeerId, other: PeerId) -> bool: ...
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        """One way, without jitter."""

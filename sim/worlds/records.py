@@ -140,10 +140,12 @@ class RecordsWork:
         return None
 
     def _is_there(self, entry: _Entry, life: Life) -> bool:
-        """Whether its publisher lives on, within reach, and somebody said that it keeps the record."""
+        """Whether somebody said that it keeps the record, its publisher lives on within reach, and the peer
+        that looks is in the DHT."""
         publisher = entry.publisher
         is_alive = self._ground.lives.get(publisher.peer) is publisher
-        return entry.stored and is_alive and self._ground.reaches(life.peer, publisher.peer)
+        is_there = entry.stored and is_alive and life.entered
+        return is_there and self._ground.reaches(life.peer, publisher.peer)
 
     def _found(self, life: Life, event: RecordsFound) -> None:
         request = self._taken(life, event.request)
