@@ -15,6 +15,8 @@ from sim.watch import Observed, World
 
 POINTS_MAX = 1_000
 """Moments at which the population and the views are written down: as many as a picture shows."""
+SETTLING_SECONDS = 30.0
+"""So long after the last first start a swarm is no longer blamed for having just begun."""
 WINDOWS_MAX = 60
 WINDOW_SECONDS_MIN = 10.0
 """What is counted by windows (traffic, lookups, steps) needs some in each."""
@@ -81,18 +83,19 @@ class Measures:
         parts.training.sample(self._now, self.rows)
 
     def _begin(self, world: World) -> "_Parts":
-        self._parts = _Parts(world, self.rows, scoped=self._scenario.membership.scope != "all")
+        self._parts = _Parts(world, self.rows, self._scenario)
         return self._parts
 
 
 class _Parts:
     """The measures, once it is known who takes part."""
 
-    def __init__(self, world: World, rows: list[Row], *, scoped: bool) -> None:
-        self.scoped = scoped
+    def __init__(self, world: World, rows: list[Row], scenario: Scenario) -> None:
+        self.scoped = scenario.membership.scope != "all"
+        settled = scenario.start.spread_seconds + SETTLING_SECONDS
         self.swarm = Swarm(world)
         self.detection = Detection(self.swarm, world, rows)
-        self.views = Views(self.swarm, self.detection, scoped=scoped)
+        self.views = Views(self.swarm, self.detection, scoped=self.scoped, settled_seconds=settled)
         self.detection.follow(self.views)
         self.records = Records()
         self.traffic = Traffic(self.swarm)

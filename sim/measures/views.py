@@ -40,13 +40,14 @@ class Views:
     `entries_missing_share` of those up that are not listed, `entries_stale_share` of those listed that are
     gone."""
 
-    def __init__(self, swarm: Swarm, listener: Listener, *, scoped: bool) -> None:
+    def __init__(self, swarm: Swarm, listener: Listener, *, scoped: bool, settled_seconds: float) -> None:
         size = len(swarm.peers)
         watched = size if size <= SOME_ROWS or (size <= ROWS_MAX and not scoped) else SOME_ROWS
         self._observers = np.array([row * size // watched for row in range(watched)])
         self._swarm = swarm
         self._listener = listener
         self._size = size
+        self._settled_seconds = settled_seconds
         self._rows = {swarm.peers[number]: row for row, number in enumerate(self._observers)}
         # One flat bytearray is what a single entry is set fastest in; numpy sees the same memory.
         self._flat = bytearray(watched * size)
@@ -99,8 +100,9 @@ class Views:
             "entries_missing_share": _share(to_list_count - both, to_list_count),
             "entries_stale_share": _share(listed_count - both, listed_count),
         }
-        self._right_views.append(figures["views_right_share"])
-        self._right_entries.append(figures["entries_right_share"])
+        if now >= self._settled_seconds:
+            self._right_views.append(figures["views_right_share"])
+            self._right_entries.append(figures["entries_right_share"])
         rows += [Row(now, metric, "", value) for metric, value in figures.items()]
 
     def summary(self) -> dict[str, float | None]:

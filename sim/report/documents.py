@@ -12,6 +12,8 @@ from crypto.identity import PeerId
 from sim.watch import Observed
 
 Name = Callable[[PeerId], str]
+_BYTES_SHOWN_MAX = 32
+"""A hash whole, a value or a signature its beginning: nobody reads more of them."""
 _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 
@@ -26,7 +28,7 @@ class Names:
 
     def text(self, data: bytes) -> str:
         if data not in self._peers:
-            return data.hex()
+            return data.hex() if len(data) <= _BYTES_SHOWN_MAX else data[:8].hex() + f"... {len(data)} bytes"
         if data not in self._known:
             self._known[data] = self._name(PeerId(data))
         return self._known[data]

@@ -60,7 +60,7 @@ def _views(figures: Figures) -> str:
     if figures["entries_right_share_mean"] is None:
         return ""
     return (
-        f"{percent(figures['entries_right_share_mean'])} of entries right on average, "
+        f"{percent(figures['entries_right_share_mean'])} of entries right on average once settled, "
         f"{percent(figures['entries_right_share_min'])} at the worst, "
         f"{percent(figures['entries_right_share_end'])} in the end"
     )
@@ -90,8 +90,9 @@ def _lookups(figures: Figures) -> str:
     if not figures["lookups"]:
         return ""
     share, rounds = figures["lookups_found_share"], figures["lookup_rounds_mean"]
-    of = f" of {counted(figures['lookups_expected'], 'record')} that were there"
-    found = f"{percent(share)} found{of}" if share is not None else "none had anything to find"
+    found = "none had anything to find"
+    if share is not None:
+        found = f"{percent(share)} of the {figures['lookups_expected']} whose record was there found it"
     return f"{figures['lookups']}: {found}, in {span(figures['lookup_seconds'])}, {rounds:.1f} rounds"
 
 
