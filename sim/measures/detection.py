@@ -1,8 +1,8 @@
 """How soon the swarm notices that a peer is gone, and how often it thinks so of one that is not.
 
 A crash is timed from its instant: to the first suspicion anywhere, to the first verdict of death, and until
-no watched peer lists it any more. A suspicion or verdict counts once, at the peer that signed it,
-not at each that hears of it.
+no watched peer lists it any more. A false suspicion counts once, at the peer that signed it, not at each
+that hears of it. Where many peers run out of patience with one, that is one false death.
 """
 
 from collections import Counter
@@ -14,6 +14,11 @@ from sim.measures.rows import Row, quantiles
 from sim.measures.swarm import Swarm
 from sim.measures.views import Views
 from sim.watch import Observed, World
+
+SAME_DEATH_SECONDS = 30.0
+"""Verdicts on one peer that lie no further apart are one mistake, made by several."""
+JUST_BACK_SECONDS = 10.0
+"""So long after its return a peer may be held for what it was before: that is no mistake about this life."""
 
 
 @dataclass
@@ -27,7 +32,7 @@ class _Crash:
 class Detection:
     """Metrics, one row a crash, labelled with the peer: `crash_suspected_seconds`, `crash_dead_seconds`,
     `crash_known_to_all_seconds`. One row each: `false_suspicion`, `false_death`, labelled with why
-    it may be excused (`frozen`, `cut off`) or nothing."""
+    it may be excused (`frozen`, `cut off`, `just back`) or nothing."""
 
     def __init__(self, swarm: Swarm, world: World, rows: list[Row]) -> None:
         self._swarm = swarm
@@ -37,6 +42,8 @@ class Detection:
         self._open: dict[int, _Crash] = {}
         self._took: dict[str, list[float]] = {"suspected": [], "dead": [], "known_to_all": []}
         self._false: Counter[tuple[str, str]] = Counter()
+        self._back_at: dict[int, float] = {}
+        self._died_at: dict[tuple[int, str], float] = {}
         self.handlers = {
             PeerStarted: self._started,
             PeerStopped: self._stopped,
@@ -93,7 +100,9 @@ class Detection:
     def _started(self, observed: Observed) -> None:
         assert observed.peer is not None
         # Back before all had noticed: what was not seen by now is never timed.
-        self._open.pop(self._swarm.numbers[observed.peer], None)
+        number = self._swarm.numbers[observed.peer]
+        self._open.pop(number, None)
+        self._back_at[number] = observed.time
 
     def _suspected(self, observed: Observed) -> None:
         self._accused(observed, "suspicion")
@@ -115,15 +124,24 @@ class Detection:
                 crash.dead = True
                 self._note(observed.time, subject, "dead", crash)
         elif self._swarm.up[subject] and observed.peer == event.accuser:
-            why = self._excuse(observed, subject)
-            self._false[what, why] += 1
-            self._rows.append(Row(observed.time, f"false_{what}", why, 1))
+            self._mistaken(observed, subject, what, self._excuse(observed, subject))
+
+    def _mistaken(self, observed: Observed, subject: int, what: str, why: str) -> None:
+        if what == "death":
+            before = self._died_at.get((subject, why), -SAME_DEATH_SECONDS)
+            self._died_at[subject, why] = observed.time
+            if observed.time < before + SAME_DEATH_SECONDS:
+                return
+        self._false[what, why] += 1
+        self._rows.append(Row(observed.time, f"false_{what}", why, 1))
 
     def _excuse(self, observed: Observed, subject: int) -> str:
         accuser, accused = observed.event.accuser, observed.event.peer
         world = self._world
         if not (world.reaches(accuser, accused) and world.reaches(accused, accuser)):
             return "cut off"
+        if observed.time < self._back_at[subject] + JUST_BACK_SECONDS:
+            return "just back"
         number = self._swarm.numbers[accuser]
         frozen = self._swarm.is_frozen(subject, observed.time) or self._swarm.is_frozen(number, observed.time)
         return "frozen" if frozen else ""

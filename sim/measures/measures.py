@@ -92,7 +92,7 @@ class _Parts:
 
     def __init__(self, world: World, rows: list[Row], scenario: Scenario) -> None:
         self.scoped = scenario.membership.scope != "all"
-        settled = scenario.start.spread_seconds + SETTLING_SECONDS
+        settled = min(scenario.start.spread_seconds + SETTLING_SECONDS, scenario.seconds / 2)
         self.swarm = Swarm(world)
         self.detection = Detection(self.swarm, world, rows)
         self.views = Views(self.swarm, self.detection, scoped=self.scoped, settled_seconds=settled)

@@ -8,7 +8,7 @@ from sim.watch import Observed
 class Records:
     """Metrics of each window, none where nothing ended in it: `lookups` and `stores` that ended;
     `lookups_found_share` of those whose record was there to be found; `lookup_seconds`, `lookup_rounds`,
-    `store_seconds` by quantile; `store_copies` on average."""
+    `store_seconds` by quantile (the rounds their mean too); `store_copies` on average."""
 
     def __init__(self) -> None:
         self._lookups: list[RecordGot] = []
@@ -29,6 +29,7 @@ class Records:
                 rows.append(Row(now, "lookups_found_share", "", share))
             rows += _by_quantile(now, "lookup_seconds", [lookup.seconds for lookup in lookups])
             rows += _by_quantile(now, "lookup_rounds", [lookup.rounds for lookup in lookups])
+            rows.append(Row(now, "lookup_rounds", "mean", mean(lookup.rounds for lookup in lookups)))
         if stores:
             rows.append(Row(now, "stores", "", len(stores)))
             rows.append(Row(now, "store_copies", "", mean(store.copies for store in stores)))

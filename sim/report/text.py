@@ -83,7 +83,7 @@ def _mistakes(figures: Figures) -> str:
     suspicions, deaths = figures["false_suspicions"], figures["false_deaths"]
     excused = figures["excused_suspicions"] + figures["excused_deaths"]
     told = f"{counted(suspicions, 'false suspicion')}, {counted(deaths, 'false death')}"
-    return told + (f"; {excused} more of peers that were frozen or cut off" if excused else "")
+    return told + (f"; {excused} more of peers that were frozen, cut off or just back" if excused else "")
 
 
 def _lookups(figures: Figures) -> str:
