@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gossip.messages import MEMBERS_MAX
 from node.nearest import did_you_mean
 from sim.churn.traces import load_trace
 
@@ -43,6 +44,12 @@ def _sizes(scenario: "Scenario") -> Iterator[Fault]:
         yield (
             ("start", "spread_seconds"),
             f"start.spread_seconds = {scenario.start.spread_seconds:g}: it ends after {seconds:g}",
+        )
+    if scenario.membership.scope == "all" and nodes > MEMBERS_MAX:
+        yield (
+            ("nodes",),
+            f"nodes = {nodes}: a member list holds {MEMBERS_MAX}; more take membership.scope = "
+            '"neighbourhood"',
         )
     joins = any(event.kind == "join" for event in scenario.events)
     if scenario.start.late_share and not joins:

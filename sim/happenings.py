@@ -60,6 +60,15 @@ class RecordWanted:
 
 
 @dataclass(frozen=True)
+class RecordPublished:
+    """The peer signed a record: now, and with the same key and value again before it expires."""
+
+    key: bytes
+    value: bytes
+    sequence: int
+
+
+@dataclass(frozen=True)
 class RecordGot:
     """What a store or a lookup came to: `copies` stored or records found, after so many seconds and rounds.
 

@@ -1,0 +1,45 @@
+"""The invariant of averaging: who says that an attempt succeeded says who was in it, and all say the same."""
+
+from crypto.identity import PeerId
+from sim.checkers.checker import Checker
+from sim.happenings import Averaged, PeerStarted
+from sim.watch import Observed, World
+
+
+class AveragesAgree(Checker):
+    """All who report success of one attempt were in it, name the same set, each once, and hold the same
+    bytes; nobody is named who never ran."""
+
+    name = "averages"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reports: dict[tuple[bytes, int], tuple[frozenset[PeerId], bytes, PeerId]] = {}
+        self._ran: dict[PeerId, None] = {}
+        self.handlers = {Averaged: self._see_averaged, PeerStarted: self._see_started}
+
+    def _see_started(self, observed: Observed, _world: World) -> None:
+        if observed.peer is not None:
+            self._ran[observed.peer] = None
+
+    def _see_averaged(self, observed: Observed, world: World) -> None:
+        event, peer = observed.event, observed.peer
+        if peer is None:
+            return
+        entered = frozenset(event.entered)
+        which = f"attempt {event.attempt} of round {event.round.hex()[:8]}, says {world.name(peer)}"
+        if len(entered) < len(event.entered):
+            raise self.broken(f"somebody entered twice in {which}")
+        if peer not in entered:
+            raise self.broken(f"one reports success that was not in {which}")
+        ghosts = [world.name(named) for named in event.entered if named not in self._ran]
+        if ghosts:
+            raise self.broken(f"{ghosts[0]} never ran, and is in {which}")
+        others, digest, first = self._reports.setdefault(
+            (event.round, event.attempt), (entered, event.digest, peer)
+        )
+        if others != entered:
+            odd = sorted(world.name(named) for named in others ^ entered)
+            raise self.broken(f"{world.name(first)} and another differ on {odd[0]} in {which}")
+        if digest != event.digest:
+            raise self.broken(f"{world.name(first)} holds other bytes after {which}")

@@ -1,0 +1,33 @@
+"""What all checkers have in common: each names the events it wants, and what to do with them. Pure."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sim.watch import Broken, Observed, World
+
+Handler = Callable[[Observed, World], None]
+
+
+class Checker:
+    """A `sim.watch.Watcher`. `name` is what a broken invariant is called by."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self.handlers: Mapping[type[Any], Handler] = {}
+        """By exactly the type of the event."""
+
+    def see(self, observed: Observed, world: World) -> None:
+        handler = self.handlers.get(type(observed.event))
+        if handler is not None:
+            handler(observed, world)
+
+    def sample(self, world: World) -> None:
+        """Nothing, unless a checker looks now and then."""
+
+    def end(self, world: World) -> None:
+        """Nothing, unless something is known only then."""
+
+    def broken(self, what: str) -> Broken:
+        """To raise."""
+        return Broken(self.name, what)

@@ -1,0 +1,34 @@
+"""The invariant of limits: nothing that a stranger can make grow is larger than it may be."""
+
+from crypto.identity import PeerId
+from sim.checkers.checker import Checker
+from sim.watch import World
+
+_PEERS_PER_SAMPLE = 16
+
+
+class WithinLimits(Checker):
+    """Queues, tables and memory of every peer, some at each sample, all in turn and all at the end."""
+
+    name = "limits"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0
+
+    def sample(self, world: World) -> None:
+        peers = world.peers
+        for _ in range(min(_PEERS_PER_SAMPLE, len(peers))):
+            self._check(world, peers[self._next % len(peers)])
+            self._next += 1
+
+    def end(self, world: World) -> None:
+        for peer in world.peers:
+            self._check(world, peer)
+
+    def _check(self, world: World, peer: PeerId) -> None:
+        if not world.is_up(peer):
+            return
+        for what, (size, limit) in world.sizes(peer).items():
+            if size > limit:
+                raise self.broken(f"{world.name(peer)} holds {size} of {what}; the limit is {limit}")

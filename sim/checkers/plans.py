@@ -1,0 +1,58 @@
+"""Invariants of the chain of plans of each run."""
+
+from crypto.identity import PeerId
+from partition.plan.plan import NOTHING
+from sim.checkers.checker import Checker
+from sim.happenings import PlanAdopted
+from sim.watch import Observed, World
+
+
+class OnePlanAHeight(Checker):
+    """No two peers ever take different plans of one height of a run to be in force. Not for runs that may
+    fork."""
+
+    name = "plans"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plans: dict[tuple[bytes, int], tuple[bytes, PeerId | None]] = {}
+        self.handlers = {PlanAdopted: self._see_adopted}
+
+    def _see_adopted(self, observed: Observed, world: World) -> None:
+        event = observed.event
+        plan, first = self._plans.setdefault((event.run, event.height), (event.plan, observed.peer))
+        if plan != event.plan:
+            raise self.broken(
+                f"two plans at height {event.height} of run {event.run.hex()[:8]}: {plan.hex()[:8]} at "
+                f"{_name(world, first)}, {event.plan.hex()[:8]} at {_name(world, observed.peer)}"
+            )
+
+
+class PlansFollow(Checker):
+    """Each plan follows one that was in force before, of the height below; the first follows nothing."""
+
+    name = "chain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heights: dict[tuple[bytes, bytes], tuple[int, bytes]] = {}
+        self.handlers = {PlanAdopted: self._see_adopted}
+
+    def _see_adopted(self, observed: Observed, world: World) -> None:
+        event = observed.event
+        known = self._heights.setdefault((event.run, event.plan), (event.height, event.parent))
+        what = f"plan {event.plan.hex()[:8]} of height {event.height} at {_name(world, observed.peer)}"
+        if known != (event.height, event.parent):
+            raise self.broken(f"{what} was of height {known[0]} elsewhere, or had another parent")
+        if (event.height == 0) != (event.parent == NOTHING):
+            raise self.broken(f"{what} follows nothing, or is the first and follows something")
+        if event.height:
+            parent = self._heights.get((event.run, event.parent))
+            if parent is None:
+                raise self.broken(f"{what} follows {event.parent.hex()[:8]}, which was never in force")
+            if parent[0] != event.height - 1:
+                raise self.broken(f"{what} follows {event.parent.hex()[:8]} of height {parent[0]}")
+
+
+def _name(world: World, peer: PeerId | None) -> str:
+    return "nobody" if peer is None else world.name(peer)

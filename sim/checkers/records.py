@@ -1,0 +1,77 @@
+"""Invariants of the DHT's records: none is forged, and those that are there are found."""
+
+from crypto.identity import PeerId
+from dht.events import RecordsFound
+from sim.checkers.checker import Checker
+from sim.happenings import RecordGot, RecordPublished
+from sim.scenario import Scenario
+from sim.watch import Observed, World
+
+_MISSES_OF = 200
+"""While an experiment lasts, misses are held against at least so many lookups: a few early ones mean nothing."""
+_LOOKUPS_MIN = 20
+"""A share of fewer says nothing."""
+
+
+class RecordsAreGenuine(Checker):
+    """A record that is found was published by its author, with that sequence and value. Only of keys that the
+    world itself published under."""
+
+    name = "forged-record"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._published: dict[bytes, dict[tuple[PeerId | None, int], bytes]] = {}
+        self.handlers = {RecordPublished: self._see_published, RecordsFound: self._see_found}
+
+    def _see_published(self, observed: Observed, _world: World) -> None:
+        event = observed.event
+        self._published.setdefault(event.key, {})[observed.peer, event.sequence] = event.value
+
+    def _see_found(self, observed: Observed, world: World) -> None:
+        published = self._published.get(observed.event.key)
+        if published is None:
+            return
+        for record in observed.event.records:
+            value = published.get((record.publisher, record.sequence))
+            if value != record.value or record.key != observed.event.key:
+                who = "nobody" if observed.peer is None else world.name(observed.peer)
+                what = "never published" if value is None else "published with another value"
+                raise self.broken(
+                    f"{who} found a record of {world.name(record.publisher)} under "
+                    f"{observed.event.key.hex()[:8]} with sequence {record.sequence}, which it {what}"
+                )
+
+
+class RecordsAreFound(Checker):
+    """Of the lookups whose record was there to be found, at least the share that the scenario asks for finds
+    it."""
+
+    name = "lost-records"
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self._share = scenario.checks.found_share
+        self._looked = 0
+        self._missed = 0
+        self.handlers = {RecordGot: self._see_got}
+
+    def _see_got(self, observed: Observed, _world: World) -> None:
+        event = observed.event
+        if event.storing or not event.expected:
+            return
+        self._looked += 1
+        if event.copies == 0:
+            self._missed += 1
+            self._judge(max(self._looked, _MISSES_OF))
+
+    def end(self, _world: World) -> None:
+        if self._looked >= _LOOKUPS_MIN:
+            self._judge(self._looked)
+
+    def _judge(self, of: int) -> None:
+        if self._missed > (1 - self._share) * of + 1e-9:
+            raise self.broken(
+                f"{self._missed} of {self._looked} lookups missed a record that was there; "
+                f"{self._share:g} of them are to find it"
+            )

@@ -1,0 +1,177 @@
+"""What checkers of membership let pass, and what they stop, on streams made by hand."""
+
+import pytest
+
+from gossip.member import MemberDown, MemberLeft, MemberUp, Status
+from sim.checkers.calm import Calm, detection_seconds, refutation_seconds
+from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConverge
+from sim.churn.model import Event
+from sim.happenings import PeerFrozen
+from sim.watch import Broken
+from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
+
+DETECTION = detection_seconds(a_scenario())
+REFUTATION = refutation_seconds(a_scenario())
+PARTITION = Event(at_seconds=50.0, kind="partition", share=0.25, lasts_seconds=60.0)
+
+
+def up(peer: bytes) -> MemberUp:
+    return MemberUp(peer, "", (), b"", 1, N0)  # type: ignore[arg-type]  # a peer id is bytes
+
+
+def test_right_views_pass_for_ever() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    stage.wait(500)
+    stage.checker.end(stage)
+
+
+def test_a_peer_that_is_not_listed_in_time_is_said_with_both_names() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    del stage.views[N2][N3]
+    stage.wait(99)
+    with pytest.raises(
+        Broken, match=r"membership: n2 does not list n3, which is up and reachable since 0.000"
+    ):
+        stage.wait(3)
+
+
+def test_a_newcomer_has_time_to_become_known_and_to_know_the_others() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    stage.wait(200)
+    newcomer = PEERS[5]
+    stage.start(newcomer)
+    stage.wait(90)
+    for view in stage.views.values():
+        view[newcomer] = Status.ALIVE
+    stage.views[newcomer] = dict.fromkeys((*PEERS[:4], newcomer), Status.SUSPECT)
+    stage.wait(100)
+    del stage.views[newcomer][N0]
+    with pytest.raises(Broken, match="n5 does not list n0"):
+        stage.wait(3)
+
+
+def test_the_dead_may_not_be_listed_for_ever() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    stage.wait(200)
+    stage.stop(N3)
+    for viewer in (N0, N1):
+        stage.views[viewer][N3] = Status.DEAD
+    stage.wait(99)
+    with pytest.raises(Broken, match=r"n2 lists n3, which is down since 200.000 s"):
+        stage.wait(3)
+
+
+def test_views_are_not_judged_while_the_network_is_cut_nor_soon_after() -> None:
+    stage = Stage(ViewsConverge(a_scenario(events=(PARTITION,))))
+    stage.views[N0][N3] = Status.DEAD
+    stage.wait(209)
+    with pytest.raises(Broken, match="n0 does not list n3"):
+        stage.wait(4)
+
+
+def test_who_is_out_of_scope_or_out_of_reach_need_not_be_listed() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    stage.foreign = (N3,)
+    stage.away = (N2,)
+    for viewer in (N0, N1, N3):
+        stage.views[viewer] = dict.fromkeys((N0, N1), Status.ALIVE)
+    stage.views[N2] = {}
+    stage.wait(300)
+    stage.away = ()
+    with pytest.raises(Broken, match="does not list"):
+        stage.wait(3)
+
+
+def test_a_goodbye_is_heard_before_the_peer_has_stopped() -> None:
+    stage = Stage(ViewsConverge(a_scenario()))
+    stage.wait(200)
+    stage.tell(N0, MemberLeft(N3))
+    for viewer in (N0, N1, N2):
+        stage.views[viewer][N3] = Status.LEFT
+    stage.wait(5)
+    stage.stop(N3)
+    stage.wait(300)
+
+
+def test_only_some_views_are_looked_at_each_time_but_all_in_turn() -> None:
+    stage = Stage(ViewsConverge(a_scenario()), peers=12)
+    stage.wait(100)
+    for wrong in PEERS:
+        stage.views[wrong].clear()
+        with pytest.raises(Broken, match=stage.name(wrong)):
+            stage.wait(3)
+        stage.views[wrong] = dict.fromkeys(PEERS, Status.ALIVE)
+
+
+def test_a_false_death_is_stopped_and_a_real_one_passes() -> None:
+    stage = Stage(NoFalseDeaths(a_scenario()))
+    stage.wait(DETECTION + 1)
+    stage.stop(N2)
+    stage.tell(N0, MemberDown(N2, N1, "no ack"))
+    with pytest.raises(Broken, match=r"false-death: n0 gives up n3 \(no ack\), which is up"):
+        stage.tell(N0, MemberDown(N3, N1, "no ack"))
+
+
+def test_the_death_of_an_earlier_life_and_one_over_a_split_are_not_false() -> None:
+    stage = Stage(NoFalseDeaths(a_scenario(events=(PARTITION,))))
+    stage.wait(200)
+    stage.stop(N2)
+    stage.start(N2)
+    stage.tell(N0, MemberDown(N2, N1, "no ack"))
+    stage.away = (N3,)
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.away = ()
+    stage.tell(N1, PeerFrozen(30.0))
+    stage.tell(N0, MemberDown(N1, N0, "no ack"))
+
+
+def test_a_death_that_is_taken_back_in_time_passes() -> None:
+    stage = Stage(DeathsAreRefuted(a_scenario()))
+    stage.wait(10)
+    stage.views[N0][N3] = Status.DEAD
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.wait(REFUTATION - 2)
+    stage.views[N0][N3] = Status.ALIVE
+    stage.tell(N0, up(N3))
+    stage.wait(10)
+    # Another one, whose time begins anew.
+    stage.views[N0][N3] = Status.DEAD
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.wait(REFUTATION - 2)
+
+
+def test_one_who_forgets_to_refute_is_found() -> None:
+    stage = Stage(DeathsAreRefuted(a_scenario()))
+    stage.wait(10)
+    stage.views[N0][N3] = Status.DEAD
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.wait(REFUTATION - 1)
+    with pytest.raises(Broken, match=r"refutation: n0 holds n3 for dead since 10.000 s, though"):
+        stage.wait(2)
+
+
+def test_a_split_or_a_new_life_gives_the_time_to_refute_again() -> None:
+    stage = Stage(DeathsAreRefuted(a_scenario()))
+    stage.views[N0][N3] = Status.DEAD
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.wait(REFUTATION - 10)
+    stage.stop(N3)
+    stage.start(N3)
+    stage.wait(REFUTATION - 1)
+    with pytest.raises(Broken, match="n0 holds n3 for dead"):
+        stage.wait(20)
+
+
+def test_a_dead_peer_is_rightly_held_dead() -> None:
+    stage = Stage(DeathsAreRefuted(a_scenario()))
+    stage.views[N0][N3] = Status.DEAD
+    stage.tell(N0, MemberDown(N3, N1, "no ack"))
+    stage.stop(N3)
+    stage.wait(3 * REFUTATION)
+
+
+def test_the_network_is_calm_between_repetitions_of_an_event() -> None:
+    again = Event(at_seconds=10.0, kind="loss", lasts_seconds=5.0, every_seconds=20.0)
+    slow = Event(at_seconds=0.0, kind="slow", lasts_seconds=500.0)
+    calm = Calm(a_scenario(events=(again, slow)))
+    assert [calm.network_since(now) for now in (5.0, 12.0, 16.0, 29.0, 31.0)] == [0.0, 15.0, 15.0, 15.0, 35.0]

@@ -1,0 +1,281 @@
+"""What checkers of plans, steps, averages, records and limits let pass, and what they stop."""
+
+import pytest
+
+from crypto.identity import PeerId
+from dht.events import RecordsFound
+from dht.keys import Key, record_key
+from dht.records import Record, check_record, sign_record
+from partition.plan.plan import NOTHING
+from sim.checkers import Checkers, checkers_for
+from sim.checkers.averages import AveragesAgree
+from sim.checkers.limits import WithinLimits
+from sim.checkers.plans import OnePlanAHeight, PlansFollow
+from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
+from sim.checkers.steps import SamplesOnce, SumsAgree
+from sim.happenings import Averaged, PlanAdopted, RecordGot, RecordPublished, SamplesCounted, StepCommitted
+from sim.scenario import Checks, Scenario, Training
+from sim.seeds import HashSigner
+from sim.watch import Broken
+from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
+
+RUN = bytes(31) + b"\1"
+PLANS = [bytes(31) + bytes([16 * number + 1]) for number in range(9)]
+KEY = record_key("test", b"key")
+Rows = tuple[tuple[PeerId, tuple[int, ...]], ...]
+
+
+def adopted(height: int, plan: bytes, parent: bytes) -> PlanAdopted:
+    return PlanAdopted(RUN, height, plan, parent)
+
+
+def committed(step: int, *stages: Rows, plan: int = 0) -> StepCommitted:
+    return StepCommitted(RUN, PLANS[plan], plan, step, stages, 1.0)
+
+
+def chain(stage: Stage, plans: int) -> None:
+    for height in range(plans):
+        parent = PLANS[height - 1] if height else NOTHING
+        for peer in (N0, N1):
+            stage.tell(peer, adopted(height, PLANS[height], parent))
+
+
+# Plans.
+
+
+def test_a_chain_of_plans_passes() -> None:
+    for checker in (OnePlanAHeight(), PlansFollow()):
+        chain(Stage(checker), 5)
+
+
+def test_two_plans_at_one_height_are_stopped() -> None:
+    stage = Stage(OnePlanAHeight())
+    chain(stage, 2)
+    with pytest.raises(Broken, match=r"plans: two plans at height 1 of run 00000000: 0+ at n0, 0+ at n3"):
+        stage.tell(N3, adopted(1, PLANS[7], PLANS[0]))
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (adopted(2, PLANS[2], PLANS[7]), "which was never in force"),
+        (adopted(2, PLANS[2], PLANS[0]), "of height 0"),
+        (adopted(0, PLANS[2], PLANS[1]), "is the first and follows something"),
+        (adopted(2, PLANS[2], NOTHING), "follows nothing"),
+        (adopted(2, PLANS[1], PLANS[0]), "was of height 1 elsewhere"),
+    ],
+)
+def test_a_plan_that_does_not_follow_is_stopped(event: PlanAdopted, what: str) -> None:
+    stage = Stage(PlansFollow())
+    chain(stage, 2)
+    with pytest.raises(Broken, match=rf"chain: .* at n2 .*{what}"):
+        stage.tell(N2, event)
+
+
+# Steps.
+
+
+def test_steps_that_count_each_micro_batch_once_pass_also_from_a_checkpoint_on() -> None:
+    stage = Stage(SamplesOnce())
+    chain(stage, 2)
+    for step in range(4):
+        numbers = (2 * step, 2 * step + 1)
+        stage.tell(N0, committed(step, ((N1, numbers[:1]), (N2, numbers[1:])), ((N3, numbers),)))
+    # The next plan goes back to step 2, and counts again what was in the steps after it.
+    stage.tell(N0, committed(2, ((N1, (4, 5)),), ((N3, (5, 4)),), plan=1))
+    stage.tell(N0, committed(3, ((N1, (6, 7)),), ((N3, (6, 7)),), plan=1))
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (committed(1, ((N1, (2, 3)), (N2, (3,)))), "counts micro-batch 3 twice in stage 1: n1 and n2"),
+        (committed(1, ((N1, (2, 3, 2)),)), "counts micro-batch 2 twice in stage 1: n1 and n1"),
+        (
+            committed(1, ((N1, (2, 3)),), ((N2, (2,)),)),
+            "counts micro-batch 3 in only one of the stages 1 and 2",
+        ),
+        (committed(1, ((N1, (1, 2)),)), "micro-batch 1 is in step 0 and in step 1"),
+        (committed(1, ((N1, (1, 2)),), plan=1), "micro-batch 1 is in step 0 and in step 1"),
+    ],
+)
+def test_a_step_that_counts_twice_is_stopped(event: StepCommitted, what: str) -> None:
+    stage = Stage(SamplesOnce())
+    chain(stage, 2)
+    stage.tell(N0, committed(0, ((N1, (0, 1)),)))
+    with pytest.raises(Broken, match=f"samples: .*{what}"):
+        stage.tell(N0, event)
+
+
+def test_branches_of_a_fork_may_count_the_same() -> None:
+    stage = Stage(SamplesOnce())
+    stage.tell(N0, adopted(0, PLANS[0], NOTHING))
+    stage.tell(N0, adopted(1, PLANS[1], PLANS[0]))
+    stage.tell(N3, adopted(1, PLANS[2], PLANS[0]))
+    stage.tell(N0, committed(0, ((N1, (0, 1)),)))
+    stage.tell(N0, committed(1, ((N1, (2, 3)),), plan=1))
+    stage.tell(N3, committed(1, ((N1, (2, 3)),), plan=2))
+    with pytest.raises(Broken, match="micro-batch 0 is in step 0 and in step 2"):
+        stage.tell(N3, committed(2, ((N1, (0,)),), plan=2))
+
+
+def test_sums_that_are_what_the_commit_says_pass_whichever_is_told_first() -> None:
+    stage = Stage(SumsAgree())
+    stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 0)))
+    stage.tell(N0, committed(0, ((N1, (0, 1)), (N2, (2,)))))
+    stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
+    # Another plan deals anew, and a new life has applied nothing.
+    stage.tell(N2, SamplesCounted(RUN, PLANS[1], 0, 0, (0, 2)))
+    stage.stop(N2)
+    stage.start(N2)
+    stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (SamplesCounted(RUN, PLANS[0], 0, 0, (2, 2)), "n2 has micro-batch 2 in its sums twice, step 0"),
+        (
+            SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)),
+            "n2 applies step 0 .* it was not named for micro-batch 3",
+        ),
+        (SamplesCounted(RUN, PLANS[0], 0, 0, ()), "n2 applies step 0 .* its sums lack micro-batch 2"),
+    ],
+)
+def test_sums_that_differ_from_the_commit_are_stopped(event: SamplesCounted, what: str) -> None:
+    stage = Stage(SumsAgree())
+    stage.tell(N0, committed(0, ((N1, (0, 1)), (N2, (2,)))))
+    with pytest.raises(Broken, match=f"sums: {what}"):
+        stage.tell(N2, event)
+
+
+def test_a_step_applied_twice_is_stopped() -> None:
+    stage = Stage(SumsAgree())
+    stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
+    with pytest.raises(Broken, match=r"n2 applies step 0 twice, first at 0.000 s"):
+        stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
+
+
+# Averages.
+
+
+def test_an_average_on_which_all_agree_passes_and_the_next_attempt_may_be_another() -> None:
+    stage = Stage(AveragesAgree())
+    for attempt, entered in enumerate([(N0, N1, N2), (N0, N1)]):
+        for peer in entered:
+            stage.tell(peer, Averaged(b"round", attempt, entered, bytes([attempt])))
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (Averaged(b"r", 1, (N0, N1, N3), b"sum"), "n0 and another differ on n2 in attempt 1"),
+        (Averaged(b"r", 1, (N0, N1, N2), b"mus"), "n0 holds other bytes after attempt 1 .* says n1"),
+        (Averaged(b"r", 1, (N0, N2), b"sum"), "one reports success that was not in attempt 1"),
+        (Averaged(b"r", 1, (N0, N1, N1), b"sum"), "somebody entered twice"),
+        (Averaged(b"r", 2, (N0, N1, PEERS[9]), b"sum"), "n9 never ran, and is in attempt 2"),
+    ],
+)
+def test_an_average_on_which_peers_disagree_is_stopped(event: Averaged, what: str) -> None:
+    stage = Stage(AveragesAgree())
+    stage.tell(N0, Averaged(b"r", 1, (N0, N1, N2), b"sum"))
+    with pytest.raises(Broken, match=f"averages: .*{what}"):
+        stage.tell(N1, event)
+
+
+# Records.
+
+
+def a_record(author: PeerId, value: bytes, sequence: int, key: Key = KEY) -> Record:
+    signer = HashSigner(author, "sim", 1)
+    return check_record(signer, sign_record(signer, key, value, sequence=sequence, expires=9))
+
+
+def test_what_was_published_may_be_found_old_or_new_and_other_keys_are_nobodys_business() -> None:
+    stage = Stage(RecordsAreGenuine())
+    for sequence in (7, 8):
+        stage.tell(N0, RecordPublished(KEY, b"value", sequence))
+        stage.tell(N1, RecordsFound(1, KEY, (a_record(N0, b"value", 7),)))
+    other = record_key("test", b"other")
+    stage.tell(N1, RecordsFound(1, other, (a_record(N0, b"value", 9, other),)))
+
+
+@pytest.mark.parametrize(
+    "forged", [a_record(N0, b"eulav", 7), a_record(N0, b"value", 8), a_record(N3, b"value", 7)]
+)
+def test_a_forged_record_is_stopped(forged: Record) -> None:
+    stage = Stage(RecordsAreGenuine())
+    stage.tell(N0, RecordPublished(KEY, b"value", 7))
+    with pytest.raises(Broken, match=r"forged-record: n1 found a record of n\d under"):
+        stage.tell(N1, RecordsFound(1, KEY, (a_record(N0, b"value", 7), forged)))
+
+
+def looked(stage: Stage, times: int, *, copies: int, expected: bool = True, storing: bool = False) -> None:
+    for _ in range(times):
+        stage.tell(N0, RecordGot(1, storing, copies, expected, 0.1, 1))
+
+
+def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
+    stage = Stage(RecordsAreFound(a_scenario()))
+    looked(stage, 90, copies=1)
+    looked(stage, 10, copies=0)
+    looked(stage, 50, copies=0, expected=False)
+    looked(stage, 50, copies=0, storing=True)
+    stage.checker.end(stage)
+    looked(stage, 1, copies=0)
+    with pytest.raises(Broken, match="lost-records: 11 of 101 lookups missed a record that was there"):
+        stage.checker.end(stage)
+
+
+def test_a_table_that_drops_records_is_stopped_on_the_way() -> None:
+    stage = Stage(RecordsAreFound(a_scenario()))
+    looked(stage, 20, copies=0)
+    with pytest.raises(Broken, match="lost-records: 21 of 21 lookups"):
+        looked(stage, 1, copies=0)
+
+
+# Limits, and which checkers there are.
+
+
+def test_sizes_up_to_their_limits_pass_and_one_above_is_stopped() -> None:
+    stage = Stage(WithinLimits())
+    stage.held = {N2: {"queue": (5, 5), "members": (3, 9)}}
+    stage.wait(3)
+    stage.held[N2]["queue"] = (6, 5)
+    with pytest.raises(Broken, match="limits: n2 holds 6 of queue; the limit is 5"):
+        stage.wait(3)
+    stage.stop(N2)
+    stage.wait(3)
+    stage.checker.end(stage)
+
+
+def names(scenario: Scenario) -> set[str]:
+    (watcher,) = checkers_for(scenario)
+    assert isinstance(watcher, Checkers)
+    return {checker.name for checker in watcher.checkers}
+
+
+def test_a_scenario_has_the_invariants_that_it_asks_for_and_that_it_can_break() -> None:
+    always = {"limits", "refutation", "forged-record", "averages"}
+    plain = Scenario(name="t", about="t")
+    assert names(plain) == always
+    asked = Scenario(
+        name="t", about="t", checks=Checks(converge_seconds=9.0, false_deaths=True, found_share=0.9)
+    )
+    assert names(asked) == always | {"membership", "false-death", "lost-records"}
+    steps = {"chain", "samples", "sums"}
+    assert names(Scenario(name="t", about="t", runs=(Training(),))) == always | steps | {"plans"}
+    assert names(Scenario(name="t", about="t", runs=(Training(on_lost_quorum="fork"),))) == always | steps
+
+
+def test_all_checkers_of_a_scenario_see_through_one_watcher() -> None:
+    (watcher,) = checkers_for(a_scenario(runs=(Training(),)))
+    assert isinstance(watcher, Checkers)
+    stage = Stage(WithinLimits())
+    stage.checker = watcher  # type: ignore[assignment]  # a watcher is all that it needs
+    chain(stage, 2)
+    stage.wait(3)
+    with pytest.raises(Broken, match="plans: two plans"):
+        stage.tell(N3, adopted(1, PLANS[7], PLANS[0]))
+    with pytest.raises(Broken, match="samples: "):
+        stage.tell(N0, committed(0, ((N1, (0, 0)),)))
