@@ -19,7 +19,7 @@ from gossip.swim import PROTOCOL, Swim
 from node import events
 from node.seams import Clock, Network
 from node.services.capacity import Capacity
-from node.services.driver import Driver
+from node.services.driver import Driver, Sends
 
 METADATA_VERSION = 1
 LEAVE_SECONDS = 0.6
@@ -118,6 +118,10 @@ class Membership:
     def members(self) -> tuple[core.Member, ...]:
         """Everyone listed, the dead too."""
         return self._swim.members
+
+    def command(self, order: Callable[[Swim, float], Sends]) -> None:
+        """Let local code act on the core: `order(core, now)` returns what to send."""
+        self._driver.command(lambda now: order(self._swim, now))
 
     def join(self, peers: Sequence[PeerId]) -> None:
         """Exchange member lists with these peers."""

@@ -1,14 +1,35 @@
-"""Torch's global switches for a process that does nothing but host one stage."""
+"""Torch's global switches, for a process that does nothing but host one stage, or for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 
 def prepare_process(threads: int) -> None:
     """Set them: as many threads, and equal results for equal requests."""
-    torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+    _repeat_exactly(threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread and equal results for equal requests, where stages run beside other code; then as before."""
+    threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # set by name
+    _repeat_exactly(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(is_exact)
+        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]  # as above
+
+
+def _repeat_exactly(threads: int) -> None:
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory is for finding bugs in operators; it is only a cost here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by name
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False

@@ -1,0 +1,111 @@
+"""What a node says of a run, in the words that worlds of cores have for it (`sim.happenings`).
+
+A node's events are for people: short ids, no hashes of parents. What is missing is read off the node's public
+face at that very moment. What the sums of a step held is not what somebody says of them but what the stages
+were seen to add up (`sim.worlds.stages`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from crypto.identity import PeerId
+from node import events
+from node.runs.manifest import Run
+from partition.plan.plan import Plan, plan_hash
+from partition.stage import StageSpecification
+from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.scenario import Training
+from sim.worlds.node_life import NodeLife
+
+_Held = dict[tuple[int, PeerId], tuple[int, ...]]
+"""By stage and replica: the micro-batches that its sums held."""
+
+
+@dataclass
+class Trained:
+    """What is known of a run. `weights` is the hash of its result, empty before."""
+
+    training: Training
+    run: Run
+    accuracy: float | None = None
+    outcome: str = ""
+    reason: str = ""
+    weights: str = ""
+    steps: int = 0
+
+
+@dataclass
+class RunWords:
+    """All runs of a world, and what was said of them."""
+
+    runs: dict[str, Trained] = field(default_factory=dict)
+    _held: dict[tuple[str, bytes, int], _Held] = field(default_factory=dict)
+
+    def made(self, training: Training, run: Run) -> None:
+        """Somebody asks for this run from now on."""
+        self.runs[run.text] = Trained(training, run)
+
+    def of_stage(
+        self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
+    ) -> SamplesCounted | None:
+        """A stage of this peer applied a step."""
+        for trained in self.runs.values():
+            plan = _plan(life, trained.run)
+            if plan is None or trained.run.random_key != specification.run:
+                continue
+            stage, name = plan.stage_of(life.peer), plan_hash(plan)
+            if stage is None:
+                continue  # the plan in force is without it by now
+            self._held.setdefault((trained.run.text, name, step), {})[stage, life.peer] = microbatches
+            return SamplesCounted(trained.run.id, name, step, stage, microbatches)
+        return None
+
+    def of_node(self, life: NodeLife, event: events.Event) -> Any | None:
+        """A node's own event; None where it is of no run, or said by somebody else already."""
+        match event:
+            case events.RunPlanned():
+                return self._planned(life, self.runs[event.run].run)
+            case events.StepCommitted():
+                return self._committed(life, self.runs[event.run], event)
+            case events.RunEvaluated():
+                self.runs[event.run].accuracy = event.accuracy
+                return event
+            case events.RunEnded():
+                return self._ended(self.runs[event.run], event)
+            case events.RunResumed() | events.CheckpointKept():
+                return event
+        return None
+
+    def _planned(self, life: NodeLife, run: Run) -> PlanAdopted | None:
+        plan = _plan(life, run)
+        if plan is None:
+            return None
+        return PlanAdopted(run.id, plan.height, plan_hash(plan), plan.parent)
+
+    def _committed(
+        self, life: NodeLife, trained: Trained, event: events.StepCommitted
+    ) -> StepCommitted | None:
+        plan = _plan(life, trained.run)
+        if plan is None or plan.committer != life.peer:
+            return None  # it only heard of it
+        name = plan_hash(plan)
+        held = self._held.pop((event.run, name, event.step), {})
+        counted = tuple(
+            tuple((PeerId(peer), held.get((stage, PeerId(peer)), ())) for peer in row.replicas)
+            for stage, row in enumerate(plan.stages)
+        )
+        trained.steps = max(trained.steps, event.step + 1)
+        return StepCommitted(trained.run.id, name, plan.height, event.step, counted, event.loss)
+
+    def _ended(self, trained: Trained, event: events.RunEnded) -> RunEnded:
+        # Whoever was away may give a run up that others brought to its end.
+        if trained.outcome != "done":
+            trained.outcome, trained.reason = event.outcome, event.detail
+            trained.weights = event.weights
+        return RunEnded(trained.run.id, event.outcome, event.detail)
+
+
+def _plan(life: NodeLife, run: Run) -> Plan | None:
+    """That is in force at this peer."""
+    member = life.node.runs.members.get(run.id)
+    return None if member is None else member.plan

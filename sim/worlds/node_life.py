@@ -1,0 +1,47 @@
+"""One life of a whole node in a stack: from its start to its crash, or to the end of its goodbye."""
+
+from functools import partial
+from typing import Any
+
+import trio
+
+from crypto.facts import Signer
+from node.runtime import Node
+from sim.worlds.life import Life
+from sim.worlds.replaceable import Cores
+
+
+class NodeLife(Life):
+    """`swim` and `kademlia` are the cores that `node` drives; they are there once its first instant is over."""
+
+    __slots__ = ("_bye", "_scope", "node")
+
+    def __init__(self, number: int, serial: int, since: float, signer: Signer) -> None:
+        super().__init__(number, serial, since, signer)
+        self.node: Node
+        self._scope = trio.CancelScope()
+        self._bye = trio.Event()
+
+    def makers(self, cores: Cores) -> dict[str, Any]:
+        """What makes the node's cores: those of `cores`, and they are known here."""
+        return {"swim": partial(self._make, "swim", cores), "kademlia": partial(self._make, "kademlia", cores)}
+
+    def _make(self, name: str, cores: Cores, *arguments: Any) -> Any:
+        core = getattr(cores, name)(*arguments)
+        setattr(self, name, core)
+        return core
+
+    async def run(self) -> None:
+        """Live until told otherwise."""
+        with self._scope:
+            async with self.node:
+                await self._bye.wait()
+
+    def leave(self) -> None:
+        """Hand over, say goodbye, and end."""
+        self.leaving = True
+        self._bye.set()
+
+    def crash(self) -> None:
+        """End here and now."""
+        self._scope.cancel()

@@ -1,0 +1,56 @@
+"""Trio under a virtual clock, so that the same seed is the same run, task by task.
+
+Trio shuffles the tasks that are ready at one instant, on purpose and by a generator of its own; so two runs
+differ wherever two things coincide. It has a switch against this, made for hypothesis and not public
+(`trio._core._run`): ready tasks are put into the order of their birth, then shuffled by a generator that
+can be seeded. This file alone touches it, says so where a newer trio has it no more, and puts it back.
+
+Within an instant everything then depends on the seed alone: not on the hash seed of the process, on addresses
+in memory, or on when garbage is collected.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import TypeVar
+
+import trio
+import trio._core._run as trio_run
+import trio.testing
+
+from crypto.errors import LocalProtocolError
+from sim.seeds import seeded_rng
+
+T = TypeVar("T")
+
+_SWITCH, _GENERATOR = "_ALLOW_DETERMINISTIC_SCHEDULING", "_r"
+
+
+def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
+    """`trio.run` under a clock that jumps whenever every task waits. What falls on one instant is shuffled."""
+
+    async def whole() -> T:
+        return await main()
+
+    return trio.run(whole, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def run_repeatably(main: Callable[[], Awaitable[T]], seed: int) -> T:
+    """As `run_virtually`, and the same seed is the same run again."""
+    with _ordered(seeded_rng(seed, "scheduling")):
+        return run_virtually(main)
+
+
+@contextmanager
+def _ordered(rng: Random) -> Iterator[None]:
+    names = vars(trio_run)
+    if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):
+        raise LocalProtocolError(
+            f"trio {trio.__version__} has no deterministic scheduling where it was: see sim/worlds/scheduling.py"
+        )
+    before = names[_SWITCH], names[_GENERATOR]
+    names[_SWITCH], names[_GENERATOR] = True, rng
+    try:
+        yield
+    finally:
+        names[_SWITCH], names[_GENERATOR] = before

@@ -1,0 +1,442 @@
+"""A world of whole nodes: up to about a hundred `node.Node`s in one process, on simulated seams under trio.
+
+Real are the protocols, their framing and signatures, the plans, the checkpoints and the arithmetic of stages.
+Virtual are time, the network, the disks, and how long computing takes. The same seed is the same world to the
+bit, whoever plays it (`sim.worlds.scheduling`).
+
+What is done to it, and when, is said by `sim.worlds.direction` and by the scenario's runs, as in a world of
+cores; each such thing happens when all that nodes do at the same instant is done.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import trio
+import trio.testing
+
+from crypto.identity import PeerId
+from dht.events import Joined
+from dht.messages import PROTOCOL as KADEMLIA
+from gossip.member import Status
+from gossip.swim import PROTOCOL as SWIM
+from node import config
+from node.events import Event
+from node.runtime import Node
+from node.services.capacity import Capacity
+from partition.stage import StageSpecification
+from sim.engine import Order
+from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.network.instants import nearest_instant, ticks
+from sim.network.links import LinkModel, Links
+from sim.scenario import Scenario
+from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seeds import draw_share, seeded_entropy, seeded_identity, seeded_rng
+from sim.streams import Alarm
+from sim.watch import Broken, Observed
+from sim.worlds.agenda import Agenda
+from sim.worlds.direction import Direction
+from sim.worlds.happened import RunWords, Trained
+from sim.worlds.life import Life
+from sim.worlds.node_life import NodeLife
+from sim.worlds.records import RecordsWork
+from sim.worlds.replaceable import Cores
+from sim.worlds.roster import SWARM, Roster, capacity
+from sim.worlds.scheduling import run_repeatably
+from sim.worlds.stages import NodeExecutor, settled
+from sim.worlds.submitted import capture, submit
+
+OURS = Cores()
+SPEEDS = (0.5, 2.0)
+"""Peers that compute do so half to twice as fast as an ordinary one."""
+SEEDS_TRIED = 3
+"""Addresses that a peer begins with where others come and go."""
+FOLDER = Path("/simulated")
+
+
+class StackWorld:
+    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.watch.World`.
+
+    Of `cores` those of membership and records may be replaced.
+    """
+
+    def __init__(
+        self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
+    ) -> None:
+        self.scenario = scenario
+        self.seed = seed
+        self.cores = cores
+        # Whole nodes sign for themselves: with real keys only.
+        self.roster = Roster(msgspec.structs.replace(scenario, signatures="ed25519"), seed, lambda _: "")
+        self.lives: dict[PeerId, NodeLife] = {}
+        self.medium = Medium(_links(scenario, seed))
+        for peer in self.peers:
+            self.medium.attach(peer).die()  # so that each has the address that its number says
+        self._publish = publish
+        self._words = RunWords()
+        self._agenda = Agenda()
+        self._alarm = Alarm()
+        self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
+        self._running: list[Life] = []
+        self._serials = [0] * scenario.nodes
+        self._storages = [MemoryStorage() for _ in range(scenario.nodes)]
+        self._slowness = [1.0] * scenario.nodes
+        self._counters: Counter[str] = Counter()
+        self._failure: Exception | None = None
+        self._scope = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self._is_playing = False
+        self._stands_at = 0.0
+        self._direction = Direction(self, scenario, seed, lambda _: "")
+        self.on(Joined, self._joined)
+        if scenario.records.enabled:
+            RecordsWork(self)
+
+    # Playing.
+
+    def play(self, on_sample: Callable[[], None]) -> None:
+        """The whole scenario; `on_sample` is called every `sample_seconds`.
+
+        Raises:
+            UsageError: a run asks for a model or data that is not there.
+            Broken: as a watcher says, or a run did not reach the accuracy that it must.
+        """
+        captured = [capture(training) for training in self.scenario.runs]
+        for number, training in enumerate(self.scenario.runs):
+            self.at(training.at_seconds, self._submit, number, captured[number])
+        try:
+            with settled() if self.scenario.runs else nullcontext():
+                run_repeatably(partial(self._whole, on_sample), self.seed)
+        except BaseExceptionGroup as group:
+            raise self._failure or _alone(group) from None
+        if self._failure is not None:
+            raise self._failure
+        self._check_runs()
+
+    async def _whole(self, on_sample: Callable[[], None]) -> None:
+        with self._scope:
+            async with trio.open_nursery() as self._nursery:
+                self._is_playing = True
+                self._direction.begin()
+                self.at(self.scenario.sample_seconds, self._sample, on_sample, 1)
+                await self._direct()
+                self._end_all()
+                self._nursery.cancel_scope.cancel()
+
+    async def _direct(self) -> None:
+        """Do what is due, each thing after all that nodes do at that instant."""
+        end = self.scenario.seconds
+        while self._failure is None and (self._agenda.due <= end or self.now < end):
+            await self._alarm.sleep_until(min(self._agenda.due, end))
+            while self._agenda.due <= min(self.now, end):
+                await trio.testing.wait_all_tasks_blocked()
+                self._guarded(self._agenda.do_first)
+        await trio.testing.wait_all_tasks_blocked()
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """A watcher that raises ends the world, and what nodes do about exceptions has no part in that."""
+        if self._failure is None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised again by `play`
+                self._failure = error
+                self._scope.cancel()
+
+    def _sample(self, on_sample: Callable[[], None], count: int) -> None:
+        self.at((count + 1) * self.scenario.sample_seconds, self._sample, on_sample, count + 1)
+        on_sample()
+
+    def _end_all(self) -> None:
+        """Nobody says goodbye when the experiment is over."""
+        self._stands_at, self._is_playing = self.now, False
+        self._publish = _ignore
+        for life in self.lives.values():
+            life.crash()
+
+    # What watchers may look at.
+
+    @property
+    def now(self) -> float:
+        return nearest_instant(trio.current_time()) if self._is_playing else self._stands_at
+
+    @property
+    def peers(self) -> Sequence[PeerId]:
+        return self.roster.peers
+
+    @property
+    def trained(self) -> tuple[Trained, ...]:
+        """The runs that were asked for, and what has become of them."""
+        return tuple(self._words.runs.values())
+
+    def name(self, peer: PeerId) -> str:
+        return self.roster.name(peer)
+
+    def is_up(self, peer: PeerId) -> bool:
+        return peer in self.lives
+
+    def up_since(self, peer: PeerId) -> float:
+        return self.lives[peer].since
+
+    def region(self, peer: PeerId) -> str:
+        return ""
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        return self.medium.reaches(one, other)
+
+    def in_scope(self, one: PeerId, other: PeerId) -> bool:
+        return True
+
+    def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
+        return self.lives[peer].swim.statuses
+
+    def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
+        life = self.lives[peer]
+        return {**life.swim.sizes, **life.kademlia.sizes}
+
+    def counters(self) -> Mapping[str, int]:
+        total = Counter(self._counters)
+        for life in self.lives.values():
+            total.update(life.node.counters)
+        return total
+
+    # What its parts may do (`sim.worlds.life.Ground`).
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._agenda.at(time, action, *arguments)
+        self._alarm.no_later_than(self._agenda.due)
+
+    def on(self, kind: type, handler: Callable[[Life, Any], None]) -> None:
+        self._handlers.setdefault(kind, []).append(handler)
+
+    def tell(self, life: Life | None, event: Any) -> None:
+        self._guarded(partial(self._tell, life, event))
+
+    def _tell(self, life: Life | None, event: Any) -> None:
+        self._publish(Observed(self.now, None if life is None else life.peer, event))
+        if life is not None:
+            for handler in self._handlers.get(type(event), ()):
+                handler(life, event)
+
+    def command(self, life: Life, protocol: str, order: Order) -> None:
+        mine = self.lives.get(life.peer)
+        if mine is life:
+            service = {SWIM: mine.node.membership, KADEMLIA: mine.node.discovery}[protocol]
+            service.command(order)
+
+    def pick(self, rng: Random) -> Life | None:
+        return self._running[rng.randrange(len(self._running))] if self._running else None
+
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
+        return self.medium.links.latency_seconds(one, other)
+
+    # What it is told to do (`sim.worlds.direction.Directed`).
+
+    def runs(self, number: int) -> bool:
+        life = self.lives.get(self.peers[number])
+        return life is not None and not life.leaving
+
+    def start(self, number: int) -> None:
+        if self.peers[number] in self.lives:
+            return
+        serial = self._serials[number]
+        self._serials[number] += 1
+        remembers = serial > 0 and self.scenario.churn.remembers
+        if not remembers:
+            self._storages[number] = self._new_disk(number)
+        life = NodeLife(number, serial, self.now, self.roster.signer(number))
+        life.node = self._node(life)
+        self.lives[life.peer] = life
+        assert self._nursery is not None, "the world is not playing"
+        self._nursery.start_soon(self._live, life)
+        self.tell(life, PeerStarted(self.region(life.peer), remembers))
+        life.place = len(self._running)
+        self._running.append(life)
+
+    def stop(self, number: int, why: str) -> None:
+        life = self.lives[self.peers[number]]
+        last = self._running.pop()
+        if last is not life:
+            self._running[life.place] = last
+            last.place = life.place
+        if why == "leave":
+            life.leave()
+        else:
+            self._end(life, why)
+
+    async def _live(self, life: NodeLife) -> None:
+        await life.run()
+        if self.lives.get(life.peer) is life:
+            self._end(life, "leave")
+
+    def _end(self, life: NodeLife, why: str) -> None:
+        self._counters.update(life.node.counters)
+        self.medium.kill(life.peer)
+        life.crash()
+        del self.lives[life.peer]
+        self.tell(life, PeerStopped(why))
+        if life.leaving:
+            self._direction.ended(life.number)
+
+    def split(self, side_of: Mapping[int, int]) -> None:
+        sides: dict[int, list[PeerId]] = {}
+        for number, peer in enumerate(self.peers):
+            sides.setdefault(side_of.get(number, 0), []).append(peer)
+        parted = tuple(tuple(side) for _, side in sorted(sides.items()))
+        self.medium.heal()
+        if side_of:
+            self.medium.split(*parted)
+        self.tell(None, NetworkSplit(parted) if side_of else NetworkHealed())
+
+    def deafen(self, number: int, deaf: bool) -> None: ...
+
+    def lose(self, number: int, loss: float) -> None: ...
+
+    def freeze(self, number: int, seconds: float) -> None:
+        self.tell(self.lives[self.peers[number]], PeerFrozen(seconds))
+
+    def slow(self, number: int, factor: float) -> None:
+        self._slowness[number] = factor
+        life = self.lives.get(self.peers[number])
+        if life is not None:
+            self.tell(life, PeerSlowed(factor))
+
+    # A node.
+
+    def _node(self, life: NodeLife) -> Node:
+        number, rng_labels = life.number, ("life", life.peer, life.serial)
+        offered = self._capacity(number)
+        speed = offered.flops_per_second / capacity("").flops_per_second
+        return Node(
+            config.Config(
+                name=self.name(life.peer),
+                swarm=config.Swarm(name=SWARM, preset=self.scenario.membership.preset),
+                resources=config.Resources(accept_runs="swarm" if self._takes_stages(number) else "never"),
+                data_dir=FOLDER,
+            ),
+            join=[self.roster.address(seed).short for seed in self._seeds_for(life)],
+            network=self.medium.attach(life.peer),
+            clock=SimClock(),
+            rng=seeded_rng(self.seed, *rng_labels),
+            entropy=seeded_entropy(self.seed, *rng_labels),
+            executor=NodeExecutor(
+                offered.flops_per_second,
+                speed,
+                self._pass_seconds,
+                lambda: self._slowness[number],
+                partial(self._applied, life),
+            ),
+            storage=self._storages[number],
+            capacity=offered,
+            report=partial(self._said, life),
+            observe=partial(self._learnt, life),
+            **life.makers(self.cores),
+        )
+
+    def _new_disk(self, number: int) -> MemoryStorage:
+        """With keys, so that a peer that forgets everything is still itself."""
+        storage = MemoryStorage()
+        storage.write("identity.key", seeded_identity(self.seed, number).seed)
+        storage.write("static.key", bytes(32))
+        return storage
+
+    def _capacity(self, number: int) -> Capacity:
+        """As in a world of cores, but where they compute peers differ."""
+        ordinary = capacity(self.region(self.peers[number]))
+        if not self.scenario.runs:
+            return ordinary
+        slowest, fastest = map(math.log, SPEEDS)
+        share = draw_share(self.seed, "speed", number)
+        speed = math.exp(slowest + (fastest - slowest) * share)
+        return Capacity(
+            ordinary.device,
+            ordinary.cores,
+            ordinary.memory_free_bytes,
+            ordinary.memory_total_bytes,
+            float(round(ordinary.flops_per_second * speed)),
+            ordinary.location,
+        )
+
+    def _takes_stages(self, number: int) -> bool:
+        runs = self.scenario.runs
+        return not runs or number < max(training.members for training in runs)
+
+    def _seeds_for(self, life: NodeLife) -> list[int]:
+        """Who runs already, chosen by the seed: one, and more where whoever was chosen may be gone by then."""
+        scenario = self.scenario
+        is_calm = scenario.churn.profile == "none" and not scenario.churn.sessions and not scenario.events
+        rng = seeded_rng(self.seed, "through", life.peer, ticks(self.now))
+        picked = [self.pick(rng) for _ in range(1 if is_calm else SEEDS_TRIED)]
+        return list(dict.fromkeys(other.number for other in picked if other is not None))
+
+    # What nodes say.
+
+    def _learnt(self, life: NodeLife, event: Any) -> None:
+        if self.lives.get(life.peer) is life:
+            self.tell(life, event)
+
+    def _said(self, life: NodeLife, event: Event) -> None:
+        if self.lives.get(life.peer) is life and self.scenario.runs:
+            said = self._words.of_node(life, event)
+            if said is not None:
+                self.tell(life, said)
+
+    def _applied(
+        self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
+    ) -> None:
+        said = self._words.of_stage(life, specification, step, microbatches)
+        if said is not None and self.lives.get(life.peer) is life:
+            self.tell(life, said)
+
+    def _joined(self, life: Life, event: Joined) -> None:
+        life.entered = life.entered or event.contacts > 0
+
+    # Runs.
+
+    def _pass_seconds(self, run: bytes) -> float:
+        for trained in self._words.runs.values():
+            if trained.run.random_key == run:
+                return trained.training.pass_seconds
+        return 0.0
+
+    def _submit(self, number: int, captured: Any) -> None:
+        """A permanent peer asks for a run; the others do, in turn, for the next ones."""
+        training = self.scenario.runs[number]
+        asks = number % max(1, self.scenario.churn.permanent)
+        life = self.lives.get(self.peers[asks])
+        if life is None:
+            self.at(self.now + 1.0, self._submit, number, captured)
+            return
+        made = partial(self._words.made, training)
+        life.node.runs.start_task(submit, life.node, training, captured, self.seed + number, made)
+
+    def _check_runs(self) -> None:
+        for training in self.scenario.runs:
+            mine = [trained for trained in self.trained if trained.training is training]
+            if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
+                reached = ", ".join(f"{run.outcome or 'not ended'} after {run.steps} steps" for run in mine)
+                raise Broken("accuracy", f"want {training.accuracy:g}: {reached or 'never placed'}")
+
+
+def _links(scenario: Scenario, seed: int) -> Links:
+    model = scenario.network
+    return Links(
+        LinkModel(model.nearest_seconds, model.farthest_seconds, model.jitter_seconds, model.loss), seed
+    )
+
+
+def _alone(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The one exception of a group that has one, else the group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _ignore(observed: Observed) -> None:
+    del observed

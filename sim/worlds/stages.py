@@ -1,0 +1,159 @@
+"""The Executor seam of a node in a stack: real arithmetic, what it is charged for, and what the sums really hold.
+
+A request to a stage is computed at once and then takes the time that the cost model says: floating-point
+operations over the peer's rate for passes, bytes over its memory's for the rest. Where a scenario says what
+a pass takes, that is the scale of all.
+
+Many nodes of one process would find out the same thing about the same stage: its admission is computed once.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from node.errors import StageFailed
+from node.runs.host_process import SPECIFICATION_BYTES_MAX
+from node.seams import Stage
+from partition import stage as api
+from partition.plan.cost import BACKWARD_FLOPS_RATIO
+from sim.executor import SimExecutor, SimStage
+
+BYTES_PER_FLOP = 2.0
+"""What a core moves through its memory in the time of one operation: 10 GB/s beside 5 GFLOP/s."""
+SUMMED, STEPPED = 3, 6
+"""How often the gradients' bytes go through memory: two sums and their result; totals, gradients, and each of
+parameters and moments in and out."""
+KNOWN_STAGES_MAX = 64
+
+Applied = Callable[[api.StageSpecification, int, tuple[int, ...]], None]
+"""Told of a step that a stage applied: its specification, the step, the micro-batches that its sums held."""
+
+
+class NodeExecutor(SimExecutor):
+    """Of one life of one peer.
+
+    `flops_per_second` is the peer's rate, `speed` the same beside that of an ordinary one. `pass_seconds` is
+    what a forward pass takes at speed 1, 0 to go by its operations. All takes `slowness()` times as long.
+    """
+
+    def __init__(
+        self,
+        flops_per_second: float,
+        speed: float,
+        pass_seconds: Callable[[bytes], float],
+        slowness: Callable[[], float],
+        applied: Applied,
+    ) -> None:
+        """`pass_seconds` is asked by a specification's `run`."""
+        super().__init__()
+        self._flops_per_second = flops_per_second
+        self._speed = speed
+        self._pass_seconds = pass_seconds
+        self._slowness = slowness
+        self._applied = applied
+
+    async def open_stage(self, specification: bytes) -> Stage:
+        """Raises StageFailed: the stage was not admitted."""
+        wanted, forward_flops = _admitted(specification)
+        natural = forward_flops / self._flops_per_second
+        given = self._pass_seconds(wanted.run) / self._speed
+        cost = StageCost(wanted, natural, given or natural, BYTES_PER_FLOP * self._flops_per_second)
+        stage = SimStage(wanted, lambda request: cost.seconds(request) * self._slowness())
+        return WatchedStage(wanted, stage, self._applied)
+
+
+def settled() -> AbstractContextManager[None]:
+    """While this lasts, torch computes on one thread, and the same every time."""
+    from partition.execute.process import one_thread
+
+    return one_thread()
+
+
+@lru_cache(maxsize=KNOWN_STAGES_MAX)
+def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
+    """A stage that may run, and the operations of a forward pass. Raises StageFailed."""
+    from partition.execute.admit import admit
+
+    try:
+        wanted = decode(specification, api.StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX)
+        return wanted, admit(wanted).flops / (1 + BACKWARD_FLOPS_RATIO)
+    except RemoteProtocolError as error:
+        raise StageFailed(str(error)) from None
+
+
+class StageCost:
+    """What the requests to one stage take, in seconds: a forward pass `forward_seconds`.
+
+    `natural_seconds` is what the same takes by its operations; what goes by bytes is stretched as it is.
+    """
+
+    def __init__(
+        self,
+        specification: api.StageSpecification,
+        natural_seconds: float,
+        forward_seconds: float,
+        bytes_per_second: float,
+    ) -> None:
+        self._forward_seconds = forward_seconds
+        self._recomputes = specification.recompute
+        self._is_last = specification.graph.entries[0].loss is not None
+        self._gradient_bytes = api.gradient_bytes(specification)
+        stretch = forward_seconds / natural_seconds if natural_seconds > 0 else 1.0
+        self._seconds_per_byte = stretch / bytes_per_second
+
+    def seconds(self, request: api.Request) -> float:
+        """Only what computes takes time: letting go does not."""
+        match request:
+            case api.Forward():
+                goes_back = request.train and self._is_last
+                return self._forward_seconds * (1 + BACKWARD_FLOPS_RATIO if goes_back else 1)
+            case api.Backward():
+                return self._forward_seconds * (BACKWARD_FLOPS_RATIO + self._recomputes)
+            case api.Norm():
+                return SUMMED * self._gradient_bytes * self._seconds_per_byte
+            case api.Apply():
+                return STEPPED * self._gradient_bytes * self._seconds_per_byte
+        return 0.0
+
+
+class WatchedStage:
+    """A stage that behaves as `stage` does, and counts by its answers which micro-batches the sums hold."""
+
+    def __init__(self, specification: api.StageSpecification, stage: Stage, applied: Applied) -> None:
+        entry = specification.graph.entries[0]
+        self._specification = specification
+        self._stage = stage
+        self._applied = applied
+        self._goes_back_at_once = entry.loss is not None or not entry.backward_outputs
+        self._counted: set[int] = set()
+
+    async def call(self, request: object) -> object:
+        """See `node.seams.Stage`."""
+        reply = await self._stage.call(request)
+        match request:
+            case api.Forward() if request.train and self._goes_back_at_once:
+                self._count(request.microbatch, request.sign)
+            case api.Backward():
+                self._count(request.microbatch, request.sign)
+            case api.Apply():
+                self._applied(self._specification, request.step, tuple(sorted(self._counted)))
+                self._counted.clear()
+            case api.Discard() | api.Restore() | api.Reload():
+                self._counted.clear()
+        return reply
+
+    def _count(self, microbatch: int, sign: int) -> None:
+        if sign > 0:
+            self._counted.add(microbatch)
+        else:
+            self._counted.discard(microbatch)
+
+    def vector(self, name: str) -> memoryview:
+        """See `node.seams.Stage`."""
+        return self._stage.vector(name)
+
+    async def aclose(self) -> None:
+        """See `node.seams.Stage`."""
+        await self._stage.aclose()
