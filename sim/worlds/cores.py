@@ -41,6 +41,7 @@ from sim.worlds.life import Life
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
+from sim.worlds.training import TrainingRuns
 
 OURS = Cores()
 WIRES = {
@@ -81,6 +82,7 @@ class CoresWorld:
         self.on(Joined, self._joined)
         if scenario.records.enabled:
             RecordsWork(self)
+        self.training = TrainingRuns(self)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -185,6 +187,7 @@ class CoresWorld:
             self.tell(None, NetworkSplit(tuple(tuple(side) for _, side in sorted(sides.items()))))
         else:
             self.tell(None, NetworkHealed())
+        self.training.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None: ...
     def lose(self, number: int, loss: float) -> None: ...

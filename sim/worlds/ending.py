@@ -1,0 +1,110 @@
+"""How a run in a world of cores ends: what its stages hold is compared with the truth, and everybody is told.
+As `node.runs.ending`."""
+
+from typing import TYPE_CHECKING, Any
+
+from crypto.identity import PeerId
+from node.runs.ending import DECLINES_MAX, END_SECONDS_MAX, RETRY_SECONDS
+from partition.plan.plan import Plan, plan_hash
+from sim.watch import Broken
+from sim.worlds.said import DONE, Declined, End, ExportStage
+from sim.worlds.setting import Setting
+from sim.worlds.summing import State
+
+if TYPE_CHECKING:
+    from sim.worlds.members import Member
+
+
+def collect(setting: Setting, member: "Member", plan: Plan) -> None:
+    """As the committer: have each stage's state, and end the run. Raises Broken where one is not exact."""
+    found: dict[int, State] = {}
+    tries = 0
+
+    def next_stage() -> None:
+        missing = [number for number in range(len(plan.stages)) if number not in found]
+        if member.plan != plan:
+            return
+        if not missing:
+            _check(setting, plan, found)
+            member.finished(None)
+            return
+        fetch(missing[0], [PeerId(peer) for peer in plan.stages[missing[0]].replicas])
+
+    def fetch(stage: int, left: list[PeerId]) -> None:
+        nonlocal tries
+
+        def take(state: Any) -> None:
+            if isinstance(state, State):
+                found[stage] = state
+                next_stage()
+            else:
+                fetch(stage, left)
+
+        if left:
+            member.ask(left.pop(0), ExportStage(plan_hash(plan)), END_SECONDS_MAX, take)
+            return
+        tries += 1
+        if tries >= DECLINES_MAX:
+            member.finished(f"nobody handed over stage {stage + 1}")
+        else:
+            # If a new plan was the reason, all this begins again under it.
+            member.later(RETRY_SECONDS, next_stage)
+
+    next_stage()
+
+
+def _check(setting: Setting, plan: Plan, found: dict[int, State]) -> None:
+    for stage, state in sorted(found.items()):
+        if state != setting.truth.state(setting.training.steps, stage):
+            raise Broken(
+                "sums",
+                f"run {setting.number} ends with other sums than the undisturbed run in stage"
+                f" {stage + 1} of {len(plan.stages)}",
+            )
+
+
+def tell_all(member: "Member", outcome: str, reason: str) -> None:
+    """Tell the living members of the plan in force, for a bounded time; then end here."""
+    told: set[PeerId] = set()
+    open_count = 0
+    is_over = False
+
+    def go_on() -> None:
+        left = [peer for peer in member.others() if peer not in told]
+        told.update(left)
+        if not left and not open_count:
+            end()
+        for peer in left:
+            tell(peer, 0)
+
+    def tell(peer: PeerId, declined: int) -> None:
+        nonlocal open_count
+        open_count += 1
+
+        def told_it(reply: Any) -> None:
+            nonlocal open_count
+            open_count -= 1
+            count = declined + isinstance(reply, Declined)
+            if reply is DONE or count >= DECLINES_MAX or peer not in member.others():
+                go_on()
+            else:
+                open_count += 1
+                member.later(RETRY_SECONDS, lambda: again(peer, count))
+
+        assert member.plan is not None
+        member.ask(peer, End(plan_hash(member.plan), outcome, reason), END_SECONDS_MAX, told_it)
+
+    def again(peer: PeerId, declined: int) -> None:
+        nonlocal open_count
+        open_count -= 1
+        if not is_over and member.plan is not None:
+            tell(peer, declined)
+
+    def end() -> None:
+        nonlocal is_over
+        if not is_over:
+            is_over = True
+            member.end(outcome, reason)
+
+    member.later(END_SECONDS_MAX, end)
+    go_on()

@@ -1,0 +1,160 @@
+"""Checkpoints of a run in a world of cores: stages copied to other members, and put back. As
+`node.runs.keeping`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crypto.identity import PeerId
+from node.runs.copies import CONCLUDE_SECONDS_MAX, keepers
+from node.runs.keeping import COPIES_MIN, RESTORE_AGAIN_SECONDS
+from partition.plan.plan import Plan, plan_hash
+from sim.worlds.said import DONE, Checkpointed, Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
+from sim.worlds.setting import Setting
+from sim.worlds.summing import State
+
+KEPT_MAX = 2
+"""Checkpoints whose copies stay on a disk."""
+FETCH_SECONDS_MAX = 30.0
+
+Ask = Callable[[PeerId, Any, float, Callable[[Any], None]], None]
+
+
+class Keeping:
+    """One member's part. `live` are those that could hand something over."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        me: PeerId,
+        disk: Disk,
+        *,
+        live: Callable[[], Sequence[PeerId]],
+        ask: Ask,
+        send: Callable[[PeerId, Any], None],
+        later: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self._setting = setting
+        self._me = me
+        self._disk = disk
+        self._live = live
+        self._ask = ask
+        self._send = send
+        self._later = later
+        self._saving = -1
+        self._saved: dict[int, PeerId] = {}
+        self._is_spreading = False
+
+    @property
+    def restorable(self) -> tuple[bytes, int] | None:
+        """The newest checkpoint that is whole, and its step."""
+        return self._disk.newest
+
+    # A replica's side
+
+    def save(self, plan: Plan, stage: int, state: State) -> None:
+        """Put a copy away, if that is for this replica to do."""
+        if plan.stages[stage].replicas[0] == self._me:
+            self.put(stage, state)
+            self._send(plan.committer, Saved(plan_hash(plan), state.step, stage))
+
+    def put(self, stage: int, state: State) -> None:
+        """On this disk; the oldest go."""
+        copies = self._disk.copies
+        copies[state.step, stage] = state
+        steps = sorted({step for step, _ in copies})
+        for key in [key for key in copies if key[0] in steps[:-KEPT_MAX]]:
+            del copies[key]
+
+    def copy(self, step: int, stage: int) -> State | None:
+        """What is here of it."""
+        found = self._disk.copies.get((step, stage))
+        return found if isinstance(found, State) else None
+
+    def keep(self, wanted: KeepCopy, answer: Callable[[Any], None]) -> None:
+        """Hold what another has put away; answered once it is here."""
+        if self.copy(wanted.step, wanted.stage) is not None:
+            answer(DONE)
+            return
+
+        def take(state: Any) -> None:
+            if isinstance(state, State):
+                self.put(wanted.stage, state)
+                answer(DONE)
+            else:
+                answer(None)
+
+        self._ask(wanted.holder, FetchCopy(wanted.step, wanted.stage), FETCH_SECONDS_MAX, take)
+
+    def restore(self, name: bytes, stage: int, step: int, then: Callable[[State | None], None]) -> None:
+        """Bring a stage's copy here; while nobody has it, whoever has may come back."""
+        mine = self.copy(step, stage)
+        if name != checkpoint_name(self._setting.run, step) or mine is not None:
+            then(mine)
+            return
+        left = [peer for peer in self._live() if peer != self._me]
+
+        def next_one(state: Any) -> None:
+            if isinstance(state, State):
+                then(state)
+            elif left:
+                self._ask(left.pop(0), FetchCopy(step, stage), FETCH_SECONDS_MAX, next_one)
+            else:
+                self._later(RESTORE_AGAIN_SECONDS, lambda: self.restore(name, stage, step, then))
+
+        next_one(None)
+
+    # The committer's side
+
+    def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
+        """A stage is put away at one of its replicas; once all are, they are copied to others."""
+        if message.step > self._saving:
+            self._saving, self._saved = message.step, {}
+        if message.step == self._saving:
+            self._saved[message.stage] = sender
+            if len(self._saved) == len(plan.stages) and not self._is_spreading:
+                self._is_spreading = True
+                self._spread(plan, message.step, dict(self._saved))
+
+    def _spread(self, plan: Plan, step: int, savers: dict[int, PeerId]) -> None:
+        live = {self._me, *self._live()}
+        roster = [peer for peer in plan.members if peer in live]
+        wanted = [
+            keepers(self._setting.run, number, roster, [PeerId(peer) for peer in stage.replicas])
+            for number, stage in enumerate(plan.stages)
+        ]
+        have: list[list[PeerId]] = [[] for _ in plan.stages]
+        open_count = sum(map(len, wanted))
+
+        def kept(stage: int, peer: PeerId, reply: Any) -> None:
+            nonlocal open_count
+            open_count -= 1
+            if reply is DONE:
+                have[stage].append(peer)
+            if not open_count:
+                self._is_spreading = False
+                if all(
+                    len(mine) >= min(COPIES_MIN, len(most)) for mine, most in zip(have, wanted, strict=True)
+                ):
+                    self._conclude(plan, step)  # else the checkpoint before stays the newest
+
+        for stage, peers in enumerate(wanted):
+            for peer in peers:
+                question = KeepCopy(step, stage, savers[stage])
+
+                def done(reply: Any, stage: int = stage, peer: PeerId = peer) -> None:
+                    kept(stage, peer, reply)
+
+                self._ask(peer, question, CONCLUDE_SECONDS_MAX, done)
+
+    def _conclude(self, plan: Plan, step: int) -> None:
+        name = checkpoint_name(self._setting.run, step)
+        self.learn(step, name)
+        live = self._live()
+        for peer in plan.members:
+            if peer != self._me and peer in live:
+                self._send(peer, Checkpointed(plan_hash(plan), step, name))
+
+    def learn(self, step: int, name: bytes) -> None:
+        """A checkpoint is whole: whoever plans next may go back to it."""
+        if self._disk.newest is None or step > self._disk.newest[1]:
+            self._disk.newest = name, step

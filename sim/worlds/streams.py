@@ -1,0 +1,224 @@
+"""Ordered streams between the members of one run in a world of cores, and questions that want an answer.
+
+What `node.runs.links` and `node.runs.requests` are over real streams, on the heap of `sim.engine`. A stream
+loses nothing while it stands. When its receiver stops, or a split comes between the two, it breaks: what was
+on its way is lost, what is said from then on waits, and it is dialled again until it opens; then the sender
+hears of it. A question fails at once when the path breaks.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from crypto.identity import PeerId
+from sim.seeds import draw
+
+RETRY_SECONDS_MAX = 2.0
+"""As the node's links: between two attempts to dial."""
+UNREACHABLE_SECONDS = 0.5
+"""Until who asks a peer that cannot be reached knows it."""
+DIAL_TRIPS = 3
+"""One-way trips until a new stream carries its first message: TCP, then Noise."""
+
+Deliver = Callable[[PeerId, PeerId, Any], None]
+Answer = Callable[[Any], None]
+"""Takes the answer; None where there is none."""
+
+
+class Ground(Protocol):
+    """What streams stand on: the world and its network."""
+
+    @property
+    def now(self) -> float: ...
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Do something at that instant; what is asked for first comes first."""
+
+    def connected(self, one: PeerId, other: PeerId) -> bool:
+        """Whether both run, and each reaches the other."""
+
+    def arrives(self, sender: PeerId, receiver: PeerId, size_bytes: int) -> float:
+        """When this much, sent now over a stream, is there."""
+
+    def thaws(self, peer: PeerId) -> float:
+        """Until when a peer stands still; not after now for one that does not."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    sender: PeerId
+    receiver: PeerId
+    is_open: bool = False
+    was_open: bool = False
+    dials: int = 0
+    """A dial under way counts only if none was begun after it."""
+    broken_at: float = 0.0
+    due: float = 0.0
+    on_way: deque[Any] = field(default_factory=deque)
+    waiting: deque[tuple[Any, int]] = field(default_factory=deque)
+    life: int = 0
+    """Of what is on its way, only that of the present life arrives."""
+
+
+@dataclass(eq=False)
+class _Question:
+    asker: PeerId
+    peer: PeerId
+    done: Answer
+
+
+class Streams:
+    """All of one run. `deliver(sender, receiver, message)` takes what arrives, `reconnected(sender, receiver)`
+    hears of streams that are open again."""
+
+    def __init__(
+        self, ground: Ground, seed: int, deliver: Deliver, reconnected: Callable[[PeerId, PeerId], None]
+    ) -> None:
+        self._ground = ground
+        self._seed = seed
+        self._deliver = deliver
+        self._reconnected = reconnected
+        self._streams: dict[tuple[PeerId, PeerId], _Stream] = {}
+        self._questions: dict[_Question, None] = {}
+        self._dials = 0
+
+    def send(self, sender: PeerId, receiver: PeerId, message: Any, size_bytes: int) -> None:
+        """Say something; to oneself too, without a network."""
+        stream = self._streams.get((sender, receiver))
+        if stream is None:
+            stream = self._streams[sender, receiver] = _Stream(sender, receiver)
+            stream.is_open = stream.was_open = sender == receiver
+            if not stream.is_open:
+                self._dial(stream, 0.0)
+        if stream.is_open:
+            self._carry(stream, message, size_bytes)
+        else:
+            stream.waiting.append((message, size_bytes))
+
+    def ask(
+        self, asker: PeerId, peer: PeerId, size_bytes: int, seconds: float, put: Callable[[Answer], None],
+        done: Answer,
+    ) -> None:  # fmt: skip
+        """A question on a stream of its own: `put` is called at the far end with how to answer, now or
+        later; `done` hears the answer, or None if there is none within `seconds`, or the path breaks."""
+        ground, question = self._ground, _Question(asker, peer, done)
+        self._questions[question] = None
+        if not ground.connected(asker, peer):
+            ground.at(ground.now + UNREACHABLE_SECONDS, lambda: self._settle(question, None))
+            return
+
+        def answer(reply: Any) -> None:
+            if question in self._questions:
+                due = ground.arrives(peer, asker, size_bytes)
+                ground.at(due, lambda: self._settle(question, reply))
+
+        def arrive() -> None:
+            if question in self._questions:
+                self._when_awake(peer, lambda: put(answer))
+
+        ground.at(ground.arrives(asker, peer, size_bytes), arrive)
+        ground.at(ground.now + seconds, lambda: self._settle(question, None))
+
+    def stopped(self, peer: PeerId) -> None:
+        """It is gone, and what it had not sent with it."""
+        for key in [key for key in self._streams if key[0] == peer]:
+            del self._streams[key]
+        for question in [question for question in self._questions if question.asker == peer]:
+            del self._questions[question]
+        self.changed()
+
+    def changed(self) -> None:
+        """The network, or who runs, is another than before: break what must, dial what was broken."""
+        for stream in list(self._streams.values()):
+            stands = stream.sender == stream.receiver or self._ground.connected(
+                stream.sender, stream.receiver
+            )
+            if stands and not stream.is_open:
+                self._dial(stream, self._pause(stream))
+            elif not stands and stream.is_open:
+                self._break(stream)
+        for question in list(self._questions):
+            if not self._ground.connected(question.asker, question.peer):
+                self._ground.at(self._ground.now, lambda question=question: self._settle(question, None))  # type: ignore[misc]
+
+    # One stream
+
+    def _break(self, stream: _Stream) -> None:
+        stream.is_open = False
+        stream.broken_at = self._ground.now
+        stream.on_way.clear()
+        stream.life += 1
+
+    def _pause(self, stream: _Stream) -> float:
+        """How long until the next attempt, after so long: they become rarer."""
+        self._dials += 1
+        share = draw(self._seed, "dial", stream.sender, stream.receiver, self._dials)[0] / 256
+        return share * min(RETRY_SECONDS_MAX, max(0.05, self._ground.now - stream.broken_at))
+
+    def _dial(self, stream: _Stream, pause: float) -> None:
+        stream.dials += 1
+        number = stream.dials
+
+        def begin() -> None:
+            if self._is_current(stream, number):
+                due = self._ground.arrives(stream.sender, stream.receiver, 0)
+                self._ground.at(
+                    self._ground.now + DIAL_TRIPS * (due - self._ground.now),
+                    lambda: self._open(stream, number),
+                )
+
+        self._ground.at(self._ground.now + pause, begin)
+
+    def _is_current(self, stream: _Stream, number: int) -> bool:
+        """Whether a dial still counts, and may succeed; one that fails is made again when things change."""
+        is_held = self._streams.get((stream.sender, stream.receiver)) is stream
+        may_open = is_held and not stream.is_open and stream.dials == number
+        return may_open and self._ground.connected(stream.sender, stream.receiver)
+
+    def _open(self, stream: _Stream, number: int) -> None:
+        if not self._is_current(stream, number):
+            return
+        stream.is_open = True
+        was_open, stream.was_open = stream.was_open, True
+        waiting, stream.waiting = stream.waiting, deque()
+        for message, size_bytes in waiting:
+            self._carry(stream, message, size_bytes)
+        if was_open:
+            self._when_awake(stream.sender, lambda: self._reconnected(stream.sender, stream.receiver))
+
+    def _carry(self, stream: _Stream, message: Any, size_bytes: int) -> None:
+        ground = self._ground
+        if stream.sender != stream.receiver:
+            stream.due = max(stream.due, ground.arrives(stream.sender, stream.receiver, size_bytes))
+        else:
+            stream.due = ground.now
+        stream.on_way.append(message)
+        life = stream.life
+        ground.at(stream.due, lambda: self._arrive(stream, life))
+
+    def _arrive(self, stream: _Stream, life: int) -> None:
+        if stream.life != life or self._streams.get((stream.sender, stream.receiver)) is not stream:
+            return
+        thaws = self._ground.thaws(stream.receiver)
+        if thaws > self._ground.now:
+            self._ground.at(thaws, lambda: self._arrive(stream, life))
+            return
+        self._deliver(stream.sender, stream.receiver, stream.on_way.popleft())
+
+    # Questions
+
+    def _settle(self, question: _Question, reply: Any) -> None:
+        def tell() -> None:
+            if question in self._questions:
+                del self._questions[question]
+                question.done(reply)
+
+        if question in self._questions:
+            self._when_awake(question.asker, tell)
+
+    def _when_awake(self, peer: PeerId, action: Callable[[], None]) -> None:
+        thaws = self._ground.thaws(peer)
+        if thaws > self._ground.now:
+            self._ground.at(thaws, action)
+        else:
+            action()

@@ -1,0 +1,306 @@
+"""The runs of a world of cores: real plan and step cores of every member, with stages that sum integers.
+
+Who starts, stops, stands still or is slowed, and what each peer's membership core learns, is heard as it is
+published; everything else happens on the world's heap. Who lives is what a peer's own membership core says.
+What a run comes to is compared with the truth after every applied step, in every stage, and at its end:
+`Broken` says where they differ.
+
+Not here: placement (the first plan is given, to whoever is up when the run begins), leases and data.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from crypto.identity import PeerId
+from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
+from partition.plan.plan import NOTHING, Plan, StagePlan
+from sim.happenings import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.network.instants import after, instant
+from sim.scenario import Training
+from sim.seeds import draw, seeded_rng
+from sim.worlds.life import Ground, Life
+from sim.worlds.members import Member
+from sim.worlds.said import Disk, Question
+from sim.worlds.setting import Setting
+from sim.worlds.streams import Answer, Streams
+from sim.worlds.succeeding import RATE
+from sim.worlds.summing import Truth
+
+AGAIN_SECONDS = 1.0
+"""A run that cannot be placed yet, because too few of its members are up, is tried again after so long."""
+
+
+class RunsGround(Ground, Protocol):
+    """A world of cores as its runs see it."""
+
+    @property
+    def peers(self) -> Sequence[PeerId]: ...
+    def name(self, peer: PeerId) -> str: ...
+    def latency_seconds(self, one: PeerId, other: PeerId) -> float: ...
+
+
+class TrainingRuns:
+    """All runs of a scenario in one world. `network_changed` is for the world to call; of the rest it hears as
+    all parts do. What streams stand on (`sim.worlds.streams.Ground`) is here, too."""
+
+    def __init__(self, ground: RunsGround) -> None:
+        self.counters: Counter[str] = Counter()
+        self._ground = ground
+        self._alive: dict[PeerId, dict[PeerId, bool]] = {}
+        self._slowness: dict[PeerId, float] = {}
+        self._thaws: dict[PeerId, float] = {}
+        self._runs: list[_Run] = []
+        self._of: dict[PeerId, list[_Run]] = {}
+        peers, first = ground.peers, 0
+        for number, training in enumerate(ground.scenario.runs):
+            count = min(training.members, len(peers))
+            pool = tuple(peers[(first + place) % len(peers)] for place in range(count))
+            first += count
+            self._runs.append(_Run(self, ground, training, number, pool))
+            for peer in pool:
+                self._of.setdefault(peer, []).append(self._runs[-1])
+        for kind in (MemberUp, MemberDown, MemberLeft, MemberForgotten, MemberSuspected):
+            ground.on(kind, self._learn)
+        ground.on(PeerStarted, self._started)
+        ground.on(PeerStopped, self._stopped)
+        ground.on(PeerFrozen, self._froze)
+        ground.on(PeerSlowed, self._slowed)
+
+    # What happens in the world
+
+    def network_changed(self) -> None:
+        """Others can be reached than before: a split began or ended, or somebody hears nobody any more."""
+        for run in self._runs:
+            run.streams.changed()
+
+    def _learn(self, life: Life, event: Any) -> None:
+        """The membership core of a peer has learnt something."""
+        known = self._alive.get(life.peer)
+        if known is None or event.peer not in self._of:
+            return
+        match event:
+            case MemberUp():
+                known[event.peer] = True
+            case MemberDown() | MemberLeft():
+                known[event.peer] = False
+            case MemberForgotten():
+                known.pop(event.peer, None)
+            case MemberSuspected():
+                for run in self._of[life.peer]:
+                    run.suspected(life.peer, event.peer)
+                return
+        for run in self._of[life.peer]:
+            run.members_changed(life.peer, event.peer)
+
+    def _started(self, life: Life, event: PeerStarted) -> None:
+        if life.peer in self._of:
+            self._alive[life.peer] = {life.peer: True}  # its membership core knows nobody else yet
+            for run in self._of[life.peer]:
+                run.started(life.peer, remembers=event.remembers)
+
+    def _stopped(self, life: Life, event: PeerStopped) -> None:  # noqa: ARG002 - the shape of a handler
+        for run in self._of.get(life.peer, ()):
+            run.stopped(life.peer)
+        self._thaws.pop(life.peer, None)
+
+    def _froze(self, life: Life, event: PeerFrozen) -> None:
+        self._thaws[life.peer] = max(self.thaws(life.peer), instant(self.now + event.seconds))
+
+    def _slowed(self, life: Life, event: PeerSlowed) -> None:
+        self._slowness[life.peer] = event.factor
+
+    # What streams stand on
+
+    @property
+    def now(self) -> float:
+        return self._ground.now
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        self._ground.at(when, action)
+
+    def connected(self, one: PeerId, other: PeerId) -> bool:
+        ground = self._ground
+        is_up = one in ground.lives and other in ground.lives
+        return is_up and ground.reaches(one, other) and ground.reaches(other, one)
+
+    def arrives(self, sender: PeerId, receiver: PeerId, size_bytes: int) -> float:  # noqa: ARG002
+        return after(self.now, self._ground.latency_seconds(sender, receiver))
+
+    def thaws(self, peer: PeerId) -> float:
+        return self._thaws.get(peer, 0.0)
+
+    # For the runs
+
+    def is_up(self, peer: PeerId) -> bool:
+        """Whether it runs."""
+        return peer in self._ground.lives
+
+    def publish(self, peer: PeerId, event: Any) -> None:
+        """Tell all watchers. Raises Broken, from one of them."""
+        self._ground.tell(self._ground.lives[peer], event)
+
+    def alive(self, peer: PeerId) -> Mapping[PeerId, bool]:
+        """Of those in any run, who lives as `peer` was told."""
+        return self._alive.get(peer, {})
+
+    def slowness(self, peer: PeerId) -> float:
+        """How many times longer than usual it computes."""
+        return self._slowness.get(peer, 1.0)
+
+    def hosts(self, peer: PeerId) -> bool:
+        """Whether it holds a stage of any run."""
+        return any(run.hosts(peer) for run in self._of.get(peer, ()))
+
+
+class _Run:
+    """One run: who is in it, and what they share."""
+
+    def __init__(
+        self,
+        runs: TrainingRuns,
+        ground: RunsGround,
+        training: Training,
+        number: int,
+        pool: tuple[PeerId, ...],
+    ) -> None:
+        self._runs = runs
+        self._seed = seed = ground.seed
+        self._members: dict[PeerId, Member] = {}
+        self._disks: dict[PeerId, Disk] = {}
+        self._lives: Counter[PeerId] = Counter()
+        self._forgetful: set[PeerId] = set()
+        self._has_begun = False
+        name = draw(seed, "run", number)[: len(NOTHING)]
+        self.streams = Streams(runs, seed, self._deliver, self._reconnected)
+        self._setting = Setting(
+            number=number,
+            run=name,
+            training=training,
+            seed=seed,
+            pool=pool,
+            cores=ground.cores,
+            truth=Truth(name, training.stages, training.microbatches),
+            ground=runs,
+            streams=self.streams,
+            publish=runs.publish,
+            name=ground.name,
+            alive=runs.alive,
+            slowness=runs.slowness,
+            put=self._put,
+            counters=runs.counters,
+        )
+        runs.at(training.at_seconds, self._begin)
+
+    # The beginning
+
+    def _begin(self) -> None:
+        """Give the first plan to all members that are up; later, where they are too few."""
+        setting = self._setting
+        up = [peer for peer in setting.pool if self._runs.is_up(peer)]
+        plan = first_plan(setting.run, setting.training, setting.requester, up)
+        if plan is None:
+            self._runs.at(self._runs.now + AGAIN_SECONDS, self._begin)
+            return
+        self._has_begun = True
+        for peer in setting.pool:
+            if self._runs.is_up(peer):
+                self._make(peer, has_forgotten=False)
+        for peer in plan.members:
+            member = self._members[peer]
+            due = self._runs.arrives(plan.committer, peer, 0) if peer != plan.committer else self._runs.now
+            self._runs.at(due, _beginning(member, plan))
+
+    def _make(self, peer: PeerId, *, has_forgotten: bool) -> Member:
+        self._lives[peer] += 1
+        setting = self._setting
+        rng = seeded_rng(self._seed, "agreement", setting.number, peer, self._lives[peer])
+        disk = self._disks.setdefault(peer, Disk())
+        member = self._members[peer] = Member(
+            setting, peer, disk, rng, has_forgotten=has_forgotten, hosts=self._runs.hosts
+        )
+        return member
+
+    # What happens to its peers
+
+    def started(self, peer: PeerId, *, remembers: bool) -> None:
+        if self._has_begun:
+            disk = self._disks.get(peer)
+            if disk is not None and not remembers:
+                # Once it is in the run it may have voted, and cannot know on what.
+                self._disks[peer] = Disk()
+                self._forgetful.add(peer)
+            member = self._make(peer, has_forgotten=peer in self._forgetful)
+            if self._disks[peer].chain:
+                member.turn(member.restart)
+        self.streams.changed()
+
+    def stopped(self, peer: PeerId) -> None:
+        member = self._members.pop(peer, None)
+        if member is not None:
+            member.stop()
+        self.streams.stopped(peer)
+
+    def members_changed(self, peer: PeerId, about: PeerId) -> None:
+        member = self._members.get(peer)
+        if member is not None and about in self._setting.pool:
+            member.turn(member.members_changed)
+
+    def suspected(self, peer: PeerId, about: PeerId) -> None:
+        member = self._members.get(peer)
+        if member is not None and about in self._setting.pool:
+            member.turn(lambda: member.suspected(about))
+
+    def hosts(self, peer: PeerId) -> bool:
+        member = self._members.get(peer)
+        return member is not None and member.hosts
+
+    # What its members say
+
+    def _deliver(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
+        member = self._members.get(receiver)
+        if member is not None:
+            member.receive(sender, message)
+
+    def _reconnected(self, sender: PeerId, receiver: PeerId) -> None:
+        member = self._members.get(sender)
+        if member is not None:
+            member.reconnected(receiver)
+
+    def _put(self, asker: PeerId, peer: PeerId, question: Question, answer: Answer) -> None:
+        member = self._members.get(peer)
+        if member is None:
+            answer(None)
+        else:
+            member.answer(asker, question, answer)
+
+
+def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[PeerId]) -> Plan | None:
+    """The plan of height 0 among those that are up; None while too few are.
+
+    The requester commits. Stages are dealt to the others in turn, and to the requester where they are too
+    few; whoever is left over is on the roster without a stage. Each further trainer is a replica.
+    """
+    others = [peer for peer in up if peer != requester]
+    wanted = training.stages * training.replicas
+    holders = (others if len(others) >= wanted else [*others, requester])[:wanted]
+    if requester not in up or len(holders) < training.stages:
+        return None
+    stages = tuple(
+        StagePlan(number, number + 1, replicas, (RATE,) * len(replicas))
+        for number in range(training.stages)
+        for replicas in (tuple(holders[number :: training.stages]),)
+    )
+    return Plan(
+        run=run,
+        parent=NOTHING,
+        height=0,
+        roster=tuple(sorted(up)),
+        trainers=(requester, *[peer for peer in holders if peer != requester][: training.trainers - 1]),
+        microbatches=training.microbatches,
+        stages=stages,
+    )
+
+
+def _beginning(member: Member, plan: Plan) -> Callable[[], None]:
+    return lambda: member.turn(lambda: member.begin(plan))

@@ -1,0 +1,148 @@
+"""A world of cores with training runs in it, troubled as a test says."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from crypto.identity import PeerId
+from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.scenario import Membership, Records, Scenario, Start, Training
+from sim.watch import Observed, Watch, World
+from sim.worlds.cores import CoresWorld
+from sim.worlds.replaceable import Cores
+
+BEGINS = 10.0
+"""When runs begin here: by then all know each other."""
+
+
+def scenario(
+    *runs: Training, nodes: int = 7, seconds: float = 120.0, preset: Any = "local", **changes: Any
+) -> Scenario:
+    """Peers that find each other fast, and nothing but runs."""
+    return Scenario(
+        name="runs",
+        about="",
+        nodes=nodes,
+        seconds=seconds,
+        start=Start(spread_seconds=2.0),
+        membership=Membership(preset=preset),
+        records=Records(enabled=False),
+        runs=runs,
+        **changes,
+    )
+
+
+def training(**changes: Any) -> Training:
+    """A run of seven."""
+    fields: dict[str, Any] = {"members": 7, "steps": 10, "at_seconds": BEGINS, "checkpoint_every": 3}
+    return Training(**(fields | changes))
+
+
+@dataclass
+class Story:
+    """What was published, and what a test does about it."""
+
+    seen: list[Observed] = field(default_factory=list)
+    watchers: list[Callable[[Observed], None]] = field(default_factory=list)
+
+    def see(self, observed: Observed, world: World) -> None:  # noqa: ARG002
+        self.seen.append(observed)
+        for watcher in list(self.watchers):
+            watcher(observed)
+
+    def sample(self, world: World) -> None: ...
+    def end(self, world: World) -> None: ...
+
+    def of(self, kind: type, since: float = 0.0) -> list[Observed]:
+        return [row for row in self.seen if isinstance(row.event, kind) and row.time >= since]
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that committers said, in the order of saying."""
+        return [row.event.step for row in self.of(StepCommitted)]
+
+    @property
+    def outcomes(self) -> dict[PeerId, str]:
+        return {row.peer: row.event.outcome for row in self.of(RunEnded) if row.peer is not None}
+
+
+class Troubled:
+    """A world and its story. Peers go by number: the first is the requester, which feeds and commits."""
+
+    def __init__(self, played: Scenario, seed: int = 1, cores: Cores | None = None) -> None:
+        self.story = Story()
+        self.watch = Watch([self.story])
+        self.world = CoresWorld(played, seed, self._publish, cores=cores or Cores())
+        _cut_links(self.world)
+
+    def _publish(self, observed: Observed) -> None:
+        self.watch.publish(observed, self.world)
+
+    def play(self) -> "Troubled":
+        self.world.play(lambda: None)
+        return self
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        self.world.at(time, action, *arguments)
+
+    def crash(self, number: int, seconds: float = 0.0) -> None:
+        """Now; and back after so long, if that is not 0."""
+        if self.world.runs(number):
+            self.world.stop(number, "crash")
+            if seconds:
+                self.at(self.world.now + seconds, self.world.start, number)
+
+    def split(self, minority: Sequence[int]) -> None:
+        self.world.split({number: 1 for number in minority})
+
+    def heal(self) -> None:
+        self.world.split({})
+
+    def when(self, holds: Callable[[Observed], bool], action: Callable[[], None]) -> None:
+        """Do something right after the first event that is so."""
+
+        def look(observed: Observed) -> None:
+            if holds(observed):
+                self.story.watchers.remove(look)
+                self.at(self.world.now, action)
+
+        self.story.watchers.append(look)
+
+    def number(self, peer: PeerId | None) -> int:
+        return self.world.peers.index(peer) if peer is not None else -1
+
+    def describe(self) -> str:
+        rows = [
+            f"{row.time:.2f} {self.world.name(row.peer) if row.peer else '-'} {_short(row.event)}"
+            for row in self.story.seen
+            if not isinstance(row.event, SamplesCounted)
+        ]
+        return "\n".join(rows)
+
+
+def _short(event: Any) -> str:
+    if isinstance(event, PlanAdopted):
+        return f"PlanAdopted {event.height} {event.plan.hex()[:6]}"
+    if isinstance(event, StepCommitted):
+        return f"StepCommitted {event.step} plan {event.height}"
+    return str(event)[:100]
+
+
+def _cut_links(world: CoresWorld) -> None:
+    """What a split does to datagrams."""
+    link = world.links.link
+
+    def cut(sender: PeerId, receiver: PeerId, protocol: str) -> Any:
+        found = link(sender, receiver, protocol)
+        return _Cut(world, sender, receiver, found)
+
+    world.links.link = cut  # type: ignore[method-assign]
+
+
+class _Cut:
+    def __init__(self, world: CoresWorld, sender: PeerId, receiver: PeerId, link: Any) -> None:
+        self._world, self._sender, self._receiver, self._link = world, sender, receiver, link
+
+    def post(self, now: float) -> tuple[int, float]:
+        sequence, due = self._link.post(now)
+        return sequence, due if self._world.reaches(self._sender, self._receiver) else float("inf")
