@@ -6,7 +6,7 @@ wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once a
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,12 +48,16 @@ class Wanted:
     def values(self) -> dict[str, str]:
         return assignments("--set", self.settings)
 
-    def repeat(self, seed: int) -> str:
-        """The command that does this again."""
-        words = [self.scenario, "--seed", str(seed)]
-        for setting in self.settings:
+    def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
+        """What to say to play it, with these values besides and this seed."""
+        words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
+        for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
             words += ["--set", setting]
-        return f"{self.program} {shlex.join(words)}"
+        return words
+
+    def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
+        """The same as a person types it."""
+        return f"{self.program} {shlex.join(self.words(values, seed))}"
 
 
 @app.command()
@@ -71,7 +75,9 @@ def main(
     events: Annotated[
         int | None, typer.Option("--events", metavar="N", min=0, help="Most lines of events.jsonl.")
     ] = None,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures (PNG).")] = True,
+    plots: Annotated[
+        bool | None, typer.Option("--plots/--no-plots", help="Draw pictures (PNG); of a sweep, if asked.")
+    ] = None,
     list_them: Annotated[bool, typer.Option("--list", help="The built-in scenarios.")] = False,
     print_it: Annotated[
         bool, typer.Option("--print", help="Print the scenario's file, to change it.")
@@ -90,6 +96,7 @@ def main(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Try a whole swarm in virtual time: play a scenario, check it, measure it."""
+    many = bool(sweep) or seeds > 1
     wanted = Wanted(
         program=context.command_path,
         scenario=scenario,
@@ -97,7 +104,7 @@ def main(
         seed=seed,
         out=out,
         events_max=events,
-        plots=plots,
+        plots=not many if plots is None else plots,
         as_json=as_json,
         quiet=quiet,
     )
@@ -105,7 +112,7 @@ def main(
         _list(as_json=as_json)
     elif print_it:
         _print(wanted)
-    elif sweep or seeds > 1:
+    elif many:
         from sim.sweep import sweep as play_all
 
         play_all(wanted, tuple(sweep or ()), seeds=seeds, jobs=jobs)
@@ -194,7 +201,7 @@ def _play(wanted: Wanted) -> None:
                 folder=folder,
                 events_max=EVENTS_MAX if wanted.events_max is None else wanted.events_max,
                 progress=on_progress,
-                repeat=wanted.repeat(wanted.seed),
+                repeat=wanted.command(),
             )
         finally:
             force()

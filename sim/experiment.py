@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node.cli.stopping import Stopped
+from sim.checkers import checkers_for
 from sim.measures.measures import Measures
 from sim.measures.rows import Row
 from sim.report.documents import event_line
@@ -148,15 +149,11 @@ def run(
     if target is not None:
         target.mkdir(parents=True, exist_ok=True)
         (target / SUMMARY_NAME).unlink(missing_ok=True)
-    if checkers is None:
-        from sim.checkers import checkers_for
-
-        checkers = checkers_for(value)
     play = _Play(
         value,
         seed,
         cores=replace(Cores(), **own),
-        checkers=checkers,
+        checkers=checkers_for(value) if checkers is None else checkers,
         watchers=watchers,
         repeat=repeat or _repeat(scenario, seed, target, own),
         events_path=target / EVENTS_NAME if target is not None else None,
