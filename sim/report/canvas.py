@@ -72,6 +72,23 @@ class Page:
         style = {"linewidth": 1.7, **style}
         self.panels[panel].plot(times, [value for _, value in points], label=label, color=colour, **style)
 
+    def area(self, panel: int, points: Sequence[tuple[float, float]], label: str, colour: str) -> None:
+        """What matters less than the curves: filled, and pale."""
+        times = [time / self.divisor for time, _ in points]
+        heights = [value for _, value in points]
+        self.panels[panel].fill_between(times, heights, label=label, color=colour, alpha=0.35, linewidth=0)
+
+    def logarithmic(self, panel: int) -> None:
+        """The y axis of a panel, with its numbers written out."""
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        axes = self.panels[panel]
+        axes.set_ylim(auto=True)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
     def name(self, panel: int, label: str, *, low: float | None = None, high: float | None = None) -> None:
         """What the y axis is, and where it begins and ends; with `low` alone, a little above all."""
         axes = self.panels[panel]

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -14,6 +15,9 @@ from sim.watch import Observed
 Name = Callable[[PeerId], str]
 _BYTES_SHOWN_MAX = 32
 """A hash whole, a value or a signature its beginning: nobody reads more of them."""
+_ADDRESSES_KEPT_MAX = 4_096
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
+"""Of the kinds of events seen so far, which are few."""
 _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 
@@ -58,24 +62,35 @@ def event_line(observed: Observed, names: Names) -> str:
 
 
 def _fields(event: Any) -> list[tuple[str, Any]]:
-    if isinstance(event, msgspec.Struct):
-        return [(name, getattr(event, name)) for name in event.__struct_fields__]
-    if dataclasses.is_dataclass(event):
-        return [(field.name, getattr(event, field.name)) for field in dataclasses.fields(event)]
-    return [("text", str(event))]
+    return [(name, getattr(event, name)) for name in _field_names(type(event))] or [("text", str(event))]
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    names = _FIELD_NAMES.get(kind)
+    if names is None:
+        names = ()
+        if issubclass(kind, msgspec.Struct):
+            names = kind.__struct_fields__
+        elif dataclasses.is_dataclass(kind):
+            names = tuple(field.name for field in dataclasses.fields(kind))
+        _FIELD_NAMES[kind] = names
+    return names
 
 
 def _plain(value: Any, names: Names) -> Any:
+    # What most values are comes first: this runs for every field of every event.
+    if type(value) in (int, str, bool, type(None)):
+        return value
     match value:
         case bytes():
             return names.text(value)
         case Address():
-            return str(value)
+            return _address_text(value)
         case enum.Enum():
             return value.value
         case float():
             return round(value, 6) if value - value == 0 else None  # JSON has neither inf nor nan
-        case bool() | int() | str() | None:
+        case int() | str():
             return value
         case tuple() | list() | set() | frozenset():
             items = [_plain(item, names) for item in value]
@@ -84,6 +99,11 @@ def _plain(value: Any, names: Names) -> Any:
             return {str(_plain(key, names)): _plain(item, names) for key, item in value.items()}
         case _:
             return {name: _plain(item, names) for name, item in _fields(value)}
+
+
+@lru_cache(_ADDRESSES_KEPT_MAX)
+def _address_text(address: Address) -> str:
+    return str(address)
 
 
 def _short(value: Any, names: Names) -> str:

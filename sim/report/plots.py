@@ -13,7 +13,7 @@ from sim.report.canvas import AMBER, BLUE, GREEN, GREY, PALE, RED, SERIES, Page
 
 Points = list[tuple[float, float]]
 _LOG_FROM = 30.0
-"""Latencies whose largest is so many times their usual one are drawn on a logarithmic axis."""
+"""Latencies whose largest is so many times their usual one get a logarithmic axis; losses likewise."""
 _TAIL_QUANTILE = 0.99
 _BINS_MAX = 150
 """Points of a curve that are still told apart by eye."""
@@ -46,6 +46,7 @@ def population(result: Result) -> Page | None:
         page.line(0, result.values("population_peers", region), region, colour, linewidth=1.2)
     page.line(0, total, "all" if regions else "", BLUE, linewidth=2.0)
     page.name(0, "peers", low=0, high=1.05 * max(value for _, value in total) + 1)
+    page.whole_numbers(0)
     page.legend(0)
     return page
 
@@ -56,7 +57,7 @@ def views(result: Result) -> Page | None:
         return None
     page = _page(result, "Are the member lists right?", (1.3, 1))
     lowest, middle = _binned(result, entries)
-    page.line(0, _binned(result, _percent(result.values("views_right_share")))[1], "lists wholly right", PALE)
+    page.area(0, _binned(result, _percent(result.values("views_right_share")))[1], "lists wholly right", PALE)
     page.line(0, lowest, "entries right, at the least", BLUE, linewidth=0.9, alpha=0.5)
     page.line(0, middle, "on average", BLUE)
     page.name(0, "share (%)", low=-2, high=103)
@@ -125,8 +126,7 @@ def lookups(result: Result) -> Page | None:
     page.whole_numbers(2)
     seconds = sorted(value for _, value in result.values("lookup_seconds", "p95"))
     if quantile(seconds, 1.0) > _LOG_FROM * quantile(seconds, 0.5) > 0:
-        page.panels[1].set_ylim(bottom=None)
-        page.panels[1].set_yscale("log")
+        page.logarithmic(1)
     return page
 
 
@@ -184,8 +184,9 @@ def training(result: Result) -> Page | None:
             )
     if with_loss:
         page.name(0, "loss of the step")
-        if min(value for _, value in losses) > 0:
-            page.panels[0].set_yscale("log")
+        least, most = min(value for _, value in losses), max(value for _, value in losses)
+        if 0 < least * _LOG_FROM < most:
+            page.logarithmic(0)
     page.name(-1, "steps committed", low=0)
     page.legend(0)
     return page
@@ -250,7 +251,8 @@ def _on_windows(result: Result, metric: str, label: str, scale: float) -> Points
     """A value for every window of the metric, 0 where a protocol was silent."""
     times = dict.fromkeys(row.time_seconds for row in result.metrics if row.metric == metric)
     values = dict(result.values(metric, label))
-    return [(time, values.get(time, 0.0) / scale) for time in times]
+    # A window is named by its end; the first one begins with the experiment.
+    return [(0.0, 0.0), *((time, values.get(time, 0.0) / scale) for time in times)]
 
 
 def _sum(points: Points) -> float:
