@@ -5,8 +5,9 @@ incarnation alive < suspect < dead < left. Two things come from facts being sign
 
 - An accusation counts only for the incarnation that the *subject* announced and we hold. So nobody
   can accuse a future incarnation, and a subject can always refute by one more.
-- An accuser must be a known member. That keeps strangers out; it does not stop a member that
-  lies, whose victim refutes and whose name stands in the reason.
+- An accuser must be a known member, or one outside of our scope who accuses us ourselves. That keeps
+  strangers out; it does not stop a member that lies, whose victim refutes and whose name stands in the
+  reason.
 
 A signature is checked only where the fact would change something, and only checked facts are kept
 or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
@@ -45,10 +46,13 @@ from gossip.messages import (
     sign_body,
     subject_of,
 )
+from gossip.scope import Scope
 from gossip.settings import Settings
 from gossip.suspicion import LocalHealth, Suspicion
 from gossip.table import MemberTable, Row
 
+OUTSIDERS_REFUTED_MAX = 2
+"""Accusations of us refuted in one probe interval whose authors we do not list, but which may list us."""
 DOUBTED_MAX = 16
 """Members probed at once because one Sync calls them dead; the round of probes finds the others."""
 
@@ -65,7 +69,11 @@ class Beliefs:
         incarnation: int,
         now: float,
         events: list[Event],
+        scope: Scope,
     ) -> None:
+        self.scope = scope
+        # Within the present probe interval, accusations by peers outside of our scope.
+        self.outsiders_refuted = 0
         self._signer = signer
         self._settings = settings
         self._events = events
@@ -195,7 +203,7 @@ class Beliefs:
             return
         if row is not None and body.incarnation <= row.incarnation:
             return
-        if row is None and not self._may_have_room():
+        if row is None and not (self.scope.holds(peer) and self._may_have_room()):
             return
         profile = read_profile(peer, body)
         check_body(self._signer, fact, body)
@@ -252,12 +260,17 @@ class Beliefs:
     ) -> None:
         accuser = PeerId(fact.author)
         row = self.table.rows.get(PeerId(body.subject))
-        known = row is not None and accuser in self.table.rows and accuser != row.peer
-        if row is None or not known or body.incarnation != row.incarnation or not row.live:
+        known = accuser in self.table.rows
+        if row is None or accuser == row.peer or body.incarnation != row.incarnation or not row.live:
+            return
+        if not (known or (row is self.me and self._may_hear_outsider(accuser))):
             return
         if row is self.me:
             check_body(self._signer, fact, body)
-            self.health.worsen()
+            if known:
+                self.health.worsen()
+            else:
+                self.outsiders_refuted += 1
             self.announce(self.me.profile)
             reason = self._reason(accuser, body.silence_milliseconds)
             self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
@@ -272,6 +285,10 @@ class Beliefs:
         elif self._suspicions[row.peer].wants(accuser):
             check_body(self._signer, fact, body)
             self._confirm(row.peer, fact)
+
+    def _may_hear_outsider(self, accuser: PeerId) -> bool:
+        # Whose scope is wider than ours lists us though we do not list it, and would bury us.
+        return not self.scope.holds(accuser) and self.outsiders_refuted < OUTSIDERS_REFUTED_MAX
 
     def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
         """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
@@ -330,6 +347,14 @@ class Beliefs:
             if longest is not None:
                 self._forget(longest)
 
+    def forget_outside(self) -> None:
+        """Drop those who stand outside of our scope, which has become narrower."""
+        for peer in self.table.keep(self.scope.holds):
+            self._suspicions.pop(peer, None)
+            self.queue.drop(peer)
+            self._events.append(MemberForgotten(peer))
+        self._reckon()
+
     def _forget(self, peer: PeerId) -> None:
         self.table.forget(peer)
         self.queue.drop(peer)
@@ -340,7 +365,8 @@ class Beliefs:
         return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
 
     def _name(self, peer: PeerId) -> str:
-        return self.table.rows[peer].profile.name or short_peer(peer)
+        row = self.table.rows.get(peer)
+        return (row.profile.name if row is not None else "") or short_peer(peer)
 
 
 def _up(peer: PeerId, profile: Profile, incarnation: int, sender: PeerId) -> MemberUp:

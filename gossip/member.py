@@ -128,9 +128,18 @@ class MemberLeft:
 
 @dataclass(frozen=True)
 class MemberForgotten:
-    """A member that was dead or had left long ago is no longer listed."""
+    """A member is no longer listed: it was dead or had left long ago, or is outside of the scope now."""
 
     peer: PeerId
+
+
+@dataclass(frozen=True)
+class NeighboursWanted:
+    """Only where peers list their neighbourhood: whoever drives this core should look up the peers nearest
+    to `key`, a DHT does that, and `join` through them.
+    """
+
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -151,4 +160,5 @@ Event = (
     | MemberLeft
     | MemberForgotten
     | SelfAccused
+    | NeighboursWanted
 )

@@ -1,7 +1,8 @@
 """What members say to each other, and the signed facts inside it.
 
 Two layers. A *message* goes from one peer to the next: Ping, Ack, Nack, PingRequest (Das et al. 2002,
-section 3; the Nack is Lifeguard's), Gossip, Compare and Sync. A *fact* travels inside messages
+section 3; the Nack is Lifeguard's), Gossip, Compare and Sync, and the two that take their place where
+peers list only their neighbourhood. A *fact* travels inside messages
 from peer to peer and is signed by its author (ARCHITECTURE law 8): alive and left by the subject,
 suspect and dead by the accuser. Nothing here keeps state or decides anything.
 """
@@ -16,6 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.member import METADATA_BYTES_MAX, Profile
+from gossip.scope import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
 """So that any one fact, with author and signature, fits `Settings.facts_bytes_max` and so a datagram."""
@@ -29,6 +31,8 @@ SYNC_FACTS_MAX = 2 * MEMBERS_MAX
 """An alive fact and a verdict for each member."""
 MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
 """The largest Sync: every member dead, with an alive fact (830) and a verdict (under 200)."""
+DIGESTS_MAX = 3
+"""Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
@@ -36,6 +40,7 @@ Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=SILENCE_MILLISECONDS_MAX)]
+Depth = Annotated[int, msgspec.Meta(ge=0, le=DEPTH_MAX)]
 Facts = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACTS_MAX)]
 
 
@@ -132,7 +137,32 @@ class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
 
 
-Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync
+class ScopedCompare(msgspec.Struct, frozen=True, array_like=True, tag="scoped-compare"):
+    """Compare, in a swarm of neighbourhoods. My scope is `depth` bits deep. The digests are of the live
+    members in the receiver's neighbourhood that I list, `depth`, `depth` + 1 and so on bits deep.
+    """
+
+    depth: Depth
+    digests: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)], ...],
+        msgspec.Meta(min_length=1, max_length=DIGESTS_MAX),
+    ]
+    facts: Facts = ()
+
+
+class ScopedSync(msgspec.Struct, frozen=True, array_like=True, tag="scoped-sync"):
+    """Sync, in a swarm of neighbourhoods: all I know that you list too, as far as I can tell.
+
+    My scope is `depth` bits deep; None while I have not found my neighbourhood. An answer without facts
+    says that I am not of yours.
+    """
+
+    reply_wanted: bool
+    depth: Depth | None
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
+
+
+Message = Ping | Ack | Nack | PingRequest | Gossip | Compare | Sync | ScopedCompare | ScopedSync
 
 
 def sign_body(signer: Signer, body: Body) -> Fact:

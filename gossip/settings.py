@@ -73,6 +73,14 @@ class Settings:
     members_max: int = MEMBERS_MAX
     """Members listed, this peer and the dead included. Whoever comes beyond is not listed. 2,000."""
 
+    scope_members_min: int = 200
+    """In a swarm of neighbourhoods: with fewer live members than this a peer widens its scope to twice
+    the size. Enough that chance does not empty a neighbourhood. 200."""
+
+    scope_members_max: int = 600
+    """With more than this it narrows it to half. At least three times the least, or the depth would never
+    rest. 600: 100 kB of member list."""
+
     def __post_init__(self) -> None:
         bounds = (
             (0 < 2 * self.probe_timeout_seconds < self.probe_interval_seconds, "0 < 2 * timeout < interval"),
@@ -90,6 +98,7 @@ class Settings:
             (0 < self.stall_seconds < self.probe_interval_seconds, "stall_seconds below the interval"),
             (FACT_BYTES_MAX <= self.facts_bytes_max <= 1_100, f"facts_bytes_max is {FACT_BYTES_MAX}-1100"),
             (2 <= self.members_max <= MEMBERS_MAX, f"members_max is 2-{MEMBERS_MAX}"),
+            (1 <= 3 * self.scope_members_min <= self.scope_members_max, "a scope's bounds differ threefold"),
         )
         for holds, rule in bounds:
             if not holds:

@@ -9,35 +9,40 @@ it is pinged through relays; unanswered again, it is suspected, which gossip spr
 by a higher incarnation; else it is dead to all. Whoever comes as a stranger or from the dead is
 asked for its facts.
 
-Not here: who may join (the swarm key and admission are the network's and the run's), and the
-prefix scopes of a public swarm (a later room).
+Given `place`, which says where in the key space a peer stands, it lists only the neighbourhood of its own
+key, as in a public swarm: then it answers probes from outside, and passes on only what is inside.
+
+Not here: who may join (the swarm key and admission are the network's and the run's), and how lists are
+compared and exchanged (`gossip.exchange`).
 """
 
 from collections.abc import Sequence
 from random import Random
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
+from gossip.exchange import Exchange, Sends
 from gossip.member import Event, Member, Profile, Status
-from gossip.messages import Ack, Compare, Gossip, Message, Nack, Ping, PingRequest, Sync
+from gossip.messages import (
+    Ack,
+    Compare,
+    Gossip,
+    Message,
+    Nack,
+    Ping,
+    PingRequest,
+    ScopedCompare,
+    ScopedSync,
+    Sync,
+)
 from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Probe, Relay
+from gossip.scope import Place, Scope
 from gossip.settings import Settings
 from gossip.table import Row
 
 PROTOCOL = "/peerloom/swim/1"
-
-ASKED_MAX = 16
-"""Strangers asked for their facts in one probe interval; more may be a flood, and will ping again."""
-SERVED_MAX = 64
-"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs just one."""
-SEEDS_MAX = 16
-"""Peers one join tries."""
-JOIN_RETRY_INTERVALS = 5
-"""Probe intervals until an unanswered join is tried again; then twice as many each time."""
-
-Sends = list[tuple[PeerId, Message]]
 
 
 class Swim:
@@ -56,23 +61,27 @@ class Swim:
         rng: Random,
         incarnation: int,
         now: float,
+        *,
+        place: Place | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.peer = signer.peer
         self._settings = settings
-        self._beliefs = Beliefs(signer, profile, settings, rng, incarnation, now, self.events)
+        self.scope = Scope(
+            signer.peer,
+            place,
+            members_min=settings.scope_members_min,
+            members_max=settings.scope_members_max,
+        )
+        self._beliefs = Beliefs(signer, profile, settings, rng, incarnation, now, self.events, self.scope)
         self._table = self._beliefs.table
         self._health = self._beliefs.health
         self._flight = Flight(rng.getrandbits(31))
-        self._seeds: tuple[PeerId, ...] = ()
-        self._retry_seconds = 0.0
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
-        self._sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
+        sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
+        self._exchange = Exchange(self._beliefs, self.scope, settings, self.events, sync_at)
         self._gossip_at = float("inf")
-        # Within the present probe interval: strangers asked, and peers served with a Sync.
-        self._asked: list[PeerId] = []
-        self._served: list[PeerId] = []
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -99,7 +108,7 @@ class Swim:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         return min(
             self._tick_at,
-            self._sync_at,
+            self._exchange.due,
             self._gossip_at,
             self._beliefs.suspicion_deadline,
             self._flight.deadline,
@@ -110,10 +119,7 @@ class Swim:
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Exchange lists with `peers` (at most 16); tried again, ever more rarely, until one answers."""
         self._refuse_if_left("join")
-        self._seeds = tuple(peer for peer in peers if peer != self.peer)[:SEEDS_MAX]
-        self._retry_seconds = JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
-        self._sync_at = min(self._sync_at, now + self._retry_seconds)
-        return self._ask_seeds()
+        return self._exchange.join(now, peers)
 
     def update(self, now: float, profile: Profile) -> Sends:
         """Announce another name, address or metadata."""
@@ -131,7 +137,7 @@ class Swim:
         fact = self._beliefs.leave(now)
         self._flight.probes.clear()
         self._flight.relays.clear()
-        self._tick_at = self._sync_at = float("inf")
+        self._tick_at = self._exchange.due = float("inf")
         self._arm_gossip(now)
         listeners = self._table.pick(self._settings.retransmits(self._table.live), lambda row: row.live)
         return [(peer, Gossip((fact,))) for peer in listeners]
@@ -153,22 +159,27 @@ class Swim:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
             return []
-        if isinstance(message, Sync):
-            sends = self._receive_sync(now, sender, message)
+        if isinstance(message, Sync | ScopedSync | Compare | ScopedCompare):
+            self._refuse_if_scoped_otherwise(message)
+        if isinstance(message, Sync | ScopedSync):
+            sends, doubted = self._exchange.receive_sync(now, sender, message)
+            for peer in doubted:
+                sends += self.hint_suspect(now, peer)
         else:
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
+        self._exchange.narrow_if_crowded(now)
         self._arm_gossip(now)
         return sends
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
             case Ping(number=number):
-                return [(sender, Ack(number, self._beliefs.facts_for(sender))), *self._greet(sender)]
+                return [(sender, Ack(number, self._beliefs.facts_for(sender))), *self._exchange.greet(sender)]
             case PingRequest():
-                return self._receive_ping_request(now, sender, message) or self._greet(sender)
-            case Compare(digest=digest):
-                return self._receive_compare(sender, digest)
+                return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
+            case Compare() | ScopedCompare():
+                return self._exchange.receive_compare(sender, message)
             case Ack(number=number):
                 return self._receive_ack(sender, number)
             case Nack(number=number):
@@ -193,52 +204,13 @@ class Swim:
 
     def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
         target = PeerId(request.target)
-        # Only among members, or a stranger could let us ping for it.
-        if target == self.peer or not self._is_live(sender) or not self._is_live(target):
+        # Not for strangers, or they could let us ping for them; but for those who may list us all the same.
+        known = self._table.is_live(sender) or not self.scope.holds(sender)
+        if target == self.peer or not known or not self._table.is_live(target):
             return []
         patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
         number = self._flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
-
-    def _receive_compare(self, sender: PeerId, digest: bytes) -> Sends:
-        if not self._is_live(sender):
-            return self._greet(sender)
-        if digest == self._table.digest() or not self._may_serve(sender):
-            return []
-        return [(sender, Sync(True, self._table.facts()))]
-
-    def _receive_sync(self, now: float, sender: PeerId, message: Sync) -> Sends:
-        # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
-        passed_on = len(self._table.rows) - 1 > (sender in self._table.rows) or message.reply_wanted
-        doubted = self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
-        if sender in self._seeds and not message.reply_wanted:
-            self._seeds = ()
-        sends: Sends = []
-        if message.reply_wanted and self._may_serve(sender):
-            told = {fact.signature for fact in message.facts}
-            news = tuple(fact for fact in self._table.facts() if fact.signature not in told)
-            sends.append((sender, Sync(False, news)))
-        for peer in doubted:
-            sends += self.hint_suspect(now, peer)
-        return sends
-
-    def _ask_seeds(self) -> Sends:
-        return [(peer, Sync(True, self._table.facts())) for peer in self._seeds]
-
-    def _greet(self, sender: PeerId) -> Sends:
-        """Ask a stranger who it is, and show one held for dead all that we hold, so that it refutes."""
-        if self._is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
-            return []
-        self._asked.append(sender)
-        known = sender in self._table.rows
-        facts: tuple[Fact, ...] = self._table.facts() if known else self._beliefs.me.facts
-        return [(sender, Sync(True, facts))]
-
-    def _may_serve(self, sender: PeerId) -> bool:
-        if sender in self._served or len(self._served) >= SERVED_MAX:
-            return False
-        self._served.append(sender)
-        return True
 
     # What time brings.
 
@@ -255,8 +227,8 @@ class Swim:
             self._beliefs.bury_expired(now)
         if self._tick_at <= now:
             sends += self._tick(now)
-        if self._sync_at <= now:
-            sends += self._sync(now)
+        if self._exchange.due <= now:
+            sends += self._exchange.sync(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
         self._arm_gossip(now)
@@ -298,8 +270,8 @@ class Swim:
 
     def _tick(self, now: float) -> Sends:
         self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
-        self._asked.clear()
-        self._served.clear()
+        self._beliefs.outsiders_refuted = 0
+        self._exchange.next_interval(now)
         row = self._table.next_target(self._flight.probing)
         return [] if row is None else self._probe(now, row)
 
@@ -332,26 +304,14 @@ class Swim:
         if self._gossip_at == float("inf") and others and len(self._beliefs.queue):
             self._gossip_at = now + self._settings.gossip_interval_seconds
 
-    def _sync(self, now: float) -> Sends:
-        """Compare lists with one live member; knock at one dead one, for the network may have healed."""
-        self._beliefs.forget_gone(now)
-        period = self._settings.sync_period_seconds(self._table.live)
-        if self._seeds:
-            period = self._retry_seconds = min(2 * self._retry_seconds, period)
-        self._sync_at = now + period
-        live = self._table.pick(1, lambda row: row.live)
-        dead = self._table.pick(1, lambda row: row.status is Status.DEAD)
-        sends: Sends = [(peer, Compare(self._table.digest())) for peer in live]
-        sends += [(peer, Sync(True, self._table.facts())) for peer in dead]
-        return sends + self._ask_seeds()
-
     @property
     def _left(self) -> bool:
         return self._beliefs.me.status is Status.LEFT
 
-    def _is_live(self, peer: PeerId) -> bool:
-        row = self._table.rows.get(peer)
-        return row is not None and row.live
+    def _refuse_if_scoped_otherwise(self, message: Message) -> None:
+        if isinstance(message, Sync | Compare) != self.scope.whole:
+            kind = "of everybody" if self.scope.whole else "of neighbourhoods"
+            raise RemoteProtocolError(f"{type(message).__name__} in a swarm {kind}")
 
     def _refuse_if_left(self, order: str) -> None:
         if self._left:

@@ -152,16 +152,36 @@ class MemberTable:
         gone = [row for row in self.rows.values() if not row.live]
         return min(gone, key=lambda row: row.since).peer if gone else None
 
-    def facts(self) -> tuple[Fact, ...]:
-        """Everything worth telling a newcomer."""
-        return tuple(fact for row in self.rows.values() for fact in row.facts)
+    def keep(self, fits: Callable[[PeerId], bool]) -> list[PeerId]:
+        """Drop everyone who does not fit, live or not; who that was. This peer always stays."""
+        dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
+        for peer in dropped:
+            self.live -= self.rows.pop(peer).live
+        before = sum(peer in self.rows for peer in self._ring[: self._cursor])
+        self._ring = [peer for peer in self._ring if peer in self.rows]
+        self._cursor = before
+        return dropped
 
-    def digest(self) -> bytes:
-        """16 bytes that two peers have in common exactly when they hold the same members live.
+    def is_live(self, peer: PeerId) -> bool:
+        row = self.rows.get(peer)
+        return row is not None and row.live
+
+    def live_peers(self) -> list[PeerId]:
+        return [row.peer for row in self.rows.values() if row.live]
+
+    def facts(self, fits: Callable[[PeerId], bool] | None = None) -> tuple[Fact, ...]:
+        """Everything worth telling a newcomer, of everybody or of those that fit."""
+        rows = self.rows.values()
+        return tuple(fact for row in rows if fits is None or fits(row.peer) for fact in row.facts)
+
+    def digest(self, fits: Callable[[PeerId], bool] | None = None) -> bytes:
+        """16 bytes that two peers have in common exactly when they hold the same members live, of
+        everybody or of those that fit.
 
         The dead are left out, for each peer forgets them at its own time.
         """
-        live = sorted((row.peer, row.incarnation) for row in self.rows.values() if row.live)
+        rows = (row for row in self.rows.values() if row.live and (fits is None or fits(row.peer)))
+        live = sorted((row.peer, row.incarnation) for row in rows)
         text = b"".join(peer + incarnation.to_bytes(8, "big") for peer, incarnation in live)
         return blake3(text).digest(length=DIGEST_BYTES)
 

@@ -330,6 +330,8 @@ class Node:
         self.runs.member_lost(peer)
 
     def _found(self, peers: Sequence[PeerId]) -> None:
+        if self.stopping.is_set():
+            return  # who has said goodbye joins nobody
         self.membership.join(peers)
         self.discovery.join(peers)
 

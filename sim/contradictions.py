@@ -150,3 +150,10 @@ def _work(scenario: "Scenario") -> Iterator[Fault]:
         yield ("checks", "converge_seconds"), "checks.converge_seconds: it all ends before anything is due"
     if checks.found_share and not (records.enabled and records.lookups_per_second):
         yield ("checks", "found_share"), "checks.found_share: nothing is looked for, see [records]"
+    first = scenario.start.spread_seconds + records.republish_seconds
+    if checks.found_share and first >= scenario.seconds:
+        yield (
+            ("checks", "found_share"),
+            f"checks.found_share counts from {first:g} s, when all have started and republished: "
+            "it all ends before",
+        )

@@ -8,7 +8,7 @@ from sim.scenario import Scenario
 from sim.watch import Observed, World
 
 _MISSES_OF = 200
-"""While an experiment lasts, misses are held against at least so many lookups: a few early ones mean nothing."""
+"""On the way misses are held against at least so many lookups: a few early ones mean nothing."""
 _LOOKUPS_MIN = 20
 """A share of fewer says nothing."""
 
@@ -45,20 +45,22 @@ class RecordsAreGenuine(Checker):
 
 class RecordsAreFound(Checker):
     """Of the lookups whose record was there to be found, at least the share that the scenario asks for finds
-    it."""
+    it. It counts from when the swarm has started and all has been republished once: with every peer that
+    comes others are to keep a record, and only its republishing brings it there."""
 
     name = "lost-records"
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self._share = scenario.checks.found_share
+        self._from_seconds = scenario.start.spread_seconds + scenario.records.republish_seconds
         self._looked = 0
         self._missed = 0
         self.handlers = {RecordGot: self._see_got}
 
     def _see_got(self, observed: Observed, _world: World) -> None:
         event = observed.event
-        if event.storing or not event.expected:
+        if event.storing or not event.expected or observed.time < self._from_seconds:
             return
         self._looked += 1
         if event.copies == 0:

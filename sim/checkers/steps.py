@@ -75,8 +75,8 @@ class SamplesOnce(Checker):
 
 
 class SumsAgree(Checker):
-    """A replica applies a step once under a plan, has no micro-batch in its sums twice, and has there exactly
-    what the commit of that plan names it for."""
+    """A replica applies a step once under a plan, has no micro-batch in its sums twice nor one that another
+    of its stage has, and has there exactly what the commit of that plan names it for."""
 
     name = "sums"
 
@@ -124,6 +124,11 @@ class SumsAgree(Checker):
             )
         _put(own, which, observed.time)
         applied = self._applied.get((event.plan, event.step), {})
+        for (stage, other), others in applied.items():
+            both = sorted(set(others) & set(numbers)) if stage == event.stage and other != peer else ()
+            if both:
+                whose = f"{world.name(other)} and of {world.name(peer)}, both of stage {stage + 1}"
+                raise self.broken(f"micro-batch {both[0]} of step {event.step} is in the sums of {whose}")
         applied[event.stage, peer] = numbers
         _put(self._applied, (event.plan, event.step), applied)
         rows = self._commits.get((event.plan, event.step))

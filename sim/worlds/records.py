@@ -13,7 +13,7 @@ from dht.keys import Key, record_key
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
 from node.services.driver import Sends
-from sim.happenings import PeerStopped, RecordGot, RecordWanted
+from sim.happenings import PeerStopped, RecordGot, RecordPublished, RecordWanted
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
@@ -93,14 +93,10 @@ class RecordsWork:
         life, now = entry.publisher, self._ground.now
         entry.expires = now + self._settings.lifetime_seconds
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
-        wall = EPOCH_SECONDS + now
-        fact = sign_record(
-            life.signer,
-            _key(entry),
-            value,
-            sequence=int(wall * 1000),
-            expires=int(EPOCH_SECONDS + entry.expires),
-        )
+        sequence = int((EPOCH_SECONDS + now) * 1000)
+        expires = int(EPOCH_SECONDS + entry.expires)
+        fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
+        self._ground.tell(life, RecordPublished(_key(entry), value, sequence))
         if not quiet:
             self._ground.tell(life, RecordWanted(entry.number, storing=True))
         request = _Request(entry, now, expected=True, quiet=quiet)

@@ -85,11 +85,11 @@ scenarios = st.builds(
     nodes=st.integers(9, 100),
     seconds=st.floats(501, 1e6),
     encoded=st.booleans(),
-    start=st.builds(Start, spread_seconds=seconds),
+    start=st.builds(Start, spread_seconds=st.floats(0, 499)),
     network=st.just(NetworkModel()) | networks,
     churn=churns,
     events=st.just(()),
-    records=st.builds(Records, lookups_per_second=positive),
+    records=st.builds(Records, lookups_per_second=positive, republish_seconds=st.floats(0, 1)),
     runs=st.lists(st.builds(Training, learning_rate=st.floats(-1, 1)), max_size=2).map(tuple),
     checks=st.builds(Checks, found_share=shares),
 )
@@ -209,6 +209,7 @@ def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: st
             4,
             "checks.converge_seconds: it all ends before anything is due",
         ),
+        ("[checks]\nfound_share = 0.9", 4, "checks.found_share counts from 1820 s, when all have started"),
         ('fidelity = "stack"\nnodes = 300', 4, "nodes = 300: whole nodes are at most 200; more take"),
     ],
 )

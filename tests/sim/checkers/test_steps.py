@@ -14,7 +14,7 @@ from sim.checkers.plans import OnePlanAHeight, PlansFollow
 from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
 from sim.checkers.steps import SamplesOnce, SumsAgree
 from sim.happenings import Averaged, PlanAdopted, RecordGot, RecordPublished, SamplesCounted, StepCommitted
-from sim.scenario import Checks, Scenario, Training
+from sim.scenario import Checks, Records, Scenario, Training
 from sim.seeds import HashSigner
 from sim.watch import Broken
 from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
@@ -22,6 +22,7 @@ from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
 RUN = bytes(31) + b"\1"
 PLANS = [bytes(31) + bytes([16 * number + 1]) for number in range(9)]
 KEY = record_key("test", b"key")
+RECORDS = a_scenario(records=Records(republish_seconds=10.0))
 Rows = tuple[tuple[PeerId, tuple[int, ...]], ...]
 
 
@@ -149,6 +150,14 @@ def test_sums_that_differ_from_the_commit_are_stopped(event: SamplesCounted, wha
         stage.tell(N2, event)
 
 
+def test_a_micro_batch_in_the_sums_of_two_replicas_of_a_stage_is_stopped() -> None:
+    stage = Stage(SumsAgree())
+    stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
+    stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
+    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums of n1 and of n2"):
+        stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)))
+
+
 def test_a_step_applied_twice_is_stopped() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
@@ -216,7 +225,8 @@ def looked(stage: Stage, times: int, *, copies: int, expected: bool = True, stor
 
 
 def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
-    stage = Stage(RecordsAreFound(a_scenario()))
+    stage = Stage(RecordsAreFound(RECORDS))
+    stage.now = 30.0
     looked(stage, 90, copies=1)
     looked(stage, 10, copies=0)
     looked(stage, 50, copies=0, expected=False)
@@ -227,8 +237,16 @@ def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
         stage.checker.end(stage)
 
 
+def test_lookups_before_all_is_republished_in_a_swarm_that_has_started_do_not_count() -> None:
+    stage = Stage(RecordsAreFound(RECORDS))
+    stage.now = 29.0
+    looked(stage, 50, copies=0)
+    stage.checker.end(stage)
+
+
 def test_a_table_that_drops_records_is_stopped_on_the_way() -> None:
-    stage = Stage(RecordsAreFound(a_scenario()))
+    stage = Stage(RecordsAreFound(RECORDS))
+    stage.now = 30.0
     looked(stage, 20, copies=0)
     with pytest.raises(Broken, match="lost-records: 21 of 21 lookups"):
         looked(stage, 1, copies=0)

@@ -1,0 +1,120 @@
+"""Which part of a swarm one peer lists: everybody, or the neighbourhood of its own key.
+
+Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys
+begin with the same bits as ours; how many bits, its depth, each peer chooses for itself so that a few
+hundred are in it, however large the swarm. The bounds lie wider apart than one step changes the number,
+so that the depth rests. Two peers may have different depths: then the scope of one holds all of the
+other's, and what both list is the smaller of the two.
+
+Pure arithmetic on keys. What follows from a scope stands in `gossip.beliefs` and `gossip.exchange`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+DEPTH_MAX = 128
+"""Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
+_DEPTH_BYTES = DEPTH_MAX // 8
+
+Place = Callable[[PeerId], bytes]
+"""The key of a peer: at least DEPTH_MAX bits, always as many, spread as evenly as a hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """All peers whose keys share their first `depth` bits with `prefix`."""
+
+    place: Place
+    prefix: int
+    depth: int
+
+    def holds(self, peer: PeerId) -> bool:
+        return _shared_bits(self.prefix, _prefix(self.place(peer))) >= self.depth
+
+
+class Scope:
+    """The scope of the peer `me`. Without `place` it is the whole swarm, for good.
+
+    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself.
+    """
+
+    def __init__(self, me: PeerId, place: Place | None, *, members_min: int, members_max: int) -> None:
+        self.whole = place is None
+        self.joining = False
+        self.depth = 0
+        self._me = me
+        self._place = place or bytes
+        self._prefix = _prefix(self._place(me))
+        self._members_min = members_min
+        self._members_max = members_max
+
+    def holds(self, peer: PeerId) -> bool:
+        """Whether we list `peer`, if it lives."""
+        if self.joining:
+            return peer == self._me
+        return self.depth == 0 or self._shared(peer) >= self.depth
+
+    def held_by(self, peer: PeerId, depth: int) -> bool:
+        """Whether `peer` lists us, if its scope is so deep."""
+        return self._shared(peer) >= depth
+
+    def common(self, peer: PeerId, depth: int) -> Region | None:
+        """Whom both list, we and `peer` with a scope so deep; None if there are none such."""
+        if self._shared(peer) < min(depth, self.depth):
+            return None
+        return self.around(peer, depth) if depth > self.depth else self.around(self._me, self.depth)
+
+    def around(self, peer: PeerId, depth: int) -> Region:
+        """The neighbourhood of `peer` that is so deep."""
+        return Region(self._place, _prefix(self._place(peer)), depth)
+
+    def fit(self, live: Iterable[PeerId]) -> int:
+        """The depth for so many `live` members: deeper, as now, or one step less deep.
+
+        Deeper where they are too many; or nearly all in our own half, for then we have not heard of most
+        of the other. In both cases only if enough are left.
+        """
+        inside = [bits for bits in map(self._shared, live) if bits >= self.depth]
+        if len(inside) < self._members_min:
+            return max(self.depth - 1, 0)
+        # Half way between the least and half of the most: so one step deeper is not too deep at once.
+        enough = (self._members_min + self._members_max / 2) / 2
+        depth = self.depth
+        while depth < DEPTH_MAX:
+            nearer = [bits for bits in inside if bits > depth]
+            farther = len(inside) - len(nearer)
+            # The halves differ by chance: four standard deviations are no chance.
+            fits = len(inside) <= self._members_max and farther >= len(inside) / 2 - 2 * math.sqrt(
+                len(inside)
+            )
+            if fits or len(nearer) < enough:
+                break
+            depth, inside = depth + 1, nearer
+        return depth
+
+    def crowded(self, live: int) -> bool:
+        return not self.whole and live > self._members_max
+
+    def lonely(self, live: int) -> bool:
+        return self.depth > 0 and live < self._members_min
+
+    def neighbour_key(self, *, other_half: bool = False) -> bytes:
+        """A key near which we look for neighbours: our own, or one in the half of our scope without us."""
+        key = bytearray(self._place(self._me))
+        if other_half:
+            key[self.depth // 8] ^= 0x80 >> self.depth % 8
+        return bytes(key)
+
+    def _shared(self, peer: PeerId) -> int:
+        return _shared_bits(self._prefix, _prefix(self._place(peer)))
+
+
+def _prefix(key: bytes) -> int:
+    return int.from_bytes(key[:_DEPTH_BYTES], "big")
+
+
+def _shared_bits(one: int, other: int) -> int:
+    return DEPTH_MAX - (one ^ other).bit_length()

@@ -1,0 +1,105 @@
+"""Bugs planted in cores, and the checkers that find them: each within a few seeds, and silent without it.
+
+A bug is a core that takes the place of ours, as a user's own would (`sim.worlds.replaceable`).
+"""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from crypto.identity import PeerId
+from dht.kademlia import Kademlia
+from dht.messages import Message as RecordMessage
+from dht.messages import Store
+from dht.records import RecordStore
+from gossip.messages import DeadBody, Message, SuspectBody, read_body
+from gossip.swim import Swim
+from node.services.driver import Sends
+from sim.checkers import checkers_for
+from sim.network.model import NetworkModel
+from sim.scenario import Checks, Membership, Records, Scenario, Start
+from sim.watch import Broken, Observed, Watch
+from sim.worlds.cores import CoresWorld
+from sim.worlds.replaceable import Cores
+
+SEEDS_MAX = 50
+"""Within so many seeds each bug is to be found."""
+
+
+def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
+    """The invariant that does not hold; None if all do."""
+    watch = Watch(checkers_for(scenario))
+
+    def publish(observed: Observed) -> None:
+        watch.publish(observed, world)
+
+    world = CoresWorld(scenario, seed, publish, cores=Cores(**cores))
+    try:
+        world.play(lambda: watch.sample(world))
+        watch.end(world)
+    except Broken as found:
+        return found.invariant
+    return None
+
+
+def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
+    """How many seeds it takes to find the bug; without it no checker speaks over those."""
+    for seed in range(1, SEEDS_MAX + 1):
+        assert broken(scenario, seed) is None
+        found = broken(scenario, seed, **cores)
+        if found is not None:
+            assert found == invariant
+            return seed
+    pytest.fail(f"not found within {SEEDS_MAX} seeds")
+
+
+class ForgetsToRefute(Swim):
+    """It passes over what others say against it."""
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        facts = getattr(message, "facts", ())
+        kept = tuple(fact for fact in facts if not self._accuses_me(read_body(fact)))
+        return super().receive(now, sender, replace(message, facts=kept) if facts else message)
+
+    def _accuses_me(self, body: Any) -> bool:
+        return isinstance(body, SuspectBody | DeadBody) and body.subject == self.peer
+
+
+class DropsRecords(Kademlia):
+    """It says that it keeps a record, and does not."""
+
+    def receive(self, now: float, sender: PeerId, message: RecordMessage) -> Sends:
+        sends = super().receive(now, sender, message)
+        if isinstance(message, Store):
+            self.records = RecordStore(self.settings)
+        return sends
+
+
+def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
+    lossy = Scenario(
+        name="lossy",
+        about="few peers, many lost messages: now and then one is suspected that lives",
+        nodes=12,
+        seconds=60.0,
+        start=Start(spread_seconds=1.0),
+        network=NetworkModel(nearest_seconds=0.001, farthest_seconds=0.003, loss=0.1),
+        membership=Membership(preset="local"),
+        records=Records(enabled=False),
+    )
+    assert seeds_until("refutation", lossy, swim=ForgetsToRefute) == 1
+
+
+def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
+    storing = Scenario(
+        name="storing",
+        about="more peers than keep a copy, so that a record's author is seldom among them",
+        nodes=40,
+        seconds=40.0,
+        start=Start(spread_seconds=5.0),
+        membership=Membership(preset="wan"),
+        network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.03),
+        records=Records(stores_per_second=1.0, lookups_per_second=4.0, republish_seconds=10.0),
+        checks=Checks(found_share=0.95),
+    )
+    assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
