@@ -73,7 +73,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_lost_quorum: Literal["wait", "fork"] = "wait"
     model: str = "simple-cnn"
     data: str = "digits"
-    learning_rate: float = 0.05
+    learning_rate: float = 0.005
     accuracy: Share = 0.0
     """What the run must reach, or the run of the scenario is broken; 0: nothing."""
 

@@ -12,7 +12,7 @@ from sim.worlds.replaceable import Cores
 
 
 class NodeLife(Life):
-    """`swim` and `kademlia` are the cores that `node` drives; they are there once its first instant is over."""
+    """`swim` and `kademlia` are the cores that `node` drives, there once its first instant is over."""
 
     __slots__ = ("_bye", "_scope", "node")
 
@@ -24,7 +24,7 @@ class NodeLife(Life):
 
     def makers(self, cores: Cores) -> dict[str, Any]:
         """What makes the node's cores: those of `cores`, and they are known here."""
-        return {"swim": partial(self._make, "swim", cores), "kademlia": partial(self._make, "kademlia", cores)}
+        return {name: partial(self._make, name, cores) for name in ("swim", "kademlia")}
 
     def _make(self, name: str, cores: Cores, *arguments: Any) -> Any:
         core = getattr(cores, name)(*arguments)

@@ -27,7 +27,7 @@ _SWITCH, _GENERATOR = "_ALLOW_DETERMINISTIC_SCHEDULING", "_r"
 
 
 def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
-    """`trio.run` under a clock that jumps whenever every task waits. What falls on one instant is shuffled."""
+    """`trio.run` under a clock that jumps when every task waits. What falls on one instant is shuffled."""
 
     async def whole() -> T:
         return await main()
@@ -46,7 +46,7 @@ def _ordered(rng: Random) -> Iterator[None]:
     names = vars(trio_run)
     if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):
         raise LocalProtocolError(
-            f"trio {trio.__version__} has no deterministic scheduling where it was: see sim/worlds/scheduling.py"
+            f"trio {trio.__version__} has its deterministic scheduling elsewhere: see sim/worlds/scheduling.py"
         )
     before = names[_SWITCH], names[_GENERATOR]
     names[_SWITCH], names[_GENERATOR] = True, rng

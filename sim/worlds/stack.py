@@ -144,7 +144,7 @@ class StackWorld:
         if self._failure is None:
             try:
                 act()
-            except Exception as error:  # noqa: BLE001 - raised again by `play`
+            except Exception as error:
                 self._failure = error
                 self._scope.cancel()
 
@@ -226,8 +226,8 @@ class StackWorld:
     def command(self, life: Life, protocol: str, order: Order) -> None:
         mine = self.lives.get(life.peer)
         if mine is life:
-            service = {SWIM: mine.node.membership, KADEMLIA: mine.node.discovery}[protocol]
-            service.command(order)
+            command = {SWIM: mine.node.membership.command, KADEMLIA: mine.node.discovery.command}[protocol]
+            command(order)
 
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
@@ -367,7 +367,7 @@ class StackWorld:
         return not runs or number < max(training.members for training in runs)
 
     def _seeds_for(self, life: NodeLife) -> list[int]:
-        """Who runs already, chosen by the seed: one, and more where whoever was chosen may be gone by then."""
+        """Who runs already, chosen by the seed: one, or more where whoever is chosen may be gone by then."""
         scenario = self.scenario
         is_calm = scenario.churn.profile == "none" and not scenario.churn.sessions and not scenario.events
         rng = seeded_rng(self.seed, "through", life.peer, ticks(self.now))

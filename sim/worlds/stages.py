@@ -1,4 +1,4 @@
-"""The Executor seam of a node in a stack: real arithmetic, what it is charged for, and what the sums really hold.
+"""The Executor seam of a node in a stack: real arithmetic, what it is charged, and what the sums really hold.
 
 A request to a stage is computed at once and then takes the time that the cost model says: floating-point
 operations over the peer's rate for passes, bytes over its memory's for the rest. Where a scenario says what
@@ -77,7 +77,9 @@ def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
     from partition.execute.admit import admit
 
     try:
-        wanted = decode(specification, api.StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX)
+        wanted: api.StageSpecification = decode(
+            specification, api.StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
+        )
         return wanted, admit(wanted).flops / (1 + BACKWARD_FLOPS_RATIO)
     except RemoteProtocolError as error:
         raise StageFailed(str(error)) from None

@@ -1,4 +1,4 @@
-"""A training run of a scenario as a person at one of its peers asks for it: model, data, manifest, submission.
+"""A training run of a scenario as a person at a peer asks for it: model, data, manifest, submission.
 
 The model is captured as the command `train` does it, before the world begins to play and once in a process,
 for it takes seconds. Data is real: scikit-learn's digits, or a file of text, or a folder of arrays.
@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 import trio
 
 from node.cli.capturing import capture_to
-from node.errors import PeerloomError
 from node.runs import data as datasets
 from node.runs.manifest import PlanTable, Run, RunFile, TrainTable, check_run_file, make_run
 from node.runs.placement import NotPlaced
@@ -23,7 +22,6 @@ from sim.scenario import Training
 
 MICROBATCH = 16
 """Samples in a micro-batch."""
-MOMENTUM = 0.9
 AGAIN_SECONDS = 5.0
 """Where no plan came about, for nobody had a slot or somebody died meanwhile, a person tries again."""
 KNOWN_MODELS_MAX = 8
@@ -31,7 +29,7 @@ KNOWN_MODELS_MAX = 8
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as `node.runs.models` takes it from this machine: a graph, and first values where it has any."""
+    """A model as `node.runs.models` takes it: a graph, and first values where it has any."""
 
     graph: bytes
     values: bytes | None
@@ -53,9 +51,8 @@ def run_file_of(training: Training, seed: int) -> RunFile:
         steps=training.steps,
         batch=training.microbatches * MICROBATCH,
         microbatch=MICROBATCH,
-        optimizer="sgd",
+        optimizer="adam",
         learning_rate=training.learning_rate,
-        momentum=MOMENTUM,
         seed=seed,
     )
     plan = PlanTable(
@@ -88,7 +85,7 @@ def _capture(model: str, data: str) -> Captured:
 async def submit(
     node: Node, training: Training, captured: Captured, seed: int, made: Callable[[Run], None]
 ) -> None:
-    """Have `node` ask for the run, again and again where no plan comes about. `made` is told of each manifest.
+    """Have `node` ask for the run, again where no plan comes about. `made` is told of each manifest.
 
     Raises:
         UsageError: the data is not there, or does not fit the model.
