@@ -305,7 +305,7 @@ def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own
     if place and not own:
         return f"python -m sim {shlex.quote(place)} --seed {seed}"
     cores = "".join(f", {name}={getattr(make, '__name__', make)}" for name, make in own.items())
-    return f"sim.run({repr(place) if place else 'the same scenario'}, seed={seed}{cores})"
+    return f"sim.run({repr(place) if place else 'scenario'}, seed={seed}{cores})"
 
 
 def _breakage_document(broken: Breakage | None) -> dict[str, Any] | None:
