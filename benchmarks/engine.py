@@ -21,12 +21,13 @@ from gossip.settings import Settings
 from gossip.swim import PROTOCOL, Swim
 from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seams import Medium, SimClock, SimNetwork
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 SEED = 3
-MODEL = LinkModel(nearest_seconds=0.01, farthest_seconds=0.08)
+MODEL = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08)
 RATIO_GOAL = 3.0
 """Below this the engine would not be worth its own code."""
 

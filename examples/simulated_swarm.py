@@ -14,7 +14,8 @@ from gossip.settings import Settings
 from gossip.swim import Swim
 from node.services.driver import Sends
 from sim.engine import Engine
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 PEERS = 100
@@ -37,7 +38,7 @@ def main() -> None:
         if isinstance(event, MemberDown) and event.peer == peers[-1]:
             heard.append(now - KILLED_AT_SECONDS)
 
-    model = LinkModel(nearest_seconds=0.005, farthest_seconds=0.08, loss=0.02)
+    model = NetworkModel(nearest_seconds=0.005, farthest_seconds=0.08, loss=0.02)
     engine = Engine(Links(model, SEED), publish=publish)
     for index, peer in enumerate(peers):
         address = make_address(f"10.0.0.{index + 1}", 9747, peer)

@@ -73,8 +73,8 @@ class Node:
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of the cores of membership and
-    records as they learn it, and `swim` and `kademlia` make these cores, for whoever tries out others. Use
-    it as an async context manager under trio.
+    records as they learn it, and of every message of a run that is sent; `swim` and `kademlia` make these
+    cores, for whoever tries out others. Use it as an async context manager under trio.
     """
 
     def __init__(
@@ -262,6 +262,7 @@ class Node:
             refuse=self._refuse,
             suspect=self.membership.suspect,
             provide=self._provide,
+            observe=self._observe,
             checkpoints=self.checkpoints,
             copies=self.copies,
             machine=Machine(self.capacity.cores, self.capacity.device, self.capacity.memory_free_bytes),

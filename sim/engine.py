@@ -1,9 +1,20 @@
 """The heap engine: drives any number of sans-IO cores from one event heap, without trio.
 
 It does what `node.services.driver.Driver` does, many times cheaper; `tests/test_drivers_agree.py`
-holds that both give the same trace. Events are ordered by (time, port, kind, sender, number on the
-link). So a core has one defined order within an instant: it is killed or started, then it receives
-what arrived (by sender, then number), then it is called, then it is woken if its deadline has come.
+holds that both give the same trace. Events are ordered by (time, port, kind, sender, number of the
+message). So a core has one defined order within an instant: it is killed or started, frozen or thawed,
+then it receives what arrived (by sender, then number), then it is called, then it is woken if its
+deadline has come.
+
+A frozen peer is a stopped process: nothing of it moves, what comes waits. At the thaw it receives all that
+has come, in the order of arrival, and then finds its deadline long past. A slow one takes its time over
+each message and is as if frozen for that long.
+
+Sizes: what is limited or counted is the length of the message as the real codec encodes it, and the
+envelope of a datagram around it. A message that travels as a struct is encoded once for its length; a
+cheaper estimate would not be the same for all that a message can hold, and at about a microsecond it
+is far below what a core spends on a message. Where bandwidth is unlimited and nobody counts
+bytes, sizes are not looked at.
 
 Not here: streams, transports and whole nodes; those run on `sim.seams` under trio.
 """
@@ -19,8 +30,13 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Core, Sends
-from sim.network.instants import instant
-from sim.network.links import Link, Links
+from sim.network.clocks import LocalClock, SkewedCore, act
+from sim.network.instants import TICKS_PER_SECOND, after, instant
+from sim.network.links import Links, Sender
+from sim.network.pace import handling_ticks
+from sim.network.places import RIGHT, Place
+from sim.network.queues import Carrier, Parcel
+from sim.network.sizes import Traffic, envelope_bytes
 from sim.trace import Trace, TracedCore
 
 WAKES_AT_ONCE_MAX = 1_000
@@ -31,7 +47,9 @@ Order = Callable[[Any, float], Sends]
 
 
 # The kinds of events, in their order within one instant of one port.
-_KILL, _START, _DELIVER, _CALL, _WAKE = range(5)
+_CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
+_NOBODY = -1
+"""The port of what concerns no core; so it comes first in its instant."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +60,49 @@ class Wire:
     message_bytes_max: int
 
 
+class _Gone:
+    """In the place of a core that was killed, so that nothing of it stays."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.deadline = math.inf
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002
+        raise LocalProtocolError("a dead core received something")
+
+    def wake(self, now: float) -> Sends:  # noqa: ARG002
+        raise LocalProtocolError("a dead core was woken")
+
+
+_GONE = _Gone()
+
+
 class _Port:
-    """One core of one peer. `wake_at` is the earliest wake in the heap that still counts; `routes`
-    are the links to those it has sent to, with who is at the other end.
+    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
+    else what comes goes to `backlog` until the instant `until`. `wake_at` is the earliest wake in the heap
+    that still counts; `others` are all ports of the protocol; `pace_ticks` what a message takes.
     """
 
     __slots__ = (
-        "alive", "core", "index", "peer", "protocol", "routes", "wake_at", "wakes", "wire", "woken_at"
+        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "others", "pace_ticks",
+        "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wakes", "wire", "woken_at"
     )  # fmt: skip
 
-    def __init__(self, index: int, peer: PeerId, protocol: str, core: Core, wire: Wire | None) -> None:
+    def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
         self.index = index
-        self.peer = peer
+        self.peer = sender.place.peer
+        self.place: Place = sender.place
         self.protocol = protocol
-        self.core = core
-        self.wire = wire
-        self.alive = False
-        self.routes: dict[PeerId, tuple[Link, _Port]] = {}
+        self.sender = sender
+        self.others = others
+        self.envelope_bytes = envelope_bytes(protocol)
+        self.wire: Wire | None = None
+        self.core: Core = _GONE
+        self.alive = self.is_open = False
+        self.backlog: list[tuple[bytes, Any]] = []
+        self.until = 0.0
+        self.pace_ticks = 0
+        self.messages = self.sent_bytes = 0
         self.wake_at = math.inf
         self.woken_at = -math.inf
         self.wakes = 0
@@ -69,11 +113,7 @@ class Engine:
 
     `trace` records everything (slow). `wires` names the protocols whose messages are encoded and
     decoded by the real codec; all others pass as structs. `publish(now, peer, event)` is called
-    with every event a core learns.
-
-    `counters` tells what happened: delivered, lost (by the link model), missed (nobody there), refused
-    (the receiver raised RemoteProtocolError), tied (events at the same instant as the one before
-    them at the same port).
+    with every event a core learns. `count_bytes` has `traffic` tell bytes too.
     """
 
     def __init__(
@@ -83,31 +123,48 @@ class Engine:
         trace: Trace | None = None,
         wires: dict[str, Wire] | None = None,
         publish: Callable[[float, PeerId, Any], None] | None = None,
+        count_bytes: bool = False,
     ) -> None:
         self.now = 0.0
-        self.counters: Counter[str] = Counter()
         self._links = links
         self._trace = trace
         self._wires = wires or {}
         self._publish = publish
+        self._weighs = count_bytes or links.is_limited
+        self._carrier = Carrier() if links.is_limited else None
+        self._carry_at = math.inf
+        self._counts: Counter[str] = Counter()
         self._ports: list[_Port] = []
-        self._by_name: dict[tuple[PeerId, str], _Port] = {}
+        self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
         self._ports_of: dict[PeerId, list[_Port]] = {}
         self._heap: list[tuple[float, int, int, bytes, int, Any]] = []
         self._number = 0
 
-    def add(self, peer: PeerId, core: Core, *, protocol: str = "", at: float = 0.0) -> None:
+    def add(
+        self,
+        peer: PeerId,
+        core: Core,
+        *,
+        protocol: str = "",
+        at: float = 0.0,
+        clock: LocalClock = RIGHT,
+    ) -> None:
         """`core` begins to act for `peer` at the instant `at`; before that it receives nothing.
 
-        A peer that was killed may be given a new core: what is on its way still reaches it.
+        It lives by `clock`: that is what it is told, and what its deadlines mean. A peer that was killed
+        may be given a new core: what is on its way still reaches it.
         """
         if self._trace is not None:
             core = TracedCore(core, peer, protocol, self._trace)
-        port = self._by_name.get((peer, protocol))
+        if clock != RIGHT:
+            core = SkewedCore(core, clock)
+        others = self._by_protocol.setdefault(protocol, {})
+        port = others.get(peer)
         if port is None:
-            port = _Port(len(self._ports), peer, protocol, core, self._wires.get(protocol))
+            sender = self._links.sender(peer, protocol)
+            port = others[peer] = _Port(len(self._ports), protocol, sender, others)
+            port.wire = self._wires.get(protocol)
             self._ports.append(port)
-            self._by_name[peer, protocol] = port
             self._ports_of.setdefault(peer, []).append(port)
         self._push(at, port, _START, core)
 
@@ -116,76 +173,145 @@ class Engine:
         for port in self._ports_of.get(peer, ()):
             self._push(at, port, _KILL, None)
 
+    def freeze(self, peer: PeerId, at: float, seconds: float) -> None:
+        """At `at` all cores of `peer` stand still for so long."""
+        for port in self._ports_of.get(peer, ()):
+            self._push(at, port, _FREEZE, seconds)
+
+    def slow(self, peer: PeerId, factor: float) -> None:
+        """From now on each message takes the cores of `peer` `factor` times as long as `sim.network.pace`
+        says; at 1 no time, as usual."""
+        for port in self._ports_of.get(peer, ()):
+            port.pace_ticks = handling_ticks(factor)
+
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """At `at` local code of `peer` acts on its core."""
-        self._push(at, self._by_name[peer, protocol], _CALL, order)
+        """At `at` local code of `peer` acts on its core; at the thaw if it is frozen then."""
+        self._push(at, self._by_protocol[protocol][peer], _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """Local code of `peer` acts on its core now, before anything else happens, as the driver of a real
-        node has it; from within `publish`, say. Nothing if it is not running."""
-        port = self._by_name[peer, protocol]
-        if port.alive:
-            self._turn(self.now, port, _CALL, order)
-            if port.core.deadline < port.wake_at:
-                self._plan_wake(self.now, port)
+        """Local code of `peer` acts on its core now, before anything else happens, as
+        `node.services.driver.Driver.command` does; from within `publish`, say. At the thaw if it is frozen,
+        nothing if it is not running."""
+        port = self._by_protocol[protocol][peer]
+        self._turn(self.now, port, _CALL, order)
+        if port.is_open and port.core.deadline < port.wake_at:
+            self._plan_wake(self.now, port)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What became of messages. Those sent, and the duplicated ones, are delivered, lost (by chance), cut
+        (a split or a block lay between), filtered (by a translator), overflowed (a queue was full) or missed
+        (nobody there), or on their way. Of those delivered some were refused (the receiver raised
+        RemoteProtocolError). tied counts the events at the same instant as the one before them at the
+        same port."""
+        counters = self._links.counters + self._counts
+        counters["sent"] = sum(port.messages for port in self._ports)
+        counters["overflowed"] = 0 if self._carrier is None else self._carrier.overflowed
+        return counters
+
+    @property
+    def under_way(self) -> int:
+        """Copies that have neither arrived nor been lost, or wait for a thaw. Costs the size of the heap."""
+        waiting = sum(len(port.backlog) for port in self._ports)
+        carried = 0 if self._carrier is None else self._carrier.under_way
+        return sum(entry[2] == _DELIVER for entry in self._heap) + waiting + carried
+
+    def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
+        """What `peer`, in all its lives, or everybody has sent by each protocol."""
+        sums: dict[str, Traffic] = {}
+        for port in self._ports if peer is None else self._ports_of.get(peer, ()):
+            own = Traffic(port.messages, port.sent_bytes)
+            sums[port.protocol] = sums.get(port.protocol, Traffic()) + own
+        return sums
 
     def run(self, until: float) -> None:
         """Let everything happen up to the instant `until`, and at it."""
-        heap, ports, counters = self._heap, self._ports, self.counters
+        heap, ports, counts = self._heap, self._ports, self._counts
+        lets_in = self._links.lets_in if self._links.has_translators else None
         last_time, last_index = -1.0, -1
-        delivered = tied = 0
         while heap and heap[0][0] <= until:
             now, index, kind, sender, _, payload = heappop(heap)
-            port = ports[index]
             self.now = now
+            if kind == _CARRY:
+                self._carry(now)
+                continue
+            port = ports[index]
             if kind == _WAKE and now != port.wake_at:
                 continue  # an earlier deadline took this one's place
             if now == last_time and index == last_index:
-                tied += 1
+                counts["tied"] += 1
             last_time, last_index = now, index
-            if kind == _DELIVER:
-                if not port.alive:
-                    counters["missed"] += 1
-                    continue
-                delivered += 1
+            if kind != _DELIVER:
+                self._turn(now, port, kind, payload)
+            elif not port.alive:
+                counts["missed"] += 1
+                continue
+            elif lets_in is not None and not lets_in(PeerId(sender), port.peer, now):
+                continue
+            elif port.is_open:
                 self._deliver(now, port, sender, payload)
             else:
-                self._turn(now, port, kind, payload)
-            if port.alive and port.core.deadline < port.wake_at:
+                port.backlog.append((sender, payload))
+            if port.is_open and port.core.deadline < port.wake_at:
                 self._plan_wake(now, port)
-        counters["delivered"] += delivered
-        counters["tied"] += tied
         self.now = until
 
     def _deliver(self, now: float, port: _Port, sender: bytes, payload: Any) -> None:
         core, wire = port.core, port.wire
+        self._counts["delivered"] += 1
+        if port.pace_ticks:
+            self._take_time(now, port)
         try:
             if wire is not None:
                 payload = decode(payload, wire.message_type, bytes_max=wire.message_bytes_max)
             sends = core.receive(now, PeerId(sender), payload)
         except RemoteProtocolError:
-            self.counters["refused"] += 1
+            self._counts["refused"] += 1
             return
         if sends or core.events:
             self._pass_on(now, port, sends)
 
     def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
         """Everything but a delivery."""
-        if kind == _START:
-            if port.alive:
-                raise LocalProtocolError("this peer has a core for this protocol already")
-            port.alive, port.core, port.wake_at = True, payload, math.inf
-        elif kind == _KILL:
-            port.alive = False
-        elif kind == _WAKE:
+        if kind == _WAKE:
             port.wake_at = math.inf
-            if port.alive and port.core.deadline <= now:
+            if port.is_open and port.core.deadline <= now:
                 self._check_wakes(now, port)
                 self._pass_on(now, port, port.core.wake(now))
+        elif kind == _CALL:
+            if port.is_open:
+                self._pass_on(now, port, act(port.core, now, payload))
+            elif port.alive:
+                self._push(port.until, port, _CALL, payload)
+        elif kind == _START:
+            if port.alive:
+                raise LocalProtocolError("this peer has a core for this protocol already")
+            port.alive = port.is_open = True
+            port.core = payload
+        elif kind == _KILL:
+            self._counts["missed"] += len(port.backlog)
+            port.alive = port.is_open = False
+            port.core, port.backlog, port.until, port.wake_at = _GONE, [], 0.0, math.inf
         elif port.alive:
-            core = port.core
-            sends = core.call(now, payload) if isinstance(core, TracedCore) else payload(core, now)
-            self._pass_on(now, port, sends)
+            self._freeze_or_thaw(now, port, kind, payload)
+
+    def _freeze_or_thaw(self, now: float, port: _Port, kind: int, seconds: float) -> None:
+        if kind == _FREEZE:
+            port.until = max(port.until, after(now, seconds) if seconds else 0.0)
+            if port.until > now:
+                port.is_open = False
+                self._push(port.until, port, _THAW, 0.0)
+        elif not port.is_open and port.until <= now:  # and it was not frozen again meanwhile
+            port.is_open = True
+            backlog, port.backlog = port.backlog, []
+            for sender, payload in backlog:
+                self._deliver(now, port, sender, payload)
+
+    def _take_time(self, now: float, port: _Port) -> None:
+        """The core is busy with a message: after this instant it is as if frozen."""
+        busy_until = max(round(port.until * TICKS_PER_SECOND), round(now * TICKS_PER_SECOND))
+        port.until = (busy_until + port.pace_ticks) / TICKS_PER_SECOND
+        self._push(after(now, 0.0), port, _FREEZE, 0.0)
 
     def _pass_on(self, now: float, port: _Port, sends: Sends) -> None:
         events = port.core.events
@@ -195,31 +321,74 @@ class Engine:
             if self._publish is not None:
                 for event in drained:
                     self._publish(now, port.peer, event)
-        peer, wire, routes, heap = port.peer, port.wire, port.routes, self._heap
+        if not sends:
+            return
+        port.messages += len(sends)
+        links = self._links
+        if self._weighs or not links.is_even:
+            self._send_with_care(now, port, sends)
+            return
+        peer, place, wire, others, heap = port.peer, port.place, port.wire, port.others, self._heap
+        latency_ticks, tick, number = links.latency_ticks, round(now * TICKS_PER_SECOND), self._number
         for receiver, message in sends:
-            route = routes.get(receiver) or self._find_route(port, receiver)
-            if route is None:
+            target = others.get(receiver)
+            if target is None:
+                self._counts["missed"] += 1
                 continue
-            link, target = route
+            number += 1
+            due = (tick + latency_ticks(place, target.place)) / TICKS_PER_SECOND
             payload = message if wire is None else encode(message)
-            sequence, due = link.post(now)
-            if not target.alive:
-                self.counters["missed"] += 1
-            elif due == math.inf:
-                self.counters["lost"] += 1
-            else:
-                heappush(heap, (due, target.index, _DELIVER, peer, sequence, payload))
+            heappush(heap, (due, target.index, _DELIVER, peer, number, payload))
+        self._number = number
 
-    def _find_route(self, port: _Port, receiver: PeerId) -> tuple[Link, _Port] | None:
-        target = self._by_name.get((receiver, port.protocol))
-        link = self._links.link(port.peer, receiver, port.protocol)
-        if target is None:
-            # Nobody yet: a number is used up all the same, as on the simulated network.
-            link.post(self.now)
-            self.counters["missed"] += 1
-            return None
-        route = port.routes[receiver] = link, target
-        return route
+    def _send_with_care(self, now: float, port: _Port, sends: Sends) -> None:
+        """As the end of `_pass_on`, where more may happen to a message than that it takes its time."""
+        peer, wire, carrier, heap = port.peer, port.wire, self._carrier, self._heap
+        tick = round(now * TICKS_PER_SECOND)
+        for receiver, message in sends:
+            data = encode(message) if wire is not None or self._weighs else b""
+            size_bytes = port.envelope_bytes + len(data)
+            if self._weighs:
+                port.sent_bytes += size_bytes
+            target = port.others.get(receiver)
+            if target is None:
+                self._counts["missed"] += 1
+                continue
+            payload = message if wire is None else data
+            trips = port.sender.trips(now, target.place)
+            self._number += 1
+            if carrier is None:
+                for trip in trips:
+                    due = (tick + trip) / TICKS_PER_SECOND
+                    heappush(heap, (due, target.index, _DELIVER, peer, self._number, payload))
+                continue
+            item = (target.index, payload)
+            down = target.place.down
+            parcel = Parcel(peer, port.protocol, down, size_bytes, trips, self._land, item)
+            carrier.send(now, port.place.up, parcel)
+        if carrier is not None and carrier.deadline < self._carry_at:
+            self._plan_carry(carrier.deadline)
+
+    def _carry(self, now: float) -> None:
+        """Something happens in the queues of some peers."""
+        carrier = self._carrier
+        if carrier is None or now != self._carry_at:
+            return  # an earlier deadline took this one's place
+        carrier.advance(now)
+        self._carry_at = math.inf
+        if carrier.deadline < math.inf:
+            self._plan_carry(carrier.deadline)
+
+    def _plan_carry(self, at: float) -> None:
+        self._carry_at = at
+        self._number += 1
+        heappush(self._heap, (at, _NOBODY, _CARRY, b"", self._number, None))
+
+    def _land(self, due: float, parcel: Parcel) -> None:
+        # A number of its own: two copies of a message may come out of a queue at one instant.
+        index, payload = parcel.item
+        self._number += 1
+        heappush(self._heap, (due, index, _DELIVER, parcel.sender, self._number, payload))
 
     def _plan_wake(self, now: float, port: _Port) -> None:
         # Only an earlier deadline is pushed. One that moved later is found when the earlier entry

@@ -20,6 +20,7 @@ from partition.codec import Codec
 from partition.codecs.choice import Cost
 from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes, timed
 from sim.network.instants import after, nearest_instant
+from sim.network.pace import Pace
 
 T = TypeVar("T")
 
@@ -48,14 +49,16 @@ def no_time(request: Request) -> float:
 
 
 class SimExecutor:
-    """`stage_seconds(request)` models what one request to a stage takes."""
+    """`stage_seconds(request)` models what one request to a stage takes; `pace` is that of the peer: it may
+    be slow, or stand still, and computes on where it stood."""
 
-    def __init__(self, stage_seconds: Callable[[Request], float] = no_time) -> None:
+    def __init__(self, stage_seconds: Callable[[Request], float] = no_time, pace: Pace | None = None) -> None:
         self._stage_seconds = stage_seconds
+        self._pace = pace or Pace()
 
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
         result = function()
-        await sleep_for(seconds)
+        await compute_for(seconds, self._pace)
         return result
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
@@ -69,13 +72,15 @@ class SimExecutor:
         wanted: StageSpecification = decode(
             specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
         )
-        return SimStage(wanted, self._stage_seconds)
+        return SimStage(wanted, self._stage_seconds, self._pace)
 
 
 class SimStage:
     """`node.seams.Stage` without a process of its own; fails and queues as `node.runs.host.StageHost`."""
 
-    def __init__(self, specification: StageSpecification, stage_seconds: Callable[[Request], float]) -> None:
+    def __init__(
+        self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: Pace
+    ) -> None:
         # Only here, so that simulations of control traffic never pay for torch.
         from partition.execute import StageExecutor
 
@@ -83,6 +88,7 @@ class SimStage:
         self._arenas = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
         self._executor = StageExecutor(specification, self._arenas)
         self._stage_seconds = stage_seconds
+        self._pace = pace
         self._lock = trio.Lock()
         self._failure: str | None = None
 
@@ -97,9 +103,9 @@ class SimStage:
         async with self._lock:
             self._check()
             seconds = self._stage_seconds(request)
-            reply = timed(self._executor.handle(request), round(seconds * 1e9))
+            reply = timed(self._executor.handle(request), round(seconds * self._pace.factor * 1e9))
             try:
-                await sleep_for(seconds)
+                await compute_for(seconds, self._pace)
             except trio.Cancelled:
                 self._failure = "a call to the stage was cancelled while it was served"
                 raise
@@ -121,6 +127,24 @@ class SimStage:
     def _check(self) -> None:
         if self._failure is not None:
             raise StageFailed(self._failure)
+
+
+async def compute_for(seconds: float, pace: Pace) -> None:
+    """Let pass what takes so long at the usual pace."""
+    left = seconds * pace.factor
+    await stand_still(pace)
+    while True:
+        stood_seconds = pace.stood_seconds
+        await sleep_for(left)
+        left = pace.stood_seconds - stood_seconds
+        if left <= 0:
+            return
+
+
+async def stand_still(pace: Pace) -> None:
+    """Go on when the peer does. Not a checkpoint where it is not frozen."""
+    while pace.still_until > nearest_instant(trio.current_time()):  # noqa: ASYNC110 - it may be moved
+        await trio.sleep_until(pace.still_until)
 
 
 async def sleep_for(seconds: float) -> None:

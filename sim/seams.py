@@ -1,22 +1,30 @@
 """The six seams of a simulated node, to run the real `node` under trio's MockClock.
 
     clock = trio.testing.MockClock(autojump_threshold=0)
-    medium = Medium(Links(LinkModel(), seed))
+    medium = Medium(Links(NetworkModel(), seed))
     trio.run(scenario, clock=clock)
 
 Time is virtual: when every task waits, the clock jumps. A message is put into its receiver's inbox
 when it is sent, with the instant it is due, so the order within one instant is the inbox's and not
 the scheduler's: the same order as in `sim.engine`. Between tasks of one instant trio's scheduler
-decides, so local commands that must repeat exactly should not fall on the instant of a delivery.
+decides, so local commands that must repeat exactly should not fall on the instant of a delivery. Where
+bandwidth is limited, one task of the medium's own moves the queues.
 
-Streams are in memory (`sim.streams`). Not modelled: NAT, cookies, rekeying, and that a datagram too
+A frozen peer is, seen from outside, a stopped process: nothing leaves it, what comes waits, its cores are
+neither woken nor told anything, its stages do not compute, and at the thaw they find their deadlines long
+past. What trio cannot stop are the other tasks of the node: a sleep that ends meanwhile ends in time,
+and what it does is seen at the thaw. Clocks run on, as those of a stopped process do.
+
+A clock that is wrong shows in `wall`. A node sleeps by trio's clock, so `monotonic` is right for
+all; a core that lives by a drifting one can be had with `sim.network.clocks.SkewedCore`.
+
+Streams are in memory (`sim.streams`). Not modelled: cookies, rekeying, and that a datagram too
 large for a packet travels by a stream.
 """
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -28,75 +36,64 @@ from crypto.noise import Data
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
 from node.transport.router import ONE_SHOT_BYTES_MAX
-from sim.executor import SimExecutor, sleep_for
-from sim.network.instants import nearest_instant
-from sim.network.links import Links
+from node.transport.tcp import CONNECT_SECONDS, HANDSHAKE_SECONDS
+from sim.alarm import Alarm
+from sim.executor import SimExecutor, sleep_for, stand_still
+from sim.inbox import Datagrams, SimInbox
+from sim.network.clocks import LocalClock
+from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
+from sim.network.links import Links, Sender
+from sim.network.pace import Pace
+from sim.network.places import RIGHT
+from sim.network.queues import Carrier, Parcel
+from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_entropy, seeded_rng
-from sim.streams import Alarm, SimStream, stream_pair
+from sim.streams import Line, SimStream, stream_pair
 
 EPOCH_SECONDS = 1_800_000_000.0
 """What the wall clock shows when a simulation begins."""
-INBOX_MAX = 65_536
-"""Datagrams on their way to one inbox; more can only mean that nobody reads it."""
 HANDSHAKE_TRIPS = 4
 """One-way trips before a stream can be used: TCP's two, and two for Noise XX."""
 _PORT = 9747
 
 
 class SimClock:
-    """Trio's clock in whole microseconds; the wall clock runs beside it from `EPOCH_SECONDS`."""
+    """Trio's clock in whole microseconds; the wall clock runs beside it from `EPOCH_SECONDS`, as wrong as
+    `clock` is."""
+
+    def __init__(self, clock: LocalClock = RIGHT) -> None:
+        self._clock = clock
 
     def monotonic(self) -> float:
-        return nearest_instant(trio.current_time())
+        return _now()
 
     def wall(self) -> float:
-        return EPOCH_SECONDS + self.monotonic()
-
-
-class SimInbox:
-    """Datagrams of one protocol on their way to one peer, a heap by (due, sender, number)."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, PeerId, int, bytes]] = []
-        self._alarm = Alarm()
-        self.ties = 0
-
-    def put(self, due: float, sender: PeerId, sequence: int, data: bytes) -> bool:
-        """A message that will have come at `due`; False if the inbox is full."""
-        if len(self._heap) >= INBOX_MAX:
-            return False
-        heappush(self._heap, (due, sender, sequence, data))
-        self._alarm.no_later_than(due)
-        return True
-
-    async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """All that is due at the first instant when anything is, or nothing at `until`."""
-        due = self._heap[0][0] if self._heap else math.inf
-        await self._alarm.sleep_until(min(due, until))
-        now = nearest_instant(trio.current_time())
-        taken = []
-        while self._heap and self._heap[0][0] <= now:
-            _, sender, _, data = heappop(self._heap)
-            taken.append((sender, data))
-        # Counted so that a test can show that there were simultaneous ticks to put in order.
-        self.ties += max(0, len(taken) - 1) + (1 if taken and until <= now else 0)
-        return taken
-
-    def wake(self) -> None:
-        self._alarm.ring()
+        return EPOCH_SECONDS + self._clock.local(_now())
 
 
 class Medium:
-    """What all simulated networks of one simulation share: who is there, at which address."""
+    """What all simulated networks of one simulation share: who is there, at which address, and the queues.
 
-    def __init__(self, links: Links) -> None:
+    A stream over a split stalls for `stall_seconds`, then it breaks at both ends. The default has it break at
+    once: what a kernel would notice late, unless a node notices first.
+    """
+
+    def __init__(self, links: Links, *, stall_seconds: float = 0.0) -> None:
         self.links = links
+        self._stall_seconds = stall_seconds
         self._networks: dict[PeerId, SimNetwork] = {}
         self._places: dict[tuple[str, int], PeerId] = {}
-        self._sides: dict[PeerId, int] = {}
+        self._paces: dict[PeerId, Pace] = {}
+        self._traffic: dict[tuple[PeerId, str], Traffic] = {}
+        self._counts: Counter[str] = Counter()
+        self._number = 0
+        self._carrier = Carrier()
+        self._alarm = Alarm()
+        self._is_carrying = False
 
     def attach(self, peer: PeerId) -> "SimNetwork":
-        """A network for `peer`, at an address of its own; a peer that was killed gets its old one back."""
+        """A network for `peer`, at an address of its own; a peer that was killed gets its old one back, and
+        what is on its way to it."""
         old = self._networks.get(peer)
         if old is not None and old.alive:
             raise LocalProtocolError("this peer has a network already")
@@ -108,6 +105,8 @@ class Medium:
             address = Address("ip4", host, _PORT, peer)
         network = self._networks[peer] = SimNetwork(self, peer, address)
         self._places[address.host, address.port] = peer
+        if old is not None:
+            network.inherit(old.bequeath())
         return network
 
     def kill(self, peer: PeerId) -> None:
@@ -116,20 +115,39 @@ class Medium:
         if network is not None:
             network.die()
 
-    def split(self, *sides: Collection[PeerId]) -> None:
-        """Nothing passes from one side to another any more until `heal`; whoever is in none is with its
-        like. Streams over the split break: what a kernel would notice late is noticed at once."""
-        self._sides = {peer: number for number, side in enumerate(sides) for peer in side}
-        for network in self._networks.values():
-            network.break_streams()
+    def freeze(self, peer: PeerId, seconds: float) -> None:
+        """`peer` stands still from now on for so long."""
+        if self.living(peer) is not None:
+            self.later(self.pace(peer).freeze(_now(), seconds), lambda: self._thaw(peer))
 
-    def heal(self) -> None:
-        """All can reach each other again."""
-        self._sides = {}
+    def slow(self, peer: PeerId, factor: float) -> None:
+        """From now on what `peer` computes takes `factor` times as long; 1 is the usual."""
+        self.pace(peer).factor = factor
+
+    def pace(self, peer: PeerId) -> Pace:
+        """How fast a peer goes, in all its lives."""
+        return self._paces.setdefault(peer, Pace())
+
+    def split(self, *sides: Collection[PeerId]) -> int:
+        """See `Links.split`; streams over the split stall or break."""
+        number = self.links.split(*sides)
+        self.look_at_streams()
+        return number
+
+    def heal(self, number: int | None = None) -> None:
+        """See `Links.heal`; streams that stalled go on."""
+        self.links.heal(number)
+        self.look_at_streams()
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
         """Whether no split lies between the two."""
-        return self._sides.get(one) == self._sides.get(other)
+        return self.links.reaches(one, other)
+
+    def look_at_streams(self) -> None:
+        """To be called after `links.block`, `links.deafen` and their likes: streams that lie over what is cut
+        stall or break, others go on."""
+        for network in self._networks.values():
+            network.look_at_streams(self._stall_seconds)
 
     def living(self, peer: PeerId) -> "SimNetwork | None":
         """The network of `peer`, if it is there and alive."""
@@ -140,17 +158,105 @@ class Medium:
         """Who was ever attached at an address."""
         return self._places.get((address.host, address.port))
 
+    @property
+    def counters(self) -> Counter[str]:
+        """What became of datagrams, by the names that `sim.engine.Engine.counters` explains."""
+        counters = self.links.counters + self._counts
+        counters["overflowed"] += self._carrier.overflowed
+        return counters
+
+    @property
+    def under_way(self) -> int:
+        """Datagrams that have neither arrived nor been lost, or lie in an inbox untaken."""
+        waiting = sum(network.waiting for network in self._networks.values())
+        return self._carrier.under_way + waiting
+
+    def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
+        """What `peer`, in all its lives, or everybody has sent by each protocol, streams included."""
+        sums: dict[str, Traffic] = {}
+        for (sender, protocol), own in self._traffic.items():
+            if peer in (None, sender):
+                sums[protocol] = sums.get(protocol, Traffic()) + own
+        return sums
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Something became of a datagram."""
+        self._counts[what] += number
+
+    def count_traffic(self, sender: PeerId, protocol: str, sent_bytes: int) -> None:
+        """One message was sent."""
+        key = (sender, protocol)
+        self._traffic[key] = self._traffic.get(key, Traffic()) + Traffic(1, sent_bytes)
+
+    def post(self, sender: Sender, peer: PeerId, protocol: str, data: bytes) -> None:
+        """A datagram leaves."""
+        now = _now()
+        own = sender.place
+        self.count("sent")
+        size_bytes = envelope_bytes(protocol) + len(data)
+        self.count_traffic(own.peer, protocol, size_bytes)
+        if peer not in self._networks:
+            self.count("missed")
+            return
+        target = self.links.at(peer)
+        trips = sender.trips(now, target)
+        if self.links.is_limited:
+            parcel = Parcel(own.peer, protocol, target.down, size_bytes, trips, self._land, (peer, data))
+            self._carrier.send(now, own.up, parcel)
+            self._watch_queues()
+            return
+        for trip in trips:
+            due = (round(now * TICKS_PER_SECOND) + trip) / TICKS_PER_SECOND
+            self._expect(due, peer, own.peer, protocol, data)
+
+    def carry(self, parcel: Parcel) -> None:
+        """Part of a stream leaves."""
+        self._carrier.send(_now(), self.links.at(parcel.sender).up, parcel)
+        self._watch_queues()
+
+    def later(self, at: float, action: Callable[[], None]) -> None:
+        """Have `action` done at the instant `at`."""
+        self._carrier.later(at, action)
+        self._watch_queues()
+
+    def _land(self, due: float, parcel: Parcel) -> None:
+        peer, data = parcel.item
+        self._expect(due, peer, parcel.sender, parcel.protocol, data)
+
+    def _expect(self, due: float, peer: PeerId, sender: PeerId, protocol: str, data: bytes) -> None:
+        self._number += 1
+        self._networks[peer].expect(sender, protocol, due, self._number, data)
+
+    def _thaw(self, peer: PeerId) -> None:
+        network = self.living(peer)
+        if network is not None:
+            network.send_held()
+
+    def _watch_queues(self) -> None:
+        if not self._is_carrying:
+            self._is_carrying = True
+            trio.lowlevel.spawn_system_task(self._move_queues, name="queues of the simulated network")
+        self._alarm.no_later_than(self._carrier.deadline)
+
+    async def _move_queues(self) -> None:
+        while True:
+            await self._alarm.sleep_until(self._carrier.deadline)
+            self._carrier.advance(_now())
+
 
 class SimNetwork:
     """`node.seams.Network` of one simulated peer. Made by `Medium.attach`; streams need `run`."""
 
     def __init__(self, medium: Medium, peer: PeerId, address: Address) -> None:
         self.alive = True
+        self.pace = medium.pace(peer)
         self._medium = medium
         self._peer = peer
         self._address = address
         self._counters: Counter[str] = Counter()
         self._inboxes: dict[str, SimInbox] = {}
+        self._senders: dict[str, Sender] = {}
+        self._held: list[tuple[PeerId, str, bytes]] = []
         self._handlers: dict[str, Handler] = {}
         self._known: dict[PeerId, None] = {}
         self._streams: dict[SimStream, None] = {}
@@ -192,24 +298,81 @@ class SimNetwork:
         if peer not in self._known:
             self._counters["messages_without_address"] += 1
             return
-        now = nearest_instant(trio.current_time())
-        sequence, due = self._medium.links.link(self._peer, peer, protocol).post(now)
-        target = self._medium.living(peer)
-        if target is not None and due < math.inf and self._medium.reaches(self._peer, peer):
-            target.expect(self._peer, protocol, due, sequence, bytes(message))
+        if self.pace.still_until > _now():
+            self._held.append((peer, protocol, bytes(message)))
+            return
+        self.send_held()
+        self._post(peer, protocol, bytes(message))
 
-    def expect(self, sender: PeerId, protocol: str, due: float, sequence: int, data: bytes) -> None:
+    def send_held(self) -> None:
+        """What was to be sent while the peer stood still leaves at the thaw."""
+        if self._held and self.pace.still_until <= _now():
+            held, self._held = self._held, []
+            for peer, protocol, message in held:
+                self._post(peer, protocol, message)
+
+    def expect(self, sender: PeerId, protocol: str, due: float, number: int, data: bytes) -> None:
         """A datagram of another network is on its way here."""
-        inbox = self._inboxes.get(protocol)
-        if inbox is None:
-            self._counters["messages_refused_protocol"] += 1
-        elif not inbox.put(due, sender, sequence, data):
+        inbox = self._inbox(protocol)
+        if not (self.alive and inbox.is_open):
+            self._refuse(inbox.drop_before(_now()))
+        if not inbox.put(due, sender, number, data):
             self._counters["inbox_full"] += 1
-        # Who reaches us can be answered: the real transport has a session with it then.
-        self._known[sender] = None
+            self._medium.count("overflowed")
+
+    def bequeath(self) -> dict[str, Datagrams]:
+        """What is on its way to a network that is dead."""
+        for inbox in self._inboxes.values():
+            self._refuse(inbox.drop_before(_now()))
+        return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
+
+    def inherit(self, inboxes: dict[str, Datagrams]) -> None:
+        """It comes to this one."""
+        for protocol, datagrams in inboxes.items():
+            for due, sender, number, data in datagrams:
+                self._inbox(protocol).put(due, sender, number, data)
+
+    @property
+    def waiting(self) -> int:
+        """Datagrams in all inboxes."""
+        return sum(len(inbox) for inbox in self._inboxes.values())
 
     def inbox(self, protocol: str) -> SimInbox:
-        return self._inboxes.setdefault(protocol, SimInbox())
+        inbox = self._inbox(protocol)
+        if not inbox.is_open:
+            inbox.is_open = True
+            self._refuse(inbox.drop_before(_now()))
+        return inbox
+
+    def _inbox(self, protocol: str) -> SimInbox:
+        inbox = self._inboxes.get(protocol)
+        if inbox is None:
+            inbox = self._inboxes[protocol] = SimInbox(self.pace, self._admit)
+        return inbox
+
+    def _admit(self, sender: PeerId, due: float) -> bool:
+        if not self.alive:
+            self._medium.count("missed")
+            return False
+        links = self._medium.links
+        if links.has_translators and not links.lets_in(sender, self._peer, due):
+            return False
+        self._medium.count("delivered")
+        # Who reaches us can be answered: the real transport has a session with it then.
+        self._known[sender] = None
+        return True
+
+    def _post(self, peer: PeerId, protocol: str, message: bytes) -> None:
+        sender = self._senders.get(protocol)
+        if sender is None:
+            sender = self._senders[protocol] = self._medium.links.sender(self._peer, protocol)
+        self._medium.post(sender, peer, protocol, message)
+
+    def _refuse(self, number: int) -> None:
+        """So many datagrams came when nobody listened."""
+        if number:
+            self._counters["messages_refused_protocol"] += number
+            self._medium.count("missed", number)
 
     def handle(self, protocol: str, handler: Handler) -> None:
         if protocol in self._handlers:
@@ -224,7 +387,7 @@ class SimNetwork:
         if not self.alive or target._nursery is None or protocol not in target._handlers:
             raise Unreachable("refused", f"the peer does not speak {protocol}")
         target._known[self._peer] = None
-        near, far = stream_pair(self._peer, peer, self._medium.links)
+        near, far = self._join(target, protocol)
         self._streams[near] = None
         target._streams[far] = None
         target._nursery.start_soon(target._serve, target._handlers[protocol], far)
@@ -241,30 +404,77 @@ class SimNetwork:
         self._known[peer] = None
         return peer
 
-    def break_streams(self) -> None:
-        """Those that go over a split."""
-        for stream in [s for s in self._streams if not self._medium.reaches(self._peer, s.peer)]:
-            del self._streams[stream]
-            stream.close()
+    def look_at_streams(self, stall_seconds: float) -> None:
+        """See `Medium.look_at_streams`."""
+        for stream in list(self._streams):
+            is_cut = not self._meets(stream.peer)
+            if is_cut and not stall_seconds:
+                self._break(stream)
+            elif is_cut and not stream.is_stalled:
+                stream.stall()
+                give_up = partial(self._give_up, stream, stream.stalls)
+                self._medium.later(after(_now(), stall_seconds), give_up)
+            elif not is_cut and stream.is_stalled:
+                stream.resume()
 
     def die(self) -> None:
         """See `Medium.kill`."""
         self.alive = False
+        self.pace.still_until = 0.0  # a kernel closes what a stopped process had open
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
+        self._held.clear()
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
+    def _meets(self, peer: PeerId) -> bool:
+        """Whether packets pass both ways."""
+        reaches = self._medium.reaches
+        return reaches(self._peer, peer) and reaches(peer, self._peer)
+
+    def _break(self, stream: SimStream) -> None:
+        self._streams.pop(stream, None)
+        stream.close()
+
+    def _give_up(self, stream: SimStream, stalls: int) -> None:
+        """It has stalled for too long, if it is still the same stall."""
+        if stream.is_stalled and stream.stalls == stalls:
+            self._break(stream)
+
+    def _join(self, target: "SimNetwork", protocol: str) -> tuple[SimStream, SimStream]:
+        """A new stream, seen from this end and from the other."""
+        medium = self._medium
+        links = medium.links
+        places = links.at(self._peer), links.at(target._peer)
+        trips = links.latency_ticks(*places), links.latency_ticks(*reversed(places))
+        carry = medium.carry if links.is_limited else None
+        paces = self.pace, target.pace
+        there = Line(places, paces, trips, protocol, carry, medium.later)
+        back = Line(places[::-1], paces[::-1], trips[::-1], protocol, carry, medium.later)
+
+        def counter(peer: PeerId) -> Callable[[int], None]:
+            return lambda sent_bytes: medium.count_traffic(peer, protocol, sent_bytes)
+
+        return stream_pair(there, back, (counter(self._peer), counter(target._peer)))
+
     async def _meet(self, peer: PeerId) -> "SimNetwork":
         """Wait for the handshake; the network at the other end."""
-        latency_seconds = self._medium.links.latency_seconds(self._peer, peer)
-        await sleep_for(HANDSHAKE_TRIPS * latency_seconds)
-        if not self._medium.reaches(self._peer, peer):
+        await stand_still(self.pace)
+        links, begun = self._medium.links, _now()
+        there, back = links.latency_seconds(self._peer, peer), links.latency_seconds(peer, self._peer)
+        await sleep_for(HANDSHAKE_TRIPS / 2 * (there + back))
+        if not self._meets(peer) or not links.may_open(peer, begun):
+            await trio.sleep_until(max(_now(), begun + CONNECT_SECONDS))
             raise Unreachable("timeout", "nothing comes back from the peer")
         target = self._medium.living(peer)
         if target is None:
             raise Unreachable("refused", "the peer is not running")
+        # A stopped process has its connections taken by its kernel, but shakes no hands.
+        with trio.move_on_after(HANDSHAKE_SECONDS) as scope:
+            await stand_still(target.pace)
+        if scope.cancelled_caught:
+            raise Unreachable("timeout", "the peer took the connection, but did not shake hands")
         return target
 
     async def _serve(self, handler: Handler, stream: SimStream) -> None:
@@ -321,9 +531,13 @@ def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStor
     """All six for one peer attached to `medium`. The caller runs `seams.network.run`."""
     return Seams(
         network=medium.attach(peer),
-        clock=SimClock(),
+        clock=SimClock(medium.links.clock(peer)),
         rng=seeded_rng(seed, peer),
         entropy=seeded_entropy(seed, peer),
-        executor=SimExecutor(),
+        executor=SimExecutor(pace=medium.pace(peer)),
         storage=storage or MemoryStorage(),
     )
+
+
+def _now() -> float:
+    return nearest_instant(trio.current_time())

@@ -1,11 +1,21 @@
 """Streams of the simulated network: in memory, ordered, with latency, bandwidth and back-pressure.
 
-Loss is not modelled: a stream is TCP below, which hides it. A side that closes is noticed by the
-other one trip later, after everything that was sent before.
+A stream is TCP below, which hides loss: it loses nothing, and has no jitter. A side that closes is noticed
+by the other one trip later, after everything that was sent before.
+
+Where the access of either peer is limited, a message travels as segments through the same queues as
+datagrams (`sim.network.queues`), and all streams of a peer share them. A stream has as much under way as
+fills its path and two segments more, as a congestion control does that has found its rate; so it waits
+where a datagram would be lost, and keeps queues short. Over a split a stream stalls: what is under
+way arrives, what comes after waits.
+
+A frozen peer's kernel goes on: what was given to it leaves, what comes is kept up to the window; but the
+peer itself sends, takes and closes nothing before the thaw.
 """
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import trio
 
@@ -14,84 +24,99 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.errors import StreamClosed
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
-from sim.network.instants import after, instant, nearest_instant
-from sim.network.links import Links
+from sim.alarm import Alarm
+from sim.executor import stand_still
+from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
+from sim.network.pace import Pace
+from sim.network.places import Place
+from sim.network.queues import Parcel
+from sim.network.sizes import STREAM_OVERHEAD
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
 """How much may be on its way or unread in one direction before `send` waits, as a kernel's buffers."""
+SEGMENT_BYTES_MIN = 1_220
+"""A packet's worth of a stream."""
+SEGMENT_SECONDS = 0.01
+"""A segment takes the slower access about so long: short beside a queue, long enough to be few."""
 
 
-class Alarm:
-    """One task sleeps on it; others can move the end of its sleep forward."""
+class Line:
+    """What one direction of a stream goes over, between two places and their paces; `trips` are there and
+    back. `carry` has a parcel carried, None where no bandwidth is limited; `later` has something done at an
+    instant."""
 
-    def __init__(self) -> None:
-        self._scope: trio.CancelScope | None = None
-        self._rung = False
+    def __init__(
+        self,
+        places: tuple[Place, Place],
+        paces: tuple[Pace, Pace],
+        trips: tuple[int, int],
+        protocol: str,
+        carry: Callable[[Parcel], None] | None,
+        later: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self.sender, self.receiver = places
+        self.sender_pace, self.receiver_pace = paces
+        self.trip, self.trip_back = trips
+        self.protocol = protocol
+        self.carry = carry
+        self.later = later
+        up = self.sender.up
+        queues = (up.fifo if up is not None else None, self.receiver.down)
+        rate = min((queue.bytes_per_second for queue in queues if queue is not None), default=math.inf)
+        # Nothing to wait for: a message is one segment, and as many as there are may be under way.
+        self.segment_bytes = self.segments_max = math.inf
+        if rate < math.inf:
+            self.segment_bytes = max(SEGMENT_BYTES_MIN, round(rate * SEGMENT_SECONDS))
+            path_bytes = rate * sum(trips) / TICKS_PER_SECOND
+            self.segments_max = 2 + math.ceil(path_bytes / self.segment_bytes)
 
-    async def sleep_until(self, until: float) -> None:
-        """Sleep to the instant `until`, or until rung. Always a checkpoint."""
-        if self._scope is not None:
-            raise LocalProtocolError("two tasks wait for the same thing")
-        if self._rung:
-            until = -math.inf
-        with trio.CancelScope(deadline=instant(until)) as self._scope:
-            try:
-                await trio.sleep_forever()
-            finally:
-                self._scope = None
-                self._rung = False
 
-    def no_later_than(self, until: float) -> None:
-        """Shorten the sleep, if somebody sleeps."""
-        if self._scope is not None and until < self._scope.deadline:
-            self._scope.deadline = until
-
-    def ring(self) -> None:
-        """End the sleep now; if nobody sleeps, the next one ends at once."""
-        self._rung = True
-        if self._scope is not None:
-            self._scope.cancel()
+_Message = tuple[bytes, bytes]
 
 
 class _Pipe:
-    """One direction of a stream: messages with the instants they are due."""
+    """One direction of a stream. `_outbox` is what has been sent and is not on its way yet, None at its end;
+    `_queue` is what is on its way or unread, with the instants it is due."""
 
-    def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
-        self._latency_seconds = latency_seconds
-        self._bytes_per_second = bytes_per_second
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._outbox: deque[_Message | None] = deque()
+        self._left_bytes = 0.0
+        self._segments = 0
         self._queue: deque[tuple[float, bytes, bytes]] = deque()
         self._queued_bytes = 0
-        self._free_at = 0.0
+        self._is_ended = self._is_dropped = self._is_stalled = False
         self._ends_at = math.inf
         self._broken_at = math.inf
         self._reader = Alarm()
         self._writers = trio.lowlevel.ParkingLot()
 
     async def put(self, message: bytes, payload: bytes) -> None:
-        """The writer sends; waits while the window is full."""
+        """The writer sends; waits while the window is full, and while its peer stands still."""
         await trio.lowlevel.checkpoint()
-        while self._queued_bytes >= WINDOW_BYTES_MAX and self._ends_at == math.inf:
+        await stand_still(self._line.sender_pace)
+        while self._queued_bytes >= WINDOW_BYTES_MAX and not self._is_ended and not self._is_dropped:
             await self._writers.park()
         now = _now()
-        if self._ends_at < math.inf or self._broken_at <= now:
+        if self._is_ended or self._broken_at <= now:
             raise StreamClosed("the stream is closed")
-        if self._broken_at < math.inf:
+        if self._is_dropped:
             return  # on its way to a reader that has gone, which the writer cannot know yet
-        # The link carries one message after the other, so due times never go back.
-        size_bytes = len(message) + len(payload)
-        self._free_at = max(self._free_at, now) + size_bytes / self._bytes_per_second
-        due = after(instant(self._free_at), self._latency_seconds)
-        self._queue.append((due, message, payload))
-        self._queued_bytes += size_bytes
-        self._reader.no_later_than(due)
+        self._queued_bytes += len(message) + len(payload)
+        self._outbox.append((message, payload))
+        self._flow()
 
     async def get(self) -> tuple[bytes, bytes]:
         """The reader takes the next message and its payload when they are due."""
+        pace = self._line.receiver_pace
         while True:
+            due = self._queue[0][0] if self._queue else self._ends_at
             # Always a checkpoint, also when a message waits already.
-            await self._reader.sleep_until(self._queue[0][0] if self._queue else self._ends_at)
+            await self._reader.sleep_until(max(-math.inf if self._is_dropped else due, pace.still_until))
             now = _now()
-            if self._broken_at < math.inf or (not self._queue and self._ends_at <= now):
+            if pace.still_until > now:
+                continue
+            if self._is_dropped or (not self._queue and self._ends_at <= now):
                 raise StreamClosed("the stream is closed")
             if self._queue and self._queue[0][0] <= now:
                 _, message, payload = self._queue.popleft()
@@ -101,28 +126,101 @@ class _Pipe:
 
     def end(self) -> None:
         """The writer closes: the reader finds out after the last message."""
-        if self._ends_at == math.inf:
-            self._ends_at = after(instant(max(self._free_at, _now())), self._latency_seconds)
-            self._reader.no_later_than(self._ends_at)
+        if not self._is_ended:
+            self._is_ended = True
             self._writers.unpark_all()
+            self._outbox.append(None)
+            self._flow()
 
     def drop(self) -> None:
         """The reader closes: what is under way is lost; the writer finds out one trip later."""
-        if self._broken_at == math.inf:
-            self._broken_at = after(_now(), self._latency_seconds)
+        if not self._is_dropped:
+            self._is_dropped = True
+            self._outbox.clear()
             self._queue.clear()
             self._queued_bytes = 0
             self._reader.ring()
             self._writers.unpark_all()
+            self._give_notice()
+
+    def stall(self) -> None:
+        """Nothing more leaves, in neither direction."""
+        self._is_stalled = True
+
+    def resume(self) -> None:
+        """What waited leaves."""
+        self._is_stalled = False
+        if self._is_dropped:
+            self._give_notice()
+        self._flow()
+
+    def _give_notice(self) -> None:
+        if not self._is_stalled and self._broken_at == math.inf:
+            begin = max(_now(), self._line.receiver_pace.still_until)
+            self._broken_at = after(begin, self._line.trip_back / TICKS_PER_SECOND)
+
+    def _flow(self) -> None:
+        """Send on its way what may go."""
+        line = self._line
+        while self._outbox and not self._is_stalled and self._segments < line.segments_max:
+            item = self._outbox[0]
+            if item is None and line.sender_pace.still_until > _now():
+                line.later(line.sender_pace.still_until, self._flow)
+                return
+            if line.carry is None:
+                self._outbox.popleft()
+                self._expect((round(_now() * TICKS_PER_SECOND) + line.trip) / TICKS_PER_SECOND, item)
+                continue
+            # An end is a segment without bytes.
+            whole = 1 if item is None else max(1, len(item[0]) + len(item[1]))
+            left_bytes = self._left_bytes or whole
+            segment_bytes = min(left_bytes, line.segment_bytes)
+            self._left_bytes = left_bytes - segment_bytes
+            if not self._left_bytes:
+                self._outbox.popleft()
+            self._segments += 1
+            line.carry(
+                Parcel(
+                    line.sender.peer,
+                    line.protocol,
+                    line.receiver.down,
+                    math.ceil(segment_bytes * STREAM_OVERHEAD),
+                    (line.trip,),
+                    self._landed,
+                    (not self._left_bytes, item),
+                    waits=True,
+                )
+            )
+
+    def _landed(self, due: float, parcel: Parcel) -> None:
+        is_last, item = parcel.item
+        if is_last:
+            self._expect(due, item)
+        self._line.later(after(due, self._line.trip_back / TICKS_PER_SECOND), self._acknowledged)
+
+    def _acknowledged(self) -> None:
+        self._segments -= 1
+        self._flow()
+
+    def _expect(self, due: float, item: _Message | None) -> None:
+        if item is None:
+            self._ends_at = due
+        elif not self._is_dropped:
+            self._queue.append((due, *item))
+        self._reader.no_later_than(due)
 
 
 class SimStream:
-    """`node.seams.Stream` of the simulation: one end of it."""
+    """`node.seams.Stream` of the simulation: one end of it. `count` is told what each message adds to its
+    peer's traffic."""
 
-    def __init__(self, peer: PeerId, incoming: _Pipe, outgoing: _Pipe) -> None:
+    def __init__(self, peer: PeerId, incoming: _Pipe, outgoing: _Pipe, count: Callable[[int], None]) -> None:
         self._peer = peer
         self._incoming = incoming
         self._outgoing = outgoing
+        self._count = count
+        self.is_stalled = False
+        self.stalls = 0
 
     @property
     def peer(self) -> PeerId:
@@ -136,6 +234,7 @@ class SimStream:
                 f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
         await self._outgoing.put(bytes(message), whole)
+        self._count(math.ceil((len(message) + len(whole)) * STREAM_OVERHEAD))
 
     async def receive(self) -> bytes:
         message, _ = await self.receive_with_payload(0)
@@ -157,14 +256,29 @@ class SimStream:
         self._outgoing.end()
         self._incoming.drop()
 
+    def stall(self) -> None:
+        """A split lies between both ends. `stalls` counts how often."""
+        self.is_stalled = True
+        self.stalls += 1
+        self._incoming.stall()
+        self._outgoing.stall()
 
-def stream_pair(one: PeerId, other: PeerId, links: Links) -> tuple[SimStream, SimStream]:
-    """Both ends of a new stream: the one `one` holds, and the one `other` holds."""
-    latency_seconds = links.latency_seconds(one, other)
-    bytes_per_second = links.model.bytes_per_second
-    there = _Pipe(latency_seconds, bytes_per_second)
-    back = _Pipe(latency_seconds, bytes_per_second)
-    return SimStream(other, back, there), SimStream(one, there, back)
+    def resume(self) -> None:
+        """It is over."""
+        self.is_stalled = False
+        self._incoming.resume()
+        self._outgoing.resume()
+
+
+def stream_pair(
+    there: Line, back: Line, counts: tuple[Callable[[int], None], Callable[[int], None]]
+) -> tuple[SimStream, SimStream]:
+    """Both ends of a new stream: the one where `there` begins, and the one where it ends."""
+    outgoing, incoming = _Pipe(there), _Pipe(back)
+    return (
+        SimStream(there.receiver.peer, incoming, outgoing, counts[0]),
+        SimStream(there.sender.peer, outgoing, incoming, counts[1]),
+    )
 
 
 def _now() -> float:

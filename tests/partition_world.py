@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import pytest
 import trio
-import trio._core._run as trio_run
 
 from crypto.identity import PeerId
 from node.events import RunEnded, RunPlanned, StepCommitted
@@ -21,7 +19,8 @@ from partition.plan.chain import Chain
 from partition.plan.plan import NOTHING, Plan, committee, plan_hash
 from sim.seams import SimClock
 from sim.seeds import seeded_rng
-from tests.stack import Swarm, _live, assert_equal, manifest, prepare, reference, simulate, swarm, weights
+from sim.worlds.scheduling import run_repeatably
+from tests.stack import Swarm, _live, assert_equal, manifest, prepare, reference, swarm, weights
 
 NAMES = "abcdefg"
 PASS_SECONDS = 0.3
@@ -438,10 +437,7 @@ def result_faults(world: World) -> list[str]:
 
 def repeatably(seed: int, scenario: Callable[[], Awaitable[None]]) -> None:
     """As `simulate`, and the same seed is the same run again: trio, too, draws from it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
-        patch.setattr(trio_run, "_r", Random(seed))
-        simulate(scenario)
+    run_repeatably(scenario, Random(seed))
 
 
 def standing(world: World) -> str:

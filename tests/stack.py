@@ -16,7 +16,6 @@ import numpy as np
 import safetensors.numpy
 import torch
 import trio
-import trio.testing
 
 from crypto.identity import Identity, PeerId
 from node import config
@@ -39,9 +38,11 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Graph, Stored
 from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
+from sim.worlds.scheduling import run_virtually
 
 Reply = TypeVar("Reply", bound=api.Reply)
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
@@ -60,7 +61,7 @@ class Swarm:
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
     storages: dict[str, MemoryStorage] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
-    medium: Medium = field(default_factory=lambda: Medium(Links(LinkModel(), 1)))
+    medium: Medium = field(default_factory=lambda: Medium(Links(NetworkModel(), 1)))
 
     def kill(self, name: str) -> PeerId:
         """As SIGKILL: nothing more leaves or enters, no goodbye."""
@@ -76,7 +77,7 @@ class Swarm:
 @asynccontextmanager
 async def swarm(names: str, *, seed: int = 1, stage_seconds: float = STAGE_SECONDS) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it."""
-    group = Swarm(medium=Medium(Links(LinkModel(), seed)))
+    group = Swarm(medium=Medium(Links(NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
@@ -299,8 +300,4 @@ def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
 
 def simulate(scenario: Callable[[], Awaitable[None]]) -> None:
     """Run under a clock that jumps."""
-
-    async def main() -> None:
-        await scenario()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    run_virtually(scenario)

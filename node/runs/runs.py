@@ -80,10 +80,12 @@ class Runs:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         suspect: Callable[[PeerId], None],
         provide: Callable[[str, str], Awaitable[None]],
+        observe: Callable[[object], None],
         machine: Machine,
         checkpoints: Checkpoints,
         copies: Copies,
     ) -> None:
+        """`observe` is told of every message of a run that this node sends."""
         self.seams = seams
         self.signer = signer
         self.live = live
@@ -99,6 +101,7 @@ class Runs:
         self.slot = Slot(seams)
         self.members: dict[bytes, RunMember] = {}
         self._provide = provide
+        self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
         self._over: dict[bytes, str] = {}
         self._telling: set[PeerId] = set()
@@ -270,6 +273,7 @@ class Runs:
 
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None:
         """Queue a pipeline message on the link to `peer`; of a frame, its payload's data beside it."""
+        self._observe(message)
         self.links.send(peer, encode(message), *payload)
 
     def link_rate(self, peer: PeerId) -> float | None:

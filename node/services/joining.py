@@ -40,6 +40,11 @@ class Joining:
         self._found = found
         self._is_alone = is_alone
 
+    def add(self, address: Address) -> None:
+        """Try this one too, from the next round on."""
+        if address not in self._addresses:
+            self._addresses = (*self._addresses, address)
+
     async def run(self) -> None:
         """Until cancelled: one round at once, more while this node is alone."""
         pause = RETRY_SECONDS_MIN

@@ -1,107 +1,259 @@
-"""The link model: when a message arrives, or that it never does. Pure: no trio, no clock.
+"""All links of one simulation: when a message arrives, or that it never does. Pure: no trio, no clock.
 
-What happens to a message is a keyed hash of (seed, sender, receiver, protocol, its number on that
-link), so it does not depend on what other links carry or on the order in which a driver asks.
+What happens to a message is a keyed hash of (seed, sender, receiver, protocol, the instant of sending and
+which message of that instant it is on this link), so it does not depend on what other links carry, nor on
+the order in which a driver asks. No pair of peers costs memory: a distance is computed from both ends.
+
+Splits, blocks and losses for a while are told here by whoever plays the scenario, and hold for what is sent
+from that moment on; what is on its way arrives.
 """
 
-import math
 import struct
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection
+from hashlib import blake2b
 
+from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
-from sim.network.instants import TICKS_PER_SECOND, after, ticks
-from sim.seeds import DRAW_BYTES, draw
+from sim.network.clocks import LocalClock
+from sim.network.instants import TICKS_PER_SECOND, ticks
+from sim.network.model import NetworkModel
+from sim.network.places import Place
+from sim.seeds import draw
 
-_DRAW = struct.Struct("<II")
-_DRAWS_PER_HASH = DRAW_BYTES // _DRAW.size
-_DRAW_RANGE = 2.0**32
-
-
-@dataclass(frozen=True)
-class LinkModel:
-    """How links behave.
-
-    `nearest_seconds`, `farthest_seconds`: each pair of peers has one one-way latency, drawn evenly
-    between these, the same in both directions. `jitter_seconds`: each message adds 0 to this much.
-    `loss`: the share of datagrams that never arrive; streams lose nothing. `bytes_per_second`: what
-    one stream carries in one direction.
-    """
-
-    nearest_seconds: float = 0.05
-    farthest_seconds: float = 0.05
-    jitter_seconds: float = 0.0
-    loss: float = 0.0
-    bytes_per_second: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.nearest_seconds <= self.farthest_seconds < math.inf:
-            raise ValueError("want 0 <= nearest_seconds <= farthest_seconds < inf")
-        if not 0 <= self.jitter_seconds < math.inf:
-            raise ValueError("want 0 <= jitter_seconds < inf")
-        if not 0 <= self.loss <= 1:
-            raise ValueError("loss is a share, 0 to 1")
-        if not self.bytes_per_second > 0:
-            raise ValueError("want bytes_per_second > 0")
-
-
-class Link:
-    """One direction between two peers for one protocol. `post` decides the fate of each datagram."""
-
-    __slots__ = ("_draws", "_key", "_model", "_seed", "_sequence", "_ticks", "latency_seconds")
-
-    def __init__(
-        self, model: LinkModel, seed: int, key: tuple[PeerId, PeerId, str], latency_seconds: float
-    ) -> None:
-        self.latency_seconds = latency_seconds
-        self._model = model
-        self._seed = seed
-        self._key = key
-        # What always takes the same time needs no draws: None.
-        self._draws = b"" if model.loss > 0 or model.jitter_seconds > 0 else None
-        self._ticks = ticks(latency_seconds)
-        self._sequence = 0
-
-    def post(self, now: float) -> tuple[int, float]:
-        """One datagram leaves at the instant `now`: (its number on the link, when it arrives).
-
-        It arrives at inf if it is lost.
-        """
-        sequence = self._sequence
-        self._sequence = sequence + 1
-        if self._draws is None:
-            return sequence, (round(now * TICKS_PER_SECOND) + self._ticks) / TICKS_PER_SECOND
-        offset = sequence % _DRAWS_PER_HASH
-        if offset == 0:
-            self._draws = draw(self._seed, "link", *self._key, sequence)
-        fate, jitter = _DRAW.unpack_from(self._draws, offset * _DRAW.size)
-        model = self._model
-        if fate < model.loss * _DRAW_RANGE:
-            return sequence, math.inf
-        return sequence, after(now, self.latency_seconds + model.jitter_seconds * jitter / _DRAW_RANGE)
+_DRAWS = struct.Struct("<6I")
+_MESSAGE = struct.Struct("<QI")
+_RANGE = 2.0**32
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_BITS = 32
+"""Of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper half."""
 
 
 class Links:
-    """All links of one simulation, under one model and seed."""
+    """Under one model and seed. `counters` says what became of messages on the way: lost (by chance), cut (a
+    split or a block lay between), duplicated (copies that were made), filtered (by a translator)."""
 
-    def __init__(self, model: LinkModel, seed: int) -> None:
+    def __init__(self, model: NetworkModel, seed: int) -> None:
         self.model = model
+        self.counters: Counter[str] = Counter()
+        self.is_limited = model.is_limited
+        self.has_translators = any(access.nat != "none" for access in model.access)
         self._seed = seed
-        self._links: dict[tuple[PeerId, PeerId, str], Link] = {}
+        self._base, self._span = _distances(model)
+        self._jitter_ticks = ticks(model.jitter_seconds) if model.jitter_seconds > 0 else 0
+        self._reorder_ticks = ticks(model.reorder_seconds)
+        self._fates_differ = bool(
+            model.loss or model.jitter_seconds or model.duplication or model.reordering
+        ) or any(access.loss for access in model.access)
+        self._places: dict[PeerId, Place] = {}
+        self._splits: dict[int, dict[PeerId, int]] = {}
+        self._split_number = 0
+        self._blocked: dict[PeerId, dict[PeerId, None]] = {}
+        self._lossy: dict[PeerId, float] = {}
+        self._deaf: dict[PeerId, None] = {}
+        self.is_even = not self._fates_differ and not self.has_translators
 
-    def link(self, sender: PeerId, receiver: PeerId, protocol: str) -> Link:
-        """The one link from `sender` to `receiver` for `protocol`."""
-        key = (sender, receiver, protocol)
-        link = self._links.get(key)
-        if link is None:
-            latency_seconds = self.latency_seconds(sender, receiver)
-            link = self._links[key] = Link(self.model, self._seed, key, latency_seconds)
-        return link
+    # Where peers are.
 
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        """The one-way latency between two peers, without jitter; the same in both directions."""
+    def place(self, peer: PeerId, number: int) -> None:
+        """Give a peer the region, the access and the clock of its number, before anything else is asked of
+        it. A peer that was never placed has those of its name."""
+        if peer in self._places:
+            raise LocalProtocolError("this peer has a place already")
+        self._settle(peer, number)
+
+    def at(self, peer: PeerId) -> Place:
+        """The place of a peer."""
+        return self._places.get(peer) or self._settle(peer, peer)
+
+    def region(self, peer: PeerId) -> str:
+        """The name of the region where a peer is; empty where there are none."""
+        regions = self.model.regions
+        return regions[self.at(peer).region].name if regions else ""
+
+    def clock(self, peer: PeerId) -> LocalClock:
+        """How wrong the clock of a peer is."""
+        return self.at(peer).clock
+
+    def latency_seconds(self, sender: PeerId, receiver: PeerId) -> float:
+        """One way, without jitter and queues."""
+        return self.latency_ticks(self.at(sender), self.at(receiver)) / TICKS_PER_SECOND
+
+    def latency_ticks(self, sender: Place, receiver: Place) -> int:
+        """The same in whole microseconds."""
+        base = self._base[sender.region][receiver.region]
+        span = self._span[sender.region][receiver.region]
+        if not span:
+            return base
+        share = ((sender.key ^ receiver.key) * _SPREAD & _MASK) >> _BITS
+        return base + (share * span >> _BITS)
+
+    def sender(self, peer: PeerId, protocol: str) -> "Sender":
+        """What `peer` sends by `protocol` goes through this; one is kept by whoever drives the peer."""
+        return Sender(self, self.at(peer), protocol, self._seed)
+
+    # What is done to links for a while.
+
+    def split(self, *sides: Collection[PeerId]) -> int:
+        """Nothing passes from one side to another any more until `heal`; whoever is in none is with its like.
+        Several splits may be on at once: `heal` takes the number that this returns."""
+        self._split_number += 1
+        self._splits[self._split_number] = {
+            peer: number for number, side in enumerate(sides) for peer in side
+        }
+        self._take_sides()
+        return self._split_number
+
+    def heal(self, number: int | None = None) -> None:
+        """End one split, or all of them."""
+        if number is None:
+            self._splits.clear()
+        else:
+            self._splits.pop(number, None)
+        self._take_sides()
+
+    def block(self, one: PeerId, other: PeerId) -> None:
+        """What `one` sends does not reach `other` any more; the other way it does."""
+        self._blocked.setdefault(one, {})[other] = None
+        self._look()
+
+    def unblock(self, one: PeerId, other: PeerId) -> None:
+        """As before `block`."""
+        self._blocked.get(one, {}).pop(other, None)
+        if not self._blocked.get(one, True):
+            del self._blocked[one]
+        self._look()
+
+    def deafen(self, peer: PeerId, *, deaf: bool = True) -> None:
+        """Others hear the peer, it hears nobody; or it does again."""
+        self.at(peer).deaf = deaf
+        if deaf:
+            self._deaf[peer] = None
+        else:
+            self._deaf.pop(peer, None)
+        self._look()
+
+    def disturb(self, peer: PeerId, loss: float) -> None:
+        """So many more of the datagrams from and to `peer` are lost from now on; 0 ends it."""
+        place = self.at(peer)
+        place.kept_share = (1.0 - place.access.loss) * (1.0 - loss)
+        if loss:
+            self._lossy[peer] = loss
+        else:
+            self._lossy.pop(peer, None)
+        self._look()
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        """Whether what `one` sends now may come to `other`: no split and no block lies between."""
+        return self.connects(self.at(one), self.at(other))
+
+    def connects(self, one: Place, other: Place) -> bool:
+        """As `reaches`."""
+        if one.sides != other.sides or other.deaf:
+            return False
+        blocked = self._blocked.get(one.peer)
+        return blocked is None or other.peer not in blocked
+
+    def may_open(self, other: PeerId, now: float) -> bool:
+        """Whether streams may be opened to `other`: always to one with a public address, by anybody."""
+        nat = self.at(other).nat
+        return nat is None or nat.lets_streams_in(now)
+
+    def lets_in(self, one: PeerId, other: PeerId, now: float) -> bool:
+        """A datagram of `one` comes to `other` at the instant `now`: whether the translators let it pass."""
+        before, behind = self.at(one).nat, self.at(other).nat
+        if (before is not None and not before.lets_out()) or (
+            behind is not None and not behind.lets_in(one, now)
+        ):
+            self.counters["filtered"] += 1
+            return False
+        if before is not None:
+            before.got_through(other, now)
+        return True
+
+    def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
+        """How long each copy of one message travels, in ticks; none for one that never arrives."""
+        if not self.connects(sender, receiver):
+            self.counters["cut"] += 1
+            return ()
+        latency = self.latency_ticks(sender, receiver)
+        if not self._fates_differ and not self._lossy:
+            return (latency,)
         model = self.model
-        if model.nearest_seconds == model.farthest_seconds:
-            return model.nearest_seconds
-        low, high = min(one, other), max(one, other)
-        share = int.from_bytes(draw(self._seed, "distance", low, high)[:4], "little") / _DRAW_RANGE
-        return model.nearest_seconds + (model.farthest_seconds - model.nearest_seconds) * share
+        data = name + receiver.peer + _MESSAGE.pack(tick, count)
+        lot, jitter, turn, held, twin, twin_jitter = _DRAWS.unpack(
+            blake2b(data, digest_size=_DRAWS.size).digest()
+        )
+        if lot >= (1.0 - model.loss) * sender.kept_share * receiver.kept_share * _RANGE:
+            self.counters["lost"] += 1
+            return ()
+        trip = latency + (jitter * self._jitter_ticks >> _BITS)
+        if turn < model.reordering * _RANGE:
+            trip += held * self._reorder_ticks >> _BITS
+        if twin >= model.duplication * _RANGE:
+            return (trip,)
+        self.counters["duplicated"] += 1
+        # A copy takes a path of its own; never the same instant, so that an arrival is one of a kind.
+        other = latency + (twin_jitter * self._jitter_ticks >> _BITS)
+        return (trip, other if other != trip else trip + 1)
+
+    def _settle(self, peer: PeerId, who: int | bytes) -> Place:
+        place = self._places[peer] = Place(peer, self.model, self._seed, who)
+        place.sides = tuple(split.get(peer) for split in self._splits.values())
+        return place
+
+    def _take_sides(self) -> None:
+        splits = tuple(self._splits.values())
+        for peer, place in self._places.items():
+            place.sides = tuple(split.get(peer) for split in splits)
+        self._look()
+
+    def _look(self) -> None:
+        disturbed = bool(self._splits or self._blocked or self._deaf or self._lossy)
+        self.is_even = not (self._fates_differ or self.has_translators or disturbed)
+
+
+class Sender:
+    """What one peer sends by one protocol."""
+
+    __slots__ = ("_counts", "_links", "_name", "_tick", "place")
+
+    def __init__(self, links: Links, place: Place, protocol: str, seed: int) -> None:
+        self.place = place
+        self._links = links
+        self._name = draw(seed, "fate", place.peer, protocol)[:32]
+        self._tick = -1
+        self._counts: dict[PeerId, int] = {}
+
+    def trips(self, now: float, receiver: Place) -> tuple[int, ...]:
+        """One datagram leaves for `receiver` at the instant `now`: how long each copy of it travels, in
+        ticks. None of them, if it never arrives."""
+        links = self._links
+        if self.place.nat is not None:
+            self.place.nat.sent(receiver.peer, now)
+        tick = round(now * TICKS_PER_SECOND)
+        if tick != self._tick:
+            self._tick, self._counts = tick, {}
+        count = self._counts.get(receiver.peer, 0)
+        self._counts[receiver.peer] = count + 1
+        return links.fate(self._name, self.place, receiver, tick, count)
+
+
+def _distances(model: NetworkModel) -> tuple[list[list[int]], list[list[int]]]:
+    """Per region and region: the shortest latency in ticks, and how much more it may be."""
+    count = max(1, len(model.regions))
+    everywhere = (model.nearest_seconds, model.farthest_seconds)
+    bases, spans = [], []
+    for one in range(count):
+        pairs = []
+        for other in range(count):
+            if model.regions and one == other:
+                pairs.append(model.regions[one].inside_seconds)
+            elif model.between_seconds:
+                pairs.append((model.between_seconds[one][other],) * 2)
+            else:
+                pairs.append(everywhere)
+        bases.append([ticks(low) for low, _ in pairs])
+        spans.append([ticks(high) - ticks(low) for low, high in pairs])
+    return bases, spans

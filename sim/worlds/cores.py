@@ -19,6 +19,7 @@ import dht.settings
 import gossip.messages
 from crypto.identity import PeerId
 from dht.events import Joined
+from dht.keys import node_key
 from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import MemberChanged, MemberDown, MemberLeft, MemberUp, Status
 from gossip.settings import PRESETS
@@ -27,9 +28,9 @@ from node.seams import own_rng
 from node.services.driver import Sends
 from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
-from sim.happenings import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
+from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import after
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
 from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
@@ -38,6 +39,7 @@ from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
 from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
+from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
@@ -59,19 +61,21 @@ class CoresWorld:
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
-        self.links = _links(scenario, seed)
-        self.roster = Roster(scenario, seed, lambda _: "")
+        self.links = Links(scenario.network, seed)
+        self.roster = Roster(scenario, seed, self._region_of)
+        for number, peer in enumerate(self.peers):
+            self.links.place(peer, number)
         wires = WIRES if scenario.encoded else None
-        self.engine = Engine(self.links, wires=wires, publish=self._learnt)
+        self.engine = Engine(self.links, wires=wires, publish=self._learnt, count_bytes=True)
         self.lives: dict[PeerId, Life] = {}
-        self._side_of: dict[PeerId, int] = {}
         self._publish = publish
         self._agenda = Agenda()
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
         self._running: list[Life] = []
         self._met_before: dict[int, tuple[PeerId, ...]] = {}
         self._joining = Joining(self)
-        self._direction = Direction(self, scenario, seed, lambda _: "")
+        self._direction = Direction(self, scenario, seed, self._region_of)
+        self._slowness: dict[int, float] = {}
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
         self._discovery = dht.settings.Settings(republish_seconds=scenario.records.republish_seconds)
@@ -80,6 +84,9 @@ class CoresWorld:
         for lost in (MemberDown, MemberLeft):
             self.on(lost, self._lost)
         self.on(Joined, self._joined)
+        self._place = node_key if scenario.membership.scope == "neighbourhood" else None
+        if self._place is not None:
+            Neighbours(self)
         if scenario.records.enabled:
             RecordsWork(self)
         self.training = TrainingRuns(self)
@@ -116,14 +123,14 @@ class CoresWorld:
     def up_since(self, peer: PeerId) -> float:
         return self.lives[peer].since
 
-    def region(self, peer: PeerId) -> str:  # noqa: ARG002
-        return ""
+    def region(self, peer: PeerId) -> str:
+        return self.links.region(peer)
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        return self._side_of.get(one, 0) == self._side_of.get(other, 0)
+        return self.links.reaches(one, other)
 
-    def in_scope(self, one: PeerId, other: PeerId) -> bool:  # noqa: ARG002
-        return True
+    def in_scope(self, one: PeerId, other: PeerId) -> bool:
+        return self._place is None or self.lives[one].swim.scope.holds(other)
 
     def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
         return self.lives[peer].swim.statuses
@@ -133,7 +140,11 @@ class CoresWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        return self.engine.counters
+        counters: dict[str, int] = {**self.engine.counters}
+        for protocol, sent in self.engine.traffic().items():
+            counters[f"messages {protocol}"] = sent.messages
+            counters[f"bytes {protocol}"] = sent.sent_bytes
+        return counters
 
     # What its parts may do.
 
@@ -156,6 +167,12 @@ class CoresWorld:
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
 
+    def meets(self, one: PeerId, other: PeerId) -> bool:
+        return self.reaches(one, other) and self.reaches(other, one)
+
+    def may_open(self, one: PeerId, other: PeerId) -> bool:
+        return other in self.lives and self.meets(one, other) and self.links.may_open(other, self.now)
+
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
@@ -170,8 +187,10 @@ class CoresWorld:
             return
         life = self._begin(number)
         self.lives[life.peer] = life
-        self.engine.add(life.peer, life.swim, protocol=SWIM, at=self.now)
-        self.engine.add(life.peer, life.kademlia, protocol=KADEMLIA, at=self.now)
+        clock = self.links.clock(life.peer)
+        self.engine.add(life.peer, life.swim, protocol=SWIM, at=self.now, clock=clock)
+        self.engine.add(life.peer, life.kademlia, protocol=KADEMLIA, at=self.now, clock=clock)
+        self.engine.slow(life.peer, self._slowness.get(number, 1.0))
         remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
         self._joining.begin(life, self._met_before.pop(number, ()))
@@ -179,31 +198,47 @@ class CoresWorld:
         self._running.append(life)
 
     def split(self, side_of: Mapping[int, int]) -> None:
-        self._side_of = {self.peers[number]: side for number, side in side_of.items()}
-        if side_of:
-            sides: dict[int, list[PeerId]] = {}
-            for number, peer in enumerate(self.peers):
-                sides.setdefault(side_of.get(number, 0), []).append(peer)
-            self.tell(None, NetworkSplit(tuple(tuple(side) for _, side in sorted(sides.items()))))
+        sides: dict[int, list[PeerId]] = {}
+        for number, peer in enumerate(self.peers):
+            sides.setdefault(side_of.get(number, 0), []).append(peer)
+        self.links.heal()
+        if len(sides) > 1:
+            self.links.split(*sides.values())
+            self.tell(None, NetworkSplit(tuple(map(tuple, sides.values()))))
         else:
             self.tell(None, NetworkHealed())
         self.training.network_changed()
 
-    def deafen(self, number: int, deaf: bool) -> None: ...
-    def lose(self, number: int, loss: float) -> None: ...
-    def freeze(self, number: int, seconds: float) -> None: ...
-    def slow(self, number: int, factor: float) -> None: ...
+    def deafen(self, number: int, deaf: bool) -> None:
+        self.links.deafen(self.peers[number], deaf=deaf)
+
+    def lose(self, number: int, loss: float) -> None:
+        self.links.disturb(self.peers[number], loss)
+
+    def freeze(self, number: int, seconds: float) -> None:
+        self.engine.freeze(self.peers[number], self.now, seconds)
+        self.tell(self.lives[self.peers[number]], PeerFrozen(seconds))
+
+    def slow(self, number: int, factor: float) -> None:
+        self._slowness[number] = factor
+        self.engine.slow(self.peers[number], factor)
+        life = self.lives.get(self.peers[number])
+        if life is not None:
+            self.tell(life, PeerSlowed(factor))
 
     def _begin(self, number: int) -> Life:
         """A life with its cores, as `node.services` make them."""
-        now = self.now
-        life = Life(number, self._serials[number], now, self.roster.signer(number))
+        life = Life(number, self._serials[number], self.now, self.roster.signer(number))
+        now = self.links.clock(life.peer).local(self.now)
         self._serials[number] += 1
         rng = seeded_rng(self.seed, "life", life.peer, life.serial)
         incarnation = int((EPOCH_SECONDS + now) * 1000)
         profile = self.roster.profile(number)
-        life.swim = self.cores.swim(life.signer, profile, self._membership, own_rng(rng), incarnation, now)
-        life.kademlia = self.cores.kademlia(life.signer, self._discovery, own_rng(rng), profile.addresses)
+        signer = life.signer
+        life.swim = self.cores.swim(
+            signer, profile, self._membership, own_rng(rng), incarnation, now, place=self._place
+        )
+        life.kademlia = self.cores.kademlia(signer, self._discovery, own_rng(rng), profile.addresses)
         life.kademlia.wall_offset = EPOCH_SECONDS
         return life
 
@@ -239,6 +274,9 @@ class CoresWorld:
             for handler in handlers:
                 handler(life, event)
 
+    def _region_of(self, number: int) -> str:
+        return self.region(self.peers[number])
+
     def _met(self, life: Life, event: MemberUp | MemberChanged) -> None:
         self.engine.command(life.peer, partial(_add, event), protocol=KADEMLIA)
 
@@ -262,10 +300,3 @@ def _remove(event: MemberDown | MemberLeft, core: Any, now: float) -> Sends:
 def _leave(core: Any, now: float) -> Sends:
     sends: Sends = core.leave(now)
     return sends
-
-
-def _links(scenario: Scenario, seed: int) -> Links:
-    model = scenario.network
-    return Links(
-        LinkModel(model.nearest_seconds, model.farthest_seconds, model.jitter_seconds, model.loss), seed
-    )

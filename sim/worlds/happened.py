@@ -1,7 +1,7 @@
 """What a node says of a run, in the words that worlds of cores have for it (`sim.happenings`).
 
 A node's events are for people: short ids, no hashes of parents. What is missing is read off the node's public
-face at that very moment. What the sums of a step held is not what somebody says of them but what the stages
+face at that very moment. What the sums of a step held is not what somebody says of them, but what the stages
 were seen to add up (`sim.worlds.stages`).
 """
 
@@ -13,12 +13,10 @@ from node import events
 from node.runs.manifest import Run
 from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification
+from partition.steps.messages import StepCommit
 from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
 from sim.scenario import Training
 from sim.worlds.node_life import NodeLife
-
-_Held = dict[tuple[int, PeerId], tuple[int, ...]]
-"""By stage and replica: the micro-batches that its sums held."""
 
 
 @dataclass
@@ -39,11 +37,16 @@ class RunWords:
     """All runs of a world, and what was said of them."""
 
     runs: dict[str, Trained] = field(default_factory=dict)
-    _held: dict[tuple[str, bytes, int], _Held] = field(default_factory=dict)
+    _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
 
     def made(self, training: Training, run: Run) -> None:
         """Somebody asks for this run from now on."""
         self.runs[run.text] = Trained(training, run)
+
+    def sent(self, message: object) -> None:
+        """A node sends a message of a run."""
+        if isinstance(message, StepCommit):
+            self._commits[message.plan, message.step] = message
 
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
@@ -53,11 +56,9 @@ class RunWords:
             plan = _plan(life, trained.run)
             if plan is None or trained.run.random_key != specification.run:
                 continue
-            stage, name = plan.stage_of(life.peer), plan_hash(plan)
-            if stage is None:
-                continue  # the plan in force is without it by now
-            self._held.setdefault((trained.run.text, name, step), {})[stage, life.peer] = microbatches
-            return SamplesCounted(trained.run.id, name, step, stage, microbatches)
+            stage = plan.stage_of(life.peer)
+            if stage is not None:  # the plan in force may be without it by now
+                return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)
         return None
 
     def of_node(self, life: NodeLife, event: events.Event) -> Any | None:
@@ -88,14 +89,13 @@ class RunWords:
         plan = _plan(life, trained.run)
         if plan is None or plan.committer != life.peer:
             return None  # it only heard of it
-        name = plan_hash(plan)
-        held = self._held.pop((event.run, name, event.step), {})
+        commit = self._commits.pop((plan_hash(plan), event.step))
         counted = tuple(
-            tuple((PeerId(peer), held.get((stage, PeerId(peer)), ())) for peer in row.replicas)
-            for stage, row in enumerate(plan.stages)
+            tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
+            for stage in range(len(plan.stages))
         )
         trained.steps = max(trained.steps, event.step + 1)
-        return StepCommitted(trained.run.id, name, plan.height, event.step, counted, event.loss)
+        return StepCommitted(trained.run.id, plan_hash(plan), plan.height, event.step, counted, event.loss)
 
     def _ended(self, trained: Trained, event: events.RunEnded) -> RunEnded:
         # Whoever was away may give a run up that others brought to its end.

@@ -64,7 +64,7 @@ class Joining:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        answered = [peer for peer in dialled if peer in ground.lives and ground.reaches(life.peer, peer)]
+        answered = [peer for peer in dialled if ground.may_open(life.peer, peer)]
         if answered:
             ground.command(life, SWIM, lambda core, now: core.join(now, answered))
             ground.command(life, KADEMLIA, lambda core, now: core.join(now, answered))

@@ -14,7 +14,6 @@ from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
 from node.services.driver import Sends
 from sim.happenings import PeerStopped, RecordGot, RecordPublished, RecordWanted
-from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
 
@@ -93,14 +92,19 @@ class RecordsWork:
         life, now = entry.publisher, self._ground.now
         entry.expires = now + self._settings.lifetime_seconds
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
-        sequence = int((EPOCH_SECONDS + now) * 1000)
-        expires = int(EPOCH_SECONDS + entry.expires)
-        fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
-        self._ground.tell(life, RecordPublished(_key(entry), value, sequence))
+
+        def store(core: Any, now: float) -> tuple[int, Sends]:
+            # By the peer's own clock, as a node does.
+            wall = core.wall_offset + now
+            sequence, expires = int(wall * 1000), int(wall + self._settings.lifetime_seconds)
+            fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
+            self._ground.tell(life, RecordPublished(_key(entry), value, sequence))
+            stored: tuple[int, Sends] = core.store(now, fact)
+            return stored
+
         if not quiet:
             self._ground.tell(life, RecordWanted(entry.number, storing=True))
-        request = _Request(entry, now, expected=True, quiet=quiet)
-        self._order(life, request, lambda core, now: core.store(now, fact))
+        self._order(life, _Request(entry, now, expected=True, quiet=quiet), store)
 
     def _stored(self, life: Life, event: RecordStored) -> None:
         request = self._taken(life, event.request)
@@ -140,8 +144,7 @@ class RecordsWork:
         that looks is in the DHT."""
         publisher = entry.publisher
         is_alive = self._ground.lives.get(publisher.peer) is publisher
-        is_there = entry.stored and is_alive and life.entered
-        return is_there and self._ground.reaches(life.peer, publisher.peer)
+        return entry.stored and is_alive and life.entered and self._ground.meets(life.peer, publisher.peer)
 
     def _found(self, life: Life, event: RecordsFound) -> None:
         request = self._taken(life, event.request)

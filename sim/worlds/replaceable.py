@@ -17,6 +17,7 @@ from dht.kademlia import Kademlia
 from dht.keys import Key
 from gossip import settings as gossip
 from gossip.member import Profile, Status
+from gossip.scope import Place, Scope
 from gossip.swim import Swim
 from node.services.driver import Core
 from partition.plan.agreement import Agreement
@@ -27,6 +28,8 @@ from partition.steps.replica import Replica
 class MembershipCore(Core, Protocol):
     """What a world asks of a membership core. It learns the events of `gossip.member`."""
 
+    @property
+    def scope(self) -> Scope: ...
     @property
     def statuses(self) -> Mapping[PeerId, Status]: ...
     @property
@@ -47,11 +50,27 @@ class DiscoveryCore(Core, Protocol):
     def join(self, now: float, peers: Sequence[PeerId]) -> Any: ...
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Any: ...
     def remove(self, now: float, peer: PeerId) -> Any: ...
+    def locate(self, now: float, key: Key) -> tuple[int, Any]: ...
     def find(self, now: float, key: Key) -> tuple[int, Any]: ...
     def store(self, now: float, fact: Fact) -> tuple[int, Any]: ...
 
 
-MakeMembership = Callable[[Signer, Profile, gossip.Settings, Random, int, float], MembershipCore]
+class MakeMembership(Protocol):
+    """`place` is where a peer stands in the key space, given where each is to list its neighbourhood."""
+
+    def __call__(
+        self,
+        signer: Signer,
+        profile: Profile,
+        settings: gossip.Settings,
+        rng: Random,
+        incarnation: int,
+        now: float,
+        *,
+        place: Place | None = None,
+    ) -> MembershipCore: ...
+
+
 MakeDiscovery = Callable[[Signer, dht.Settings, Random, tuple[Address, ...]], DiscoveryCore]
 
 

@@ -19,7 +19,6 @@ import trio._core._run as trio_run
 import trio.testing
 
 from crypto.errors import LocalProtocolError
-from sim.seeds import seeded_rng
 
 T = TypeVar("T")
 
@@ -35,9 +34,9 @@ def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
     return trio.run(whole, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def run_repeatably(main: Callable[[], Awaitable[T]], seed: int) -> T:
-    """As `run_virtually`, and the same seed is the same run again."""
-    with _ordered(seeded_rng(seed, "scheduling")):
+def run_repeatably(main: Callable[[], Awaitable[T]], rng: Random) -> T:
+    """As `run_virtually`; the same draws of `rng` are the same run again."""
+    with _ordered(rng):
         return run_virtually(main)
 
 
@@ -46,7 +45,7 @@ def _ordered(rng: Random) -> Iterator[None]:
     names = vars(trio_run)
     if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):
         raise LocalProtocolError(
-            f"trio {trio.__version__} has its deterministic scheduling elsewhere: see sim/worlds/scheduling.py"
+            f"trio {trio.__version__} hides its deterministic scheduling elsewhere: sim/worlds/scheduling.py"
         )
     before = names[_SWITCH], names[_GENERATOR]
     names[_SWITCH], names[_GENERATOR] = True, rng

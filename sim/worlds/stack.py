@@ -21,13 +21,14 @@ import msgspec
 import trio
 import trio.testing
 
+from crypto.contact import Address
 from crypto.identity import PeerId
 from dht.events import Joined
 from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node import config
-from node.events import Event
+from node.events import Event, JoinTried
 from node.runtime import Node
 from node.services.capacity import Capacity
 from partition.stage import StageSpecification
@@ -55,8 +56,6 @@ from sim.worlds.submitted import capture, submit
 OURS = Cores()
 SPEEDS = (0.5, 2.0)
 """Peers that compute do so half to twice as fast as an ordinary one."""
-SEEDS_TRIED = 3
-"""Addresses that a peer begins with where others come and go."""
 FOLDER = Path("/simulated")
 
 
@@ -112,7 +111,7 @@ class StackWorld:
             self.at(training.at_seconds, self._submit, number, captured[number])
         try:
             with settled() if self.scenario.runs else nullcontext():
-                run_repeatably(partial(self._whole, on_sample), self.seed)
+                run_repeatably(partial(self._whole, on_sample), seeded_rng(self.seed, "scheduling"))
         except BaseExceptionGroup as group:
             raise self._failure or _alone(group) from None
         if self._failure is not None:
@@ -310,7 +309,7 @@ class StackWorld:
 
     def _node(self, life: NodeLife) -> Node:
         number, rng_labels = life.number, ("life", life.peer, life.serial)
-        offered = self._capacity(number)
+        offered, through = self._capacity(number), self._through(life)
         speed = offered.flops_per_second / capacity("").flops_per_second
         return Node(
             config.Config(
@@ -319,7 +318,7 @@ class StackWorld:
                 resources=config.Resources(accept_runs="swarm" if self._takes_stages(number) else "never"),
                 data_dir=FOLDER,
             ),
-            join=[self.roster.address(seed).short for seed in self._seeds_for(life)],
+            join=() if through is None else (through.short,),
             network=self.medium.attach(life.peer),
             clock=SimClock(),
             rng=seeded_rng(self.seed, *rng_labels),
@@ -366,25 +365,32 @@ class StackWorld:
         runs = self.scenario.runs
         return not runs or number < max(training.members for training in runs)
 
-    def _seeds_for(self, life: NodeLife) -> list[int]:
-        """Who runs already, chosen by the seed: one, or more where whoever is chosen may be gone by then."""
-        scenario = self.scenario
-        is_calm = scenario.churn.profile == "none" and not scenario.churn.sessions and not scenario.events
-        rng = seeded_rng(self.seed, "through", life.peer, ticks(self.now))
-        picked = [self.pick(rng) for _ in range(1 if is_calm else SEEDS_TRIED)]
-        return list(dict.fromkeys(other.number for other in picked if other is not None))
+    def _through(self, life: NodeLife) -> Address | None:
+        """Where somebody is who runs already, chosen by the seed."""
+        other = self.pick(seeded_rng(self.seed, "through", life.peer, ticks(self.now)))
+        return None if other is None or other is life else self.roster.address(other.number)
 
     # What nodes say.
 
     def _learnt(self, life: NodeLife, event: Any) -> None:
-        if self.lives.get(life.peer) is life:
+        if self.lives.get(life.peer) is not life:
+            return
+        if isinstance(event, msgspec.Struct):
+            self._words.sent(event)
+        else:
             self.tell(life, event)
 
     def _said(self, life: NodeLife, event: Event) -> None:
-        if self.lives.get(life.peer) is life and self.scenario.runs:
-            said = self._words.of_node(life, event)
-            if said is not None:
-                self.tell(life, said)
+        if self.lives.get(life.peer) is not life:
+            return
+        if isinstance(event, JoinTried) and event.outcome not in ("ok", "self"):
+            # A person would ask around for another address.
+            through = self._through(life)
+            if through is not None:
+                life.node.joining.add(through)
+        said = self._words.of_node(life, event)
+        if said is not None:
+            self.tell(life, said)
 
     def _applied(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]

@@ -33,7 +33,8 @@ from node.runs.blobs import (
 from node.seams import Handler, RealClock, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seams import Medium, MemoryStorage, simulated_seams
 from tests.node.nets import acquaint, make_network, running
 from tests.stack import simulate
@@ -106,13 +107,13 @@ class Group:
 
 
 @asynccontextmanager
-async def peers(model: LinkModel | None = None) -> AsyncIterator[Group]:
+async def peers(model: NetworkModel | None = None) -> AsyncIterator[Group]:
     async with trio.open_nursery() as nursery:
-        yield Group(nursery, Medium(Links(model or LinkModel(), 1)))
+        yield Group(nursery, Medium(Links(model or NetworkModel(), 1)))
         nursery.cancel_scope.cancel()
 
 
-def scenario(test: Callable[[Group], Awaitable[None]], model: LinkModel | None = None) -> None:
+def scenario(test: Callable[[Group], Awaitable[None]], model: NetworkModel | None = None) -> None:
     async def main() -> None:
         async with peers(model) as group:
             await test(group)

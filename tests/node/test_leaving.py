@@ -10,13 +10,14 @@ from node.events import JoinTried, NodeStopped
 from node.runtime import Node
 from node.services.capacity import Capacity
 from sim.executor import SimExecutor
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
 
 
 def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
-    medium = Medium(Links(LinkModel(), 1))
+    medium = Medium(Links(NetworkModel(), 1))
     events: list[object] = []
 
     def node(number: int, *join: str) -> Node:

@@ -31,7 +31,8 @@ from gossip.swim import Swim
 from node.services.driver import Core, Driver, Sends
 from sim.engine import Engine, Order, Wire
 from sim.network.instants import instant
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seams import EPOCH_SECONDS, Medium, SimClock, SimInbox
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 from sim.trace import Trace, TracedCore
@@ -42,7 +43,7 @@ WIRES = {
 }
 PEERS = 12
 END_SECONDS = 8.0
-MODEL = LinkModel(nearest_seconds=0.05, farthest_seconds=0.05, loss=0.03)
+MODEL = NetworkModel(nearest_seconds=0.05, farthest_seconds=0.05, loss=0.03)
 
 
 @dataclass(frozen=True)

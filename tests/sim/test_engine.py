@@ -9,7 +9,8 @@ from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Sends
 from sim.engine import Engine, Wire
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import NetworkModel
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged
@@ -17,10 +18,10 @@ from tests.sim.toys import Message, Ping, Pinger, Ponged
 A, B, C = sorted(seeded_peer(1, index) for index in range(3))
 
 
-def ring(seed: int, *, model: LinkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
+def ring(seed: int, *, model: NetworkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
     """Ten pingers for two seconds."""
     trace = Trace()
-    engine = Engine(Links(model or LinkModel(loss=0.1), seed), trace=trace, wires=wires)
+    engine = Engine(Links(model or NetworkModel(loss=0.1), seed), trace=trace, wires=wires)
     peers = [seeded_peer(1, index) for index in range(10)]
     for peer in peers:
         others = [other for other in peers if other != peer]
@@ -67,7 +68,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
     digests = []
     for pieces in (1, 40):
         trace = Trace()
-        engine = Engine(Links(LinkModel(0.01, 0.09), 1), trace=trace)
+        engine = Engine(Links(NetworkModel(0.01, 0.09), 1), trace=trace)
         engine.add(A, pinger([B, C]))
         engine.add(B, pinger([A, C]))
         engine.add(C, pinger([A, B]))
@@ -78,7 +79,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
 
 
 def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_woken() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     listener = Listener(deadline=0.15)
 
     def called(core: Listener, now: float) -> Sends:
@@ -104,7 +105,7 @@ def test_within_an_instant_a_core_first_receives_by_sender_then_is_called_then_w
 
 
 def test_a_killed_peer_says_and_hears_nothing_more() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, other = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, other)
@@ -116,7 +117,7 @@ def test_a_killed_peer_says_and_hears_nothing_more() -> None:
 
 
 def test_a_peer_added_later_begins_later() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, late = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, late, at=1.0)
@@ -127,7 +128,9 @@ def test_a_peer_added_later_begins_later() -> None:
 
 def test_events_are_published_with_their_time_and_peer() -> None:
     seen: list[tuple[float, PeerId, Any]] = []
-    engine = Engine(Links(LinkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event)))
+    engine = Engine(
+        Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event))
+    )
     engine.add(A, pinger([B], period_seconds=1.0))
     engine.add(B, Pinger([], seeded_rng(1), now=0.0, period_seconds=1.0))
     engine.run(1.5)
@@ -135,7 +138,7 @@ def test_events_are_published_with_their_time_and_peer() -> None:
 
 
 def test_a_deadline_that_moves_later_wakes_only_once() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     listener = Listener(deadline=1.0)
 
     def postpone(core: Listener, now: float) -> Sends:
@@ -154,14 +157,14 @@ def test_a_core_whose_deadline_never_moves_on_is_a_bug_and_not_an_endless_loop()
         def wake(self, now: float) -> Sends:
             return []
 
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     engine.add(A, Stuck(deadline=0.5))
     with pytest.raises(LocalProtocolError, match="does not move on"):
         engine.run(1.0)
 
 
 def test_garbage_is_refused_and_counted() -> None:
-    engine = Engine(Links(LinkModel(), 1), wires={"": Wire(Message, 1_232)})
+    engine = Engine(Links(NetworkModel(), 1), wires={"": Wire(Message, 1_232)})
     listener = Listener()
     engine.add(A, listener)
     engine.add(B, Listener())
@@ -172,22 +175,22 @@ def test_garbage_is_refused_and_counted() -> None:
 
 
 def test_one_peer_has_one_core_for_a_protocol() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     engine.add(A, Listener())
     engine.add(A, Listener(), protocol="other")
-    engine.add(A, Listener(), at=1.0)
-    with pytest.raises(LocalProtocolError):
+    engine.add(A, Listener())
+    with pytest.raises(LocalProtocolError, match="already"):
         engine.run(1.0)
 
 
 def test_a_killed_peer_begins_again_with_a_new_core() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, first, second = pinger([B]), Listener(deadline=0.7), Listener(deadline=1.7)
     engine.add(A, one)
     engine.add(B, first)
     engine.kill(B, 0.5)
     engine.run(1.0)
-    engine.add(B, second)
+    engine.add(B, second, at=1.0)
     engine.run(2.0)
     assert max(time for time, _ in first.heard) < 0.5
     assert min(time for time, _ in second.heard) > 1.0
@@ -195,7 +198,7 @@ def test_a_killed_peer_begins_again_with_a_new_core() -> None:
 
 
 def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
-    engine = Engine(Links(LinkModel(), 1))
+    engine = Engine(Links(NetworkModel(), 1))
     one, other = pinger([B]), Listener()
     engine.add(A, one)
     engine.add(B, other)
@@ -210,7 +213,7 @@ def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
 
 def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     trace = Trace(keep=True)
-    engine = Engine(Links(LinkModel(), 1), trace=trace)
+    engine = Engine(Links(NetworkModel(), 1), trace=trace)
     engine.add(B, pinger([A]))
     engine.add(A, pinger([B]))
     engine.run(1.0)

@@ -19,7 +19,10 @@ from partition.model.cut import cut_layers
 from partition.model.graph import encode_graph, graph_hash
 from partition.stage import Export, Exported, StageSpecification
 from sim.executor import SimExecutor
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
+from sim.network.model import Access, NetworkModel
+from sim.network.places import BYTES_PER_MBIT
+from sim.network.sizes import STREAM_OVERHEAD
 from sim.seams import EPOCH_SECONDS, Medium, MemoryStorage, SimClock, SimNetwork, simulated_seams
 from sim.seeds import seeded_peer
 from sim.streams import WINDOW_BYTES_MAX
@@ -39,8 +42,9 @@ def simulate(scenario: Callable[[], Awaitable[Any]]) -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-def medium(*, bytes_per_second: float = math.inf, loss: float = 0.0) -> Medium:
-    return Medium(Links(LinkModel(bytes_per_second=bytes_per_second, loss=loss), 1))
+def medium(*, up_bytes_per_second: float = math.inf, loss: float = 0.0) -> Medium:
+    access = Access(1.0, up_mbit_per_second=up_bytes_per_second / BYTES_PER_MBIT)
+    return Medium(Links(NetworkModel(loss=loss, access=(access,)), 1))
 
 
 def attach(shared: Medium, *, acquainted: bool = True) -> tuple[SimNetwork, SimNetwork, SimNetwork]:
@@ -126,13 +130,17 @@ def test_what_goes_to_a_stranger_a_dead_peer_or_an_unspoken_protocol_is_lost() -
         assert one.counters["messages_without_address"] == 2
         one.learn(B, other.addresses)
         one.send(B, TALK, b"nobody reads")
-        assert other.counters["messages_refused_protocol"] == 1
+        await trio.sleep(1.0)
         inbox = other.inbox(TALK)
+        assert other.counters["messages_refused_protocol"] == 1
+        one.send(B, TALK, b"hello")
+        assert await inbox.take(2.0) == [(A, b"hello")]
         other.send(A, TALK, b"an answer to whoever reached us")
         assert other.counters["messages_without_address"] == 0
         shared.kill(B)
         one.send(B, TALK, b"dead")
-        assert await inbox.take(1.0) == []
+        assert await inbox.take(3.0) == []
+        assert shared.counters["missed"] == 2
         assert third.counters == {}
 
     simulate(scenario)
@@ -200,7 +208,7 @@ def test_a_payload_comes_beside_its_message_unless_it_is_too_long() -> None:
 
 def test_a_narrow_link_takes_its_time_for_bulk() -> None:
     async def scenario() -> None:
-        one, other, _ = attach(medium(bytes_per_second=1_000))
+        one, other, _ = attach(medium(up_bytes_per_second=1_000 * STREAM_OVERHEAD))
         other.handle(TALK, echo)
         async with running(one, other):
             stream = await one.open(B, TALK)

@@ -1,0 +1,85 @@
+"""The Inbox seam of the simulation: datagrams on their way to one peer, taken when they are due."""
+
+import math
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+import trio
+
+from crypto.identity import PeerId
+from sim.alarm import Alarm
+from sim.network.instants import TICKS_PER_SECOND, nearest_instant
+from sim.network.pace import Pace, handling_ticks
+
+INBOX_MAX = 65_536
+"""Datagrams on their way to one inbox; more can only mean that nobody reads it."""
+
+Datagrams = list[tuple[float, PeerId, int, bytes]]
+
+
+class SimInbox:
+    """Datagrams of one protocol on their way to one peer, a heap by (due, sender, number).
+
+    Nothing is taken while the peer's `pace` stands still, and a slow peer lets time pass after each
+    datagram. `admit(sender, due)` is asked about each one when it is taken.
+    """
+
+    def __init__(self, pace: Pace, admit: Callable[[PeerId, float], bool]) -> None:
+        self.ties = 0
+        self.is_open = False
+        self._pace = pace
+        self._admit = admit
+        self._busy_until = 0.0
+        self._heap: Datagrams = []
+        self._alarm = Alarm()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(self, due: float, sender: PeerId, number: int, data: bytes) -> bool:
+        """A message that will have come at `due`; False if the inbox is full."""
+        if len(self._heap) >= INBOX_MAX:
+            return False
+        heappush(self._heap, (due, sender, number, data))
+        self._alarm.no_later_than(due)
+        return True
+
+    def drop_before(self, time: float) -> int:
+        """Forget what came before `time`, when nobody was there: how many."""
+        late = [entry for entry in self._heap if entry[0] >= time]
+        dropped = len(self._heap) - len(late)
+        self._heap = late
+        heapify(late)
+        return dropped
+
+    def empty(self) -> Datagrams:
+        """Give everything away."""
+        heap, self._heap = self._heap, []
+        return heap
+
+    async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
+        """All that is due at the first instant when anything is, or nothing at `until`."""
+        while True:
+            due = self._heap[0][0] if self._heap else math.inf
+            ready_at = max(self._pace.still_until, self._busy_until)
+            await self._alarm.sleep_until(max(min(due, until), ready_at))
+            now = nearest_instant(trio.current_time())
+            ready_at = max(self._pace.still_until, self._busy_until)
+            if now >= ready_at:
+                break
+            # Woken while it stands still, by a message or because the deadline changed: look then.
+            until = min(until, ready_at)
+        taken = []
+        while self._heap and self._heap[0][0] <= now:
+            due, sender, _, data = heappop(self._heap)
+            if self._admit(sender, due):
+                taken.append((sender, data))
+        if self._pace.factor > 1:
+            busy_ticks = len(taken) * handling_ticks(self._pace.factor)
+            self._busy_until = (round(now * TICKS_PER_SECOND) + busy_ticks) / TICKS_PER_SECOND
+        # Counted so that a test can show that there were simultaneous ticks to put in order.
+        self.ties += max(0, len(taken) - 1) + (1 if taken and until <= now else 0)
+        return taken
+
+    def wake(self) -> None:
+        self._alarm.ring()

@@ -1,0 +1,62 @@
+"""Network address translators: who can reach a peer behind one, and when. Pure.
+
+Kinds as RFC 3489 names them (RFC 4787 says the same in two dimensions). A mapping is opened by sending
+and closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` ones reach each other once
+both have sent; a `symmetric` one has another port for each peer, which that peer learns only from a
+message that got through, so a symmetric peer is reached by whoever it could reach first, and two of them
+never meet. Not modelled: hairpins, several peers behind one translator, ports that run out.
+"""
+
+from crypto.identity import PeerId
+from sim.network.model import Nat
+
+MAPPING_SECONDS = 120.0
+"""RFC 4787 REQ-5: a UDP mapping must not expire in less than two minutes."""
+MAPPINGS_KEPT = 512
+"""From so many on the expired ones are thrown away."""
+
+_ANYONE = PeerId(b"")
+
+
+class Translator:
+    """The translator before one peer. Times are instants; what opens at one serves only later ones."""
+
+    __slots__ = ("_kind", "_mappings", "_room")
+
+    def __init__(self, kind: Nat) -> None:
+        self._kind = kind
+        self._mappings: dict[PeerId, tuple[float, float]] = {}  # since when, and when it was last used
+        self._room = MAPPINGS_KEPT
+
+    def sent(self, receiver: PeerId, now: float) -> None:
+        """The peer behind it sends."""
+        if self._kind == "full-cone":
+            self._use(_ANYONE, now)
+        elif self._kind == "restricted":
+            self._use(receiver, now)
+
+    def got_through(self, receiver: PeerId, now: float) -> None:
+        """What the peer behind it sent has arrived at `receiver`."""
+        if self._kind == "symmetric":
+            self._use(receiver, now)
+
+    def lets_out(self) -> bool:
+        """Whether datagrams leave at all."""
+        return self._kind != "blocked"
+
+    def lets_in(self, sender: PeerId, now: float) -> bool:
+        """Whether a datagram of `sender` that comes now reaches the peer behind it."""
+        since, used = self._mappings.get(_ANYONE if self._kind == "full-cone" else sender, (now, now))
+        return since < now <= used + MAPPING_SECONDS
+
+    def lets_streams_in(self, now: float) -> bool:
+        """Whether others may open streams: only through a full cone, as long as its mapping is there."""
+        return self._kind == "full-cone" and self.lets_in(_ANYONE, now)
+
+    def _use(self, peer: PeerId, now: float) -> None:
+        since, used = self._mappings.get(peer, (now, now))
+        self._mappings[peer] = (since if now <= used + MAPPING_SECONDS else now, now)
+        if len(self._mappings) > self._room:
+            fresh = {peer: m for peer, m in self._mappings.items() if now <= m[1] + MAPPING_SECONDS}
+            self._mappings = fresh
+            self._room = max(MAPPINGS_KEPT, 2 * len(fresh))

@@ -1,0 +1,29 @@
+"""How fast a simulated process goes: at its usual pace, slowly, or not at all. Pure."""
+
+from sim.network.instants import after, ticks
+
+HANDLING_SECONDS = 0.0005
+"""What a slow process takes `factor` times over each datagram: two signatures checked, and the core. One that
+keeps up takes no time: it would be in time for all that matters, at the cost of an event a message."""
+
+
+def handling_ticks(factor: float) -> int:
+    """What each datagram takes, in whole microseconds."""
+    return ticks(factor * HANDLING_SECONDS) if factor > 1 else 0
+
+
+class Pace:
+    """Of one peer. It stands still until `still_until`; what it computes takes `factor` times as long;
+    `stood_seconds` is how long it has stood still, or will have by then."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.still_until = 0.0
+        self.stood_seconds = 0.0
+
+    def freeze(self, now: float, seconds: float) -> float:
+        """It stands still from `now` for so long, or until it would have anyway: when it goes on."""
+        until = max(self.still_until, after(now, seconds))
+        self.stood_seconds += until - max(self.still_until, now)
+        self.still_until = until
+        return until

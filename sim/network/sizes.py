@@ -1,0 +1,29 @@
+"""How large a message is on the wire, beyond its own bytes. Pure."""
+
+from dataclasses import dataclass
+
+from crypto.datagrams import DATAGRAM_BYTES_MAX, payload_bytes_max
+
+PACKET_BYTES = 48
+"""Headers of IPv6 and UDP."""
+STREAM_OVERHEAD = 1.06
+"""Bytes on the wire for each of a stream: headers of IPv6 and TCP, Noise's tags."""
+
+_NAME = "/x"
+_ENVELOPE_BYTES = DATAGRAM_BYTES_MAX - payload_bytes_max(_NAME) - len(_NAME)
+
+
+def envelope_bytes(protocol: str) -> int:
+    """What is around each datagram of a protocol: packet headers, and the signed envelope with its name."""
+    return PACKET_BYTES + _ENVELOPE_BYTES + len(protocol.encode())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What was sent, whether it arrived or not; bytes with envelopes, 0 where nobody counts them."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages + other.messages, self.sent_bytes + other.sent_bytes)
