@@ -301,10 +301,8 @@ class Member:
             if plan.committer == self._me:
                 self._commit_steps(plan)
         self.step = plan.step if plan.restored != NOTHING else self.step
-        if plan.committer == self._me and change is not None:
-            newcomers = [*(row.peer for row in change.joined), *change.admitted]
-            for peer in newcomers:
-                self._start(plan, PeerId(peer))
+        if change is not None:
+            self._start_newcomers(plan, change)
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
         for sender, message in early:
             self._setting.ground.at(
@@ -312,13 +310,26 @@ class Member:
                 lambda row=(sender, message): self.receive(*row),  # type: ignore[misc]
             )
 
-    def _start(self, plan: Plan, peer: PeerId) -> None:
-        def started(reply: Any) -> None:
-            if reply is not DONE and self.plan == plan:
-                self.absent(peer, "it did not start")
+    def _start_newcomers(self, plan: Plan, change: Change) -> None:
+        """The committer tells them that their plan is in force; where it is one of them, all others do."""
+        newcomers = [PeerId(peer) for peer in (*(row.peer for row in change.joined), *change.admitted)]
+        if self._me != plan.committer and plan.committer not in newcomers:
+            return
+        for peer in newcomers:
 
-        if peer != self._me:
-            self.ask(peer, Start(plan), LEASE_SECONDS_MAX, started)
+            def started(reply: Any, peer: PeerId = peer) -> None:
+                if reply is not DONE and self.plan == plan:
+                    self._miss(peer, "it did not start")
+
+            if peer != self._me:
+                self.ask(peer, Start(plan), LEASE_SECONDS_MAX, started)
+
+    def _miss(self, peer: PeerId, reason: str) -> None:
+        """This member's own view: a committer tells the others, everybody else only wishes."""
+        if self.plan is not None and self.plan.committer == self._me:
+            self.absent(peer, reason)
+        elif self._succeeding is not None:
+            self._succeeding.miss(peer, reason)
 
     def absent(self, peer: PeerId, reason: str) -> None:
         """The next plan must do without this peer. Everybody with a vote is told."""
@@ -665,13 +676,13 @@ class Member:
         silence = now - self._heard_at
         if silence >= (PAUSE_SECONDS_MAX if self.is_paused else SILENCE_SECONDS_MAX):
             self.end("failed", f"nothing was heard of the run for {silence:.0f} s")
-        elif silence >= COMMITTER_SILENCE_SECONDS_MAX and self._succeeding is not None:
-            self._succeeding.miss(plan.committer, f"it said nothing for {silence:.0f} s")
+        elif silence >= COMMITTER_SILENCE_SECONDS_MAX:
+            self._miss(plan.committer, f"it said nothing for {silence:.0f} s")
 
     def _renew(self, plan: Plan, peer: PeerId) -> None:
         def renewed(reply: Any) -> None:
             if isinstance(reply, Declined) and self.plan == plan:
-                self.absent(peer, "it has forgotten the run")
+                self._miss(peer, "it has forgotten the run")
 
         self.ask(peer, Renew(plan_hash(plan)), RENEW_SECONDS_MAX, renewed)
 

@@ -4,6 +4,7 @@ A bug is a core that takes the place of ours, as a user's own would (`sim.worlds
 """
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
@@ -16,12 +17,14 @@ from dht.records import RecordStore
 from gossip.messages import DeadBody, Message, SuspectBody, read_body
 from gossip.swim import Swim
 from node.services.driver import Sends
+from partition.steps.replica import RemoveReady, Replica, WorkItem
 from sim.checkers import checkers_for
 from sim.network.model import NetworkModel
-from sim.scenario import Checks, Membership, Records, Scenario, Start
+from sim.scenario import Checks, Membership, Records, Scenario, Start, Training
 from sim.watch import Broken, Observed, Watch
 from sim.worlds.cores import CoresWorld
 from sim.worlds.replaceable import Cores
+from sim.worlds.summing import Truth
 
 SEEDS_MAX = 50
 """Within so many seeds each bug is to be found."""
@@ -76,6 +79,17 @@ class DropsRecords(Kademlia):
         return sends
 
 
+class CountsTwice(Replica):
+    """It says that it took a micro-batch out of its sums, which another replica counts, and did not."""
+
+    def next(self, now: float) -> WorkItem | None:
+        item = super().next(now)
+        while isinstance(item, RemoveReady):
+            self.removed(item)
+            item = super().next(now)
+        return item
+
+
 def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
     lossy = Scenario(
         name="lossy",
@@ -103,3 +117,27 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
         checks=Checks(found_share=0.95),
     )
     assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
+
+
+LOSSY_RUN = Scenario(
+    name="lossy-run",
+    about="members are suspected that live, so that what they have counted is given to others as well",
+    nodes=7,
+    seconds=45.0,
+    start=Start(spread_seconds=2.0),
+    network=NetworkModel(nearest_seconds=0.005, farthest_seconds=0.02, loss=0.2),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+    runs=(Training(members=7, replicas=3, steps=20, microbatches=32, at_seconds=10.0, pass_seconds=0.05),),
+)
+
+
+def test_a_step_that_counts_twice_is_found_with_the_first_seed() -> None:
+    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) == 1
+
+
+def test_it_is_found_by_watching_alone_where_nobody_computes_what_the_sums_must_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Truth, "state", lambda *_: ANY)
+    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) == 1
