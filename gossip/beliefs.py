@@ -124,6 +124,14 @@ class Beliefs:
             silence = _milliseconds(row.silence_seconds(now))
             self._bury(now, row, sign_body(self._signer, DeadBody(peer, row.incarnation, silence)), silence)
 
+    def doubtful(self, now: float) -> list[PeerId]:
+        """The suspects whom this peer accused, and those who would be dead if others had confirmed it."""
+        return [
+            peer
+            for peer, suspicion in self._suspicions.items()
+            if suspicion.confirmed_by <= now or self.table.rows[peer].accuser == self.me.peer
+        ]
+
     def excuse(self, seconds: float) -> None:
         """Give every suspect back the time in which this peer stalled."""
         for suspicion in self._suspicions.values():

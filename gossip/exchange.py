@@ -10,6 +10,7 @@ Not here: what a fact means (`gossip.beliefs`), probes and the gossip timer (`go
 """
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
@@ -29,7 +30,7 @@ NEIGHBOURS_ASKED = 2
 """Of these, how many at a time in a swarm of neighbourhoods: all of them would tell the same."""
 JOIN_RETRY_INTERVALS = 5
 """Probe intervals until an unanswered join is tried again; then twice as many each time."""
-SEARCH_EVERY_SYNCS = 4
+SEARCH_EVERY_SYNCS = 2
 """Sync periods after which neighbours are looked for once more, though none are known to be missing."""
 
 Sends = list[tuple[PeerId, Message]]
@@ -39,8 +40,15 @@ class Exchange:
     """One peer's exchange of lists; `due` is when `sync` wants to be called."""
 
     def __init__(
-        self, beliefs: Beliefs, scope: Scope, settings: Settings, events: list[Event], due: float
+        self,
+        beliefs: Beliefs,
+        scope: Scope,
+        settings: Settings,
+        rng: Random,
+        events: list[Event],
+        due: float,
     ) -> None:
+        self._rng = rng
         self.due = due
         self._beliefs = beliefs
         self._table = beliefs.table
@@ -141,8 +149,11 @@ class Exchange:
         if not self._scope.whole:
             self._syncs += 1
             self._fit(now)
-            if self._scope.joining or self._syncs % SEARCH_EVERY_SYNCS == 0:
-                self._search()
+            if self._scope.joining:
+                self._search(self._scope.own_key())
+            elif self._syncs % SEARCH_EVERY_SYNCS == 0:
+                # Whoever is missed by us may be missed by all whom we know.
+                self._search(self._scope.random_key(self._rng))
         return sends + self._ask_seeds()
 
     def next_interval(self, now: float) -> None:
@@ -205,7 +216,7 @@ class Exchange:
             self._scope.depth = message.depth
             self._scope.joining = False
         else:
-            self._search()
+            self._search(self._scope.own_key())
         return not self._scope.joining
 
     def _region(self, sender: PeerId, depth: int | None) -> Region | None:
@@ -214,10 +225,10 @@ class Exchange:
             return self._scope.common(sender, depth)
         return self._scope.around(sender, self._scope.depth) if self._scope.holds(sender) else None
 
-    def _search(self, *, other_half: bool = False) -> None:
+    def _search(self, key: bytes) -> None:
         if not self._searched:
             self._searched = True
-            self._events.append(NeighboursWanted(self._scope.neighbour_key(other_half=other_half)))
+            self._events.append(NeighboursWanted(key))
 
     def _fit(self, now: float) -> None:
         """Widen or narrow the scope if that is due."""
@@ -229,5 +240,5 @@ class Exchange:
             self._rested_at = now + self._settings.sync_interval_seconds
             self._scope.depth = depth
             self._searched = False
-            self._search(other_half=True)
+            self._search(self._scope.key_beyond())
         self._fitted = self._table.live

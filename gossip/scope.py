@@ -12,6 +12,7 @@ Pure arithmetic on keys. What follows from a scope stands in `gossip.beliefs` an
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from random import Random
 
 from crypto.identity import PeerId
 
@@ -101,12 +102,21 @@ class Scope:
     def lonely(self, live: int) -> bool:
         return self.depth > 0 and live < self._members_min
 
-    def neighbour_key(self, *, other_half: bool = False) -> bytes:
-        """A key near which we look for neighbours: our own, or one in the half of our scope without us."""
-        key = bytearray(self._place(self._me))
-        if other_half:
-            key[self.depth // 8] ^= 0x80 >> self.depth % 8
+    def own_key(self) -> bytes:
+        """Where our nearest neighbours stand."""
+        return self._place(self._me)
+
+    def key_beyond(self) -> bytes:
+        """Where the nearest of the half of our scope stand in which we are not."""
+        key = bytearray(self.own_key())
+        key[self.depth // 8] ^= 0x80 >> self.depth % 8
         return bytes(key)
+
+    def random_key(self, rng: Random) -> bytes:
+        """A key anywhere in our scope."""
+        own = self.own_key()
+        free = 8 * len(own) - self.depth
+        return (int.from_bytes(own, "big") >> free << free | rng.getrandbits(free)).to_bytes(len(own), "big")
 
     def _shared(self, peer: PeerId) -> int:
         return _shared_bits(self._prefix, _prefix(self._place(peer)))

@@ -31,6 +31,11 @@ class Suspicion:
         """When the suspect is given up, in monotonic seconds."""
         return self._started_at + self._lasts_seconds() + self._excused_seconds
 
+    @property
+    def confirmed_by(self) -> float:
+        """When the suspect would have been given up if all had confirmed it."""
+        return self._started_at + self._shortest_seconds
+
     def wants(self, accuser: PeerId) -> bool:
         """Whether a confirmation by `accuser` would still change anything."""
         return len(self._accusers) <= self._wanted and accuser not in self._accusers

@@ -23,7 +23,8 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
-from gossip.exchange import Exchange, Sends
+from gossip.exchange import Exchange
+from gossip.exchange import Sends as Sends
 from gossip.member import Event, Member, Profile, Status
 from gossip.messages import (
     Ack,
@@ -43,6 +44,10 @@ from gossip.settings import Settings
 from gossip.table import Row
 
 PROTOCOL = "/peerloom/swim/1"
+
+
+REPEATED_MAX = 4
+"""Suspects probed again each interval, beside the one whose turn it is."""
 
 
 class Swim:
@@ -80,7 +85,7 @@ class Swim:
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
-        self._exchange = Exchange(self._beliefs, self.scope, settings, self.events, sync_at)
+        self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
         self._gossip_at = float("inf")
 
     @property
@@ -273,7 +278,12 @@ class Swim:
         self._beliefs.outsiders_refuted = 0
         self._exchange.next_interval(now)
         row = self._table.next_target(self._flight.probing)
-        return [] if row is None else self._probe(now, row)
+        sends = [] if row is None else self._probe(now, row)
+        if not self.scope.whole:
+            # From those in whose scope we are not a refutation does not come by itself: ask again.
+            for suspect in self._beliefs.doubtful(now)[:REPEATED_MAX]:
+                sends += self.hint_suspect(now, suspect)
+        return sends
 
     def _probe(self, now: float, row: Row) -> Sends:
         patience = self._health.multiplier

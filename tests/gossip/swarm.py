@@ -16,6 +16,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, Member, Profile, Status
 from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.scope import Place
 from gossip.settings import Settings
 from gossip.swim import Sends, Swim
 
@@ -52,6 +53,8 @@ def profile_of(number: int, metadata: bytes = b"") -> Profile:
 class Swarm:
     """Cores by number. `blocked(a, b)` says whether a datagram from a to b is lost for certain."""
 
+    place: Place | None = None
+
     def __init__(self, count: int, settings: Settings, seed: int = 1, loss: float = 0.0) -> None:
         self.rng = Random(seed)
         self.settings = settings
@@ -81,6 +84,7 @@ class Swarm:
             Random(self.rng.random()),
             incarnation,
             self.now,
+            place=self.place,
         )
         self.cores[number] = core
         self.numbers[peer] = number
