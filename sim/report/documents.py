@@ -56,7 +56,7 @@ def event_line(observed: Observed, names: Names) -> str:
     """`  412.310 s  n17     MemberDown n4  accuser n9  reason no ack for 1.1 s`."""
     event = observed.event
     peer = names.text(observed.peer) if observed.peer is not None else "all"
-    parts = [f"{name} {_short(value, names)}" for name, value in _fields(event)]
+    parts = [f"{name} {_short(value, names)}" for name, value in _fields(event) if value not in ("", ())]
     line = f"{observed.time:>11.3f} s  {peer:<6}  {type(event).__name__}  {'  '.join(parts)}".rstrip()
     return line if len(line) <= _LINE_LENGTH_MAX else line[: _LINE_LENGTH_MAX - 3] + "..."
 
@@ -103,11 +103,13 @@ def _plain(value: Any, names: Names) -> Any:
 
 @lru_cache(_ADDRESSES_KEPT_MAX)
 def _address_text(address: Address) -> str:
-    return str(address)
+    return str(address.of(None))  # whose it is stands beside it
 
 
 def _short(value: Any, names: Names) -> str:
     match _plain(value, names):
+        case dict() | [dict(), *_] as many:
+            return f"{len(many)} of them"
         case list() as items:
             shown = " ".join(_cut(str(item)) for item in items[:4])
             return f"[{shown}{f' and {len(items) - 4} more' if len(items) > 4 else ''}]"
