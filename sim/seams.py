@@ -161,6 +161,8 @@ class Medium:
     @property
     def counters(self) -> Counter[str]:
         """What became of datagrams, by the names that `sim.engine.Engine.counters` explains."""
+        for network in self._networks.values():
+            network.miss()
         counters = self.links.counters + self._counts
         counters["overflowed"] += self._carrier.overflowed
         return counters
@@ -168,6 +170,8 @@ class Medium:
     @property
     def under_way(self) -> int:
         """Datagrams that have neither arrived nor been lost, or lie in an inbox untaken."""
+        for network in self._networks.values():
+            network.miss()
         waiting = sum(network.waiting for network in self._networks.values())
         return self._carrier.under_way + waiting
 
@@ -311,6 +315,12 @@ class SimNetwork:
             for peer, protocol, message in held:
                 self._post(peer, protocol, message)
 
+    def miss(self) -> None:
+        """Forget what came when nobody was there."""
+        for inbox in self._inboxes.values():
+            if not (self.alive and inbox.is_open):
+                self._refuse(inbox.drop_before(_now()))
+
     def expect(self, sender: PeerId, protocol: str, due: float, number: int, data: bytes) -> None:
         """A datagram of another network is on its way here."""
         inbox = self._inbox(protocol)
@@ -322,8 +332,7 @@ class SimNetwork:
 
     def bequeath(self) -> dict[str, Datagrams]:
         """What is on its way to a network that is dead."""
-        for inbox in self._inboxes.values():
-            self._refuse(inbox.drop_before(_now()))
+        self.miss()
         return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
 
     def inherit(self, inboxes: dict[str, Datagrams]) -> None:

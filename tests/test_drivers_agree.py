@@ -7,19 +7,23 @@ in `tests/sim/agreement.py`; it is full of simultaneous ticks, without which thi
 import os
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from sim.network.model import NetworkModel
 from sim.trace import Entry
-from tests.sim.agreement import Outcome, by_engine, by_trio
+from tests.sim.agreement import EVEN, ROUGH, Outcome, by_engine, by_trio
 
 SEEDS = (1, 2, 3)
 TIES_MIN = 500
 ROOT = Path(__file__).parent.parent
 
 engine = cache(by_engine)
+driver = cache(by_trio)
+rough = pytest.mark.parametrize("model", [EVEN, ROUGH], ids=["even", "rough"])
 
 
 def difference(one: Outcome, other: Outcome) -> tuple[Entry | None, Entry | None]:
@@ -32,35 +36,55 @@ def difference(one: Outcome, other: Outcome) -> tuple[Entry | None, Entry | None
     return (longer[0] if longer else None), None
 
 
+@rough
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_engine_and_the_driver_give_the_same_trace(seed: int) -> None:
-    by_driver = by_trio(seed)
-    assert difference(engine(seed), by_driver) == (None, None)
-    assert engine(seed).trace.digest() == by_driver.trace.digest()
+def test_the_engine_and_the_driver_give_the_same_trace(seed: int, model: NetworkModel) -> None:
+    assert difference(engine(seed, model), driver(seed, model)) == (None, None)
+    assert engine(seed, model).trace.digest() == driver(seed, model).trace.digest()
+
+
+@rough
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_engine_and_the_driver_count_the_same_fates_and_lose_no_message(
+    seed: int, model: NetworkModel
+) -> None:
+    for outcome in (engine(seed, model), driver(seed, model)):
+        fates = Counter(outcome.fates)
+        arisen = fates.pop("sent") + fates.pop("duplicated")
+        assert arisen == fates.total() + outcome.under_way
+    assert engine(seed, model).fates == driver(seed, model).fates
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_scenario_is_full_of_simultaneous_ticks(seed: int) -> None:
-    assert engine(seed).ties > TIES_MIN
+    assert engine(seed, EVEN).ties > TIES_MIN
 
 
 def test_the_scenario_tries_what_the_cores_can_do() -> None:
     learnt = {
-        entry.data.split(b" ")[0].decode() for entry in engine(1).trace.entries() if entry.what == "learnt"
+        entry.data.split(b" ")[0].decode()
+        for entry in engine(1, EVEN).trace.entries()
+        if entry.what == "learnt"
     }
     assert learnt >= {"MemberUp", "MemberSuspected", "MemberDown", "Joined", "RecordStored", "RecordsFound"}
 
 
-def test_messages_as_structs_and_as_bytes_give_the_same_trace() -> None:
-    assert difference(engine(1), by_engine(1, codec=False)) == (None, None)
+def test_the_rough_scenario_tries_what_may_happen_to_messages() -> None:
+    assert min(engine(1, ROUGH).fates.values()) > 0, engine(1, ROUGH).fates
 
 
-def test_different_seeds_give_different_traces() -> None:
-    assert len({engine(seed).trace.digest() for seed in SEEDS}) == len(SEEDS)
+@rough
+def test_messages_as_structs_and_as_bytes_give_the_same_trace(model: NetworkModel) -> None:
+    assert difference(engine(1, model), by_engine(1, model, codec=False)) == (None, None)
+
+
+@rough
+def test_different_seeds_give_different_traces(model: NetworkModel) -> None:
+    assert len({engine(seed, model).trace.digest() for seed in SEEDS}) == len(SEEDS)
 
 
 def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
-    expected = engine(1).trace.digest()
+    expected = engine(1, ROUGH).trace.digest()
     for hash_seed in ("1", "2"):
         printed = subprocess.run(
             [sys.executable, "-m", "tests.sim.agreement", "1"],

@@ -50,13 +50,14 @@ def test_the_majority_goes_on_and_all_go_on_soon_after_healing() -> None:
 
 
 async def parted(found: list[World]) -> None:
-    """A run that is parted once, for half a minute."""
+    """A run that is parted once, for half a minute: one replica of each stage, and all others."""
     async with swarm(NAMES, stage_seconds=PASS_SECONDS) as group, trio.open_nursery() as nursery:
         world = World(group, prepare(group.nodes["g"], run_manifest()), nursery)
         found.append(world)
         world.begin()
         await world.committed(0.0, 60)
-        world.split("abc")
+        first = next(event for event in group.events["g"] if isinstance(event, RunPlanned))
+        world.split("".join(group.name_of(stage[0]) for stage in first.stages))
         await trio.sleep(25)
         world.heal()
         await trio.sleep(2)

@@ -32,14 +32,14 @@ from node.events import Event, JoinTried
 from node.runtime import Node
 from node.services.capacity import Capacity
 from partition.stage import StageSpecification
+from sim.alarm import Alarm
 from sim.engine import Order
 from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import nearest_instant, ticks
-from sim.network.links import LinkModel, Links
+from sim.network.links import Links
 from sim.scenario import Scenario
 from sim.seams import Medium, MemoryStorage, SimClock
 from sim.seeds import draw_share, seeded_entropy, seeded_identity, seeded_rng
-from sim.streams import Alarm
 from sim.watch import Broken, Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
@@ -56,6 +56,8 @@ from sim.worlds.submitted import capture, submit
 OURS = Cores()
 SPEEDS = (0.5, 2.0)
 """Peers that compute do so half to twice as fast as an ordinary one."""
+STALL_SECONDS = 20.0
+"""A stream over a split stalls so long before both kernels give it up; a node may have given up before."""
 FOLDER = Path("/simulated")
 
 
@@ -71,11 +73,14 @@ class StackWorld:
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
+        self.links = Links(scenario.network, seed)
         # Whole nodes sign for themselves: with real keys only.
-        self.roster = Roster(msgspec.structs.replace(scenario, signatures="ed25519"), seed, lambda _: "")
+        signed = msgspec.structs.replace(scenario, signatures="ed25519")
+        self.roster = Roster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
-        self.medium = Medium(_links(scenario, seed))
-        for peer in self.peers:
+        self.medium = Medium(self.links, stall_seconds=STALL_SECONDS)
+        for number, peer in enumerate(self.peers):
+            self.links.place(peer, number)
             self.medium.attach(peer).die()  # so that each has the address that its number says
         self._publish = publish
         self._words = RunWords()
@@ -85,14 +90,13 @@ class StackWorld:
         self._running: list[Life] = []
         self._serials = [0] * scenario.nodes
         self._storages = [MemoryStorage() for _ in range(scenario.nodes)]
-        self._slowness = [1.0] * scenario.nodes
         self._counters: Counter[str] = Counter()
         self._failure: Exception | None = None
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
         self._is_playing = False
         self._stands_at = 0.0
-        self._direction = Direction(self, scenario, seed, lambda _: "")
+        self._direction = Direction(self, scenario, seed, self._region)
         self.on(Joined, self._joined)
         if scenario.records.enabled:
             RecordsWork(self)
@@ -183,12 +187,15 @@ class StackWorld:
         return self.lives[peer].since
 
     def region(self, peer: PeerId) -> str:
-        return ""
+        return self.links.region(peer)
+
+    def _region(self, number: int) -> str:
+        return self.region(self.peers[number])
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        return self.medium.reaches(one, other)
+        return self.links.reaches(one, other)
 
-    def in_scope(self, one: PeerId, other: PeerId) -> bool:
+    def in_scope(self, one: PeerId, other: PeerId) -> bool:  # noqa: ARG002 - a node lists everybody
         return True
 
     def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
@@ -199,7 +206,9 @@ class StackWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        total = Counter(self._counters)
+        total = self._counters + self.medium.counters
+        for protocol, traffic in sorted(self.medium.traffic().items()):
+            total.update({f"messages {protocol}": traffic.messages, f"bytes {protocol}": traffic.sent_bytes})
         for life in self.lives.values():
             total.update(life.node.counters)
         return total
@@ -232,7 +241,7 @@ class StackWorld:
         return self._running[rng.randrange(len(self._running))] if self._running else None
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        return self.medium.links.latency_seconds(one, other)
+        return self.links.latency_seconds(one, other)
 
     # What it is told to do (`sim.worlds.direction.Directed`).
 
@@ -292,15 +301,19 @@ class StackWorld:
             self.medium.split(*parted)
         self.tell(None, NetworkSplit(parted) if side_of else NetworkHealed())
 
-    def deafen(self, number: int, deaf: bool) -> None: ...
+    def deafen(self, number: int, deaf: bool) -> None:
+        self.links.deafen(self.peers[number], deaf=deaf)
+        self.medium.look_at_streams()
 
-    def lose(self, number: int, loss: float) -> None: ...
+    def lose(self, number: int, loss: float) -> None:
+        self.links.disturb(self.peers[number], loss)
 
     def freeze(self, number: int, seconds: float) -> None:
+        self.medium.freeze(self.peers[number], seconds)
         self.tell(self.lives[self.peers[number]], PeerFrozen(seconds))
 
     def slow(self, number: int, factor: float) -> None:
-        self._slowness[number] = factor
+        self.medium.slow(self.peers[number], factor)
         life = self.lives.get(self.peers[number])
         if life is not None:
             self.tell(life, PeerSlowed(factor))
@@ -320,14 +333,14 @@ class StackWorld:
             ),
             join=() if through is None else (through.short,),
             network=self.medium.attach(life.peer),
-            clock=SimClock(),
+            clock=SimClock(self.links.clock(life.peer)),
             rng=seeded_rng(self.seed, *rng_labels),
             entropy=seeded_entropy(self.seed, *rng_labels),
             executor=NodeExecutor(
                 offered.flops_per_second,
                 speed,
                 self._pass_seconds,
-                lambda: self._slowness[number],
+                self.medium.pace(life.peer),
                 partial(self._applied, life),
             ),
             storage=self._storages[number],
@@ -427,13 +440,6 @@ class StackWorld:
             if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
                 reached = ", ".join(f"{run.outcome or 'not ended'} after {run.steps} steps" for run in mine)
                 raise Broken("accuracy", f"want {training.accuracy:g}: {reached or 'never placed'}")
-
-
-def _links(scenario: Scenario, seed: int) -> Links:
-    model = scenario.network
-    return Links(
-        LinkModel(model.nearest_seconds, model.farthest_seconds, model.jitter_seconds, model.loss), seed
-    )
 
 
 def _alone(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -19,6 +19,7 @@ from node.seams import Stage
 from partition import stage as api
 from partition.plan.cost import BACKWARD_FLOPS_RATIO
 from sim.executor import SimExecutor, SimStage
+from sim.network.pace import Pace
 
 BYTES_PER_FLOP = 2.0
 """What a core moves through its memory in the time of one operation: 10 GB/s beside 5 GFLOP/s."""
@@ -35,7 +36,7 @@ class NodeExecutor(SimExecutor):
     """Of one life of one peer.
 
     `flops_per_second` is the peer's rate, `speed` the same beside that of an ordinary one. `pass_seconds` is
-    what a forward pass takes at speed 1, 0 to go by its operations. All takes `slowness()` times as long.
+    what a forward pass takes at speed 1, 0 to go by its operations.
     """
 
     def __init__(
@@ -43,15 +44,14 @@ class NodeExecutor(SimExecutor):
         flops_per_second: float,
         speed: float,
         pass_seconds: Callable[[bytes], float],
-        slowness: Callable[[], float],
+        pace: Pace,
         applied: Applied,
     ) -> None:
         """`pass_seconds` is asked by a specification's `run`."""
-        super().__init__()
+        super().__init__(pace=pace)
         self._flops_per_second = flops_per_second
         self._speed = speed
         self._pass_seconds = pass_seconds
-        self._slowness = slowness
         self._applied = applied
 
     async def open_stage(self, specification: bytes) -> Stage:
@@ -60,7 +60,7 @@ class NodeExecutor(SimExecutor):
         natural = forward_flops / self._flops_per_second
         given = self._pass_seconds(wanted.run) / self._speed
         cost = StageCost(wanted, natural, given or natural, BYTES_PER_FLOP * self._flops_per_second)
-        stage = SimStage(wanted, lambda request: cost.seconds(request) * self._slowness())
+        stage = SimStage(wanted, cost.seconds, self._pace)
         return WatchedStage(wanted, stage, self._applied)
 
 

@@ -161,7 +161,7 @@ def test_who_is_in_no_share_of_an_access_has_a_plain_one() -> None:
     places = [links.at(seeded_peer(1, index)) for index in range(1_000)]
     assert is_share(sum(place.nat is not None for place in places), 1_000, 0.3)
     assert is_share(sum(place.up is not None for place in places), 1_000, 0.2)
-    assert is_share(sum(place.nat is place.up is None for place in places), 1_000, 0.5)
+    assert is_share(sum(place.nat is None and place.up is None for place in places), 1_000, 0.5)
 
 
 # What is done to links for a while.
