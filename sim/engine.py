@@ -79,13 +79,15 @@ _GONE = _Gone()
 
 class _Port:
     """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
-    else what comes goes to `backlog` until the instant `until`. `wake_at` is the earliest wake in the heap
-    that still counts; `others` are all ports of the protocol; `pace_ticks` what a message takes.
+    else until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`.
+    `wake_at` is the earliest wake in the heap that still counts, `wake_for` its deadline; `others` are all
+    ports of the protocol; `pace_ticks` what a message takes.
     """
 
     __slots__ = (
-        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "others", "pace_ticks",
-        "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wakes", "wire", "woken_at"
+        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "orders", "others",
+        "pace_ticks", "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wake_for",
+        "wakes", "wire", "woken_at",
     )  # fmt: skip
 
     def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
@@ -100,10 +102,11 @@ class _Port:
         self.core: Core = _GONE
         self.alive = self.is_open = False
         self.backlog: list[tuple[bytes, Any]] = []
+        self.orders: list[Order] = []
         self.until = 0.0
         self.pace_ticks = 0
         self.messages = self.sent_bytes = 0
-        self.wake_at = math.inf
+        self.wake_at = self.wake_for = math.inf
         self.woken_at = -math.inf
         self.wakes = 0
 
@@ -194,8 +197,8 @@ class Engine:
         nothing if it is not running."""
         port = self._by_protocol[protocol][peer]
         self._turn(self.now, port, _CALL, order)
-        if port.is_open and port.core.deadline < port.wake_at:
-            self._plan_wake(self.now, port)
+        if port.is_open and port.core.deadline < port.wake_for:
+            self._plan_wake(self.now, port, port.core.deadline)
 
     @property
     def counters(self) -> Counter[str]:
@@ -252,8 +255,11 @@ class Engine:
                 self._deliver(now, port, sender, payload)
             else:
                 port.backlog.append((sender, payload))
-            if port.is_open and port.core.deadline < port.wake_at:
-                self._plan_wake(now, port)
+            if port.is_open:
+                # Asked for once an event: a core may have to look at much for its answer.
+                deadline = port.core.deadline
+                if deadline < port.wake_for:
+                    self._plan_wake(now, port, deadline)
         self.now = until
 
     def _deliver(self, now: float, port: _Port, sender: bytes, payload: Any) -> None:
@@ -274,7 +280,7 @@ class Engine:
     def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
         """Everything but a delivery."""
         if kind == _WAKE:
-            port.wake_at = math.inf
+            port.wake_at = port.wake_for = math.inf
             if port.is_open and port.core.deadline <= now:
                 self._check_wakes(now, port)
                 self._pass_on(now, port, port.core.wake(now))
@@ -282,7 +288,7 @@ class Engine:
             if port.is_open:
                 self._pass_on(now, port, act(port.core, now, payload))
             elif port.alive:
-                self._push(port.until, port, _CALL, payload)
+                port.orders.append(payload)
         elif kind == _START:
             if port.alive:
                 raise LocalProtocolError("this peer has a core for this protocol already")
@@ -291,7 +297,9 @@ class Engine:
         elif kind == _KILL:
             self._counts["missed"] += len(port.backlog)
             port.alive = port.is_open = False
-            port.core, port.backlog, port.until, port.wake_at = _GONE, [], 0.0, math.inf
+            port.core, port.until = _GONE, 0.0
+            port.wake_at = port.wake_for = math.inf
+            port.backlog, port.orders = [], []
         elif port.alive:
             self._freeze_or_thaw(now, port, kind, payload)
 
@@ -306,6 +314,9 @@ class Engine:
             backlog, port.backlog = port.backlog, []
             for sender, payload in backlog:
                 self._deliver(now, port, sender, payload)
+            orders, port.orders = port.orders, []
+            for order in orders:
+                self._push(now, port, _CALL, order)
 
     def _take_time(self, now: float, port: _Port) -> None:
         """The core is busy with a message: after this instant it is as if frozen."""
@@ -390,13 +401,15 @@ class Engine:
         self._number += 1
         heappush(self._heap, (due, index, _DELIVER, parcel.sender, self._number, payload))
 
-    def _plan_wake(self, now: float, port: _Port) -> None:
+    def _plan_wake(self, now: float, port: _Port, deadline: float) -> None:
         # Only an earlier deadline is pushed. One that moved later is found when the earlier entry
         # comes up, so a core that postpones its deadline with every message costs no heap entries.
-        at = instant(max(now, port.core.deadline))
+        port.wake_for = deadline
+        at = instant(max(now, deadline))
         if at < port.wake_at:
             port.wake_at = at
-            self._push(at, port, _WAKE, None)
+            self._number += 1
+            heappush(self._heap, (at, port.index, _WAKE, b"", self._number, None))
 
     def _check_wakes(self, now: float, port: _Port) -> None:
         port.wakes = port.wakes + 1 if port.woken_at == now else 1

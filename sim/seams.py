@@ -154,6 +154,11 @@ class Medium:
         network = self._networks.get(peer)
         return network if network is not None and network.alive else None
 
+    def address(self, peer: PeerId) -> Address | None:
+        """Where a peer is, or was before it was killed."""
+        network = self._networks.get(peer)
+        return None if network is None else network.addresses[0]
+
     def peer_at(self, address: Address) -> PeerId | None:
         """Who was ever attached at an address."""
         return self._places.get((address.host, address.port))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from crypto.identity import Identity
 from node.events import CheckpointKept, Event, RunChanged, RunPlanned, RunResumed, StepCommitted
 from node.runs.manifest import Manifest
 from node.runs.succession import LOST_SECONDS_MAX
@@ -116,6 +117,27 @@ def test_after_the_last_replica_of_a_stage_a_newcomer_goes_on_from_the_newest_ch
     assert 2 <= resumed[1] <= SAVE_EVERY
     assert {event.restored_step for event in said(world, RunPlanned)} == {None, SAVE_EVERY}
     assert "x" in holders(world)
+
+
+def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
+    """The requester alone feeds and commits, and holds the only replica of a stage. Of those who are left all
+    hold one, so the lowest peer id commits: that of the newcomer, which nobody but a committer would start."""
+    members = {name: Identity(bytes([SEED, ord(name)]) * 16).peer for name in "ab"}
+    newcomer = next(
+        name
+        for name in "defghijklmnopqrstuvwxyz"
+        if Identity(bytes([SEED, ord(name)]) * 16).peer < min(members.values())
+    )
+
+    async def scenario(world: World) -> None:
+        await spare(world, newcomer)
+        await kept(world, SAVE_EVERY)
+        await world.reached(SAVE_EVERY + 1)
+        world.crash("c")
+        assert await world.committed(world.now, 30) is not None, standing(world)
+
+    world = play("abc", small(stages=3), scenario)
+    assert world.group.name_of(newest(world).trainer) == newcomer
 
 
 def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:

@@ -248,9 +248,11 @@ class RunMember:
         elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
             self._start_task(self._keep_data)
         self._step = plan.step if plan.restored != NOTHING else self._step
-        if plan.committer == self._me and change is not None:
-            newcomers = [*(row.peer for row in change.joined), *change.admitted]
-            self._start_task(partial(self._start_newcomers, plan, [PeerId(peer) for peer in newcomers]))
+        if change is not None:
+            newcomers = [PeerId(peer) for peer in (*(row.peer for row in change.joined), *change.admitted)]
+            # The committer has them start; where it is one of them, all others do.
+            if plan.committer == self._me or plan.committer in newcomers:
+                self._start_task(partial(self._start_newcomers, plan, newcomers))
 
     def _in_force(self, reason: str) -> None:
         """The run goes on, with all the replicas it began with or with fewer."""
@@ -348,7 +350,7 @@ class RunMember:
         failures = await start(self.run, plan, peers, self._service.ask)
         for peer, reason in failures.items():
             if self.plan == plan:
-                self.absent(peer, reason)
+                self._miss(peer, reason)
 
     def absent(self, peer: PeerId, reason: str, others: Sequence[PeerId] | None = None) -> None:
         """As the committer, or of this node: the next plan must do without this peer. Everybody with a vote

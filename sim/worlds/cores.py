@@ -8,6 +8,7 @@ Not here: addresses that must be learnt before a message can be sent (a peer is 
 torch, disks. Those are in `sim.worlds.stack`.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -78,7 +79,8 @@ class CoresWorld:
         self._slowness: dict[int, float] = {}
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
-        self._discovery = dht.settings.Settings(republish_seconds=scenario.records.republish_seconds)
+        republish_seconds = scenario.records.republish_seconds or math.inf
+        self._discovery = dht.settings.Settings(republish_seconds=republish_seconds)
         for found in (MemberUp, MemberChanged):
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
@@ -140,7 +142,7 @@ class CoresWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
-        counters: dict[str, int] = {**self.engine.counters}
+        counters: dict[str, int] = {**self.engine.counters, **self.training.counters}
         for protocol, sent in self.engine.traffic().items():
             counters[f"messages {protocol}"] = sent.messages
             counters[f"bytes {protocol}"] = sent.sent_bytes
@@ -166,12 +168,6 @@ class CoresWorld:
 
     def pick(self, rng: Random) -> Life | None:
         return self._running[rng.randrange(len(self._running))] if self._running else None
-
-    def meets(self, one: PeerId, other: PeerId) -> bool:
-        return self.reaches(one, other) and self.reaches(other, one)
-
-    def may_open(self, one: PeerId, other: PeerId) -> bool:
-        return other in self.lives and self.meets(one, other) and self.links.may_open(other, self.now)
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
@@ -211,6 +207,7 @@ class CoresWorld:
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)
+        self.training.network_changed()
 
     def lose(self, number: int, loss: float) -> None:
         self.links.disturb(self.peers[number], loss)

@@ -7,6 +7,7 @@ more and more slowly, and with another one that runs, as a person would.
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from typing import Literal, Protocol
 
 from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
@@ -14,7 +15,9 @@ from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node.services.joining import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from node.storage.remembered import REMEMBERED_MAX
+from node.transport.tcp import CONNECT_SECONDS
 from sim.network.instants import after, ticks
+from sim.network.links import Links
 from sim.seams import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
@@ -23,10 +26,19 @@ _LIVE = (Status.ALIVE, Status.SUSPECT)
 _DRAWS_MAX = 8
 
 
+Answer = Literal["ok", "refused", "timeout"]
+
+
+class DialGround(Ground, Protocol):
+    """A world where peers dial each other."""
+
+    links: Links
+
+
 class Joining:
     """For all peers of a world."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: DialGround) -> None:
         self._ground = ground
 
     def begin(self, life: Life, met_before: tuple[PeerId, ...]) -> None:
@@ -34,40 +46,46 @@ class Joining:
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
-        seed = self._seed_for(life)
-        dialled = tuple(dict.fromkeys((*seed, *met_before)))
+        seed = first_to_dial(self._ground, life)
+        dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))
         # With nobody to ask it is the network itself.
         life.entered = life.entered or not dialled
-        self._ground.at(
-            self._end_of_dialling(life, dialled), self._dialled, life, dialled, met_before, pause_seconds
-        )
-
-    def _seed_for(self, life: Life) -> tuple[PeerId, ...]:
-        rng = seeded_rng(self._ground.seed, "through", life.peer, ticks(self._ground.now))
-        for _ in range(_DRAWS_MAX):
-            through = self._ground.pick(rng)
-            if through is not None and through is not life:
-                return (through.peer,)
-        return ()
+        due = self._end_of_dialling(life, dialled)
+        self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
 
     def _end_of_dialling(self, life: Life, dialled: Sequence[PeerId]) -> float:
         ends = [self._ground.now] * ATTEMPTS_MAX
         heapify(ends)
         for peer in dialled:
-            latency_seconds = self._ground.latency_seconds(life.peer, peer)
-            heapreplace(ends, after(ends[0], HANDSHAKE_TRIPS * latency_seconds))
+            links = self._ground.links
+            there, back = links.latency_seconds(life.peer, peer), links.latency_seconds(peer, life.peer)
+            heapreplace(ends, after(ends[0], HANDSHAKE_TRIPS / 2 * (there + back)))
         return max(ends)
 
     def _dialled(
-        self, life: Life, dialled: tuple[PeerId, ...], met_before: tuple[PeerId, ...], pause_seconds: float
+        self,
+        life: Life,
+        dialled: tuple[PeerId, ...],
+        met_before: tuple[PeerId, ...],
+        begun: float,
+        pause_seconds: float,
+    ) -> None:
+        """All handshakes are over, but for those that nobody answers: they are given up later."""
+        answers = {peer: _answer(self._ground, life.peer, peer) for peer in dialled}
+        found = [peer for peer, answer in answers.items() if answer == "ok"]
+        waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
+        due = max(self._ground.now, begun + waves * CONNECT_SECONDS)
+        self._ground.at(due, self._tried, life, found, met_before, pause_seconds)
+
+    def _tried(
+        self, life: Life, found: list[PeerId], met_before: tuple[PeerId, ...], pause_seconds: float
     ) -> None:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        answered = [peer for peer in dialled if ground.may_open(life.peer, peer)]
-        if answered:
-            ground.command(life, SWIM, lambda core, now: core.join(now, answered))
-            ground.command(life, KADEMLIA, lambda core, now: core.join(now, answered))
+        if found:
+            ground.command(life, SWIM, lambda core, now: core.join(now, found))
+            ground.command(life, KADEMLIA, lambda core, now: core.join(now, found))
         pause_after = min(RETRY_SECONDS_MAX, 2 * pause_seconds)
         ground.at(ground.now + pause_seconds, self._look, life, met_before, pause_after)
 
@@ -79,6 +97,34 @@ class Joining:
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
+
+
+def first_to_dial(ground: DialGround, life: Life) -> Life | None:
+    """Who runs already, chosen by the seed. None where nobody does.
+
+    An address is handed on by those who are in the swarm. Two who are alone would make another one of their
+    own for ever, so who is in it is preferred even where it cannot be reached just now.
+    """
+    rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
+    best: Life | None = None
+    for _ in range(_DRAWS_MAX):
+        through = ground.pick(rng)
+        if through is None or through is life:
+            continue
+        if through.entered and _answer(ground, life.peer, through.peer) == "ok":
+            return through
+        if best is None or through.entered > best.entered:
+            best = through
+    return best
+
+
+def _answer(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
+    """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came back."""
+    links = ground.links
+    meet = links.reaches(one, other) and links.reaches(other, one)
+    if not meet or not links.may_open(other, ground.now):
+        return "timeout"
+    return "ok" if other in ground.lives else "refused"
 
 
 def is_alone(life: Life) -> bool:

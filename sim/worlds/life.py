@@ -69,11 +69,5 @@ class Ground(Protocol):
     def pick(self, rng: Random) -> Life | None:
         """A peer that runs and is not about to leave."""
 
-    def meets(self, one: PeerId, other: PeerId) -> bool:
-        """Whether each reaches the other."""
-
-    def may_open(self, one: PeerId, other: PeerId) -> bool:
-        """Whether the other runs, and `one` can open a stream to it."""
-
-    def latency_seconds(self, one: PeerId, other: PeerId) -> float:
-        """One way, without jitter."""
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        """Whether what `one` sends now may arrive at `other`."""

@@ -144,7 +144,10 @@ class RecordsWork:
         that looks is in the DHT."""
         publisher = entry.publisher
         is_alive = self._ground.lives.get(publisher.peer) is publisher
-        return entry.stored and is_alive and life.entered and self._ground.meets(life.peer, publisher.peer)
+        if not (entry.stored and is_alive and life.entered):
+            return False
+        reaches = self._ground.reaches
+        return reaches(life.peer, publisher.peer) and reaches(publisher.peer, life.peer)
 
     def _found(self, life: Life, event: RecordsFound) -> None:
         request = self._taken(life, event.request)

@@ -35,7 +35,7 @@ from partition.stage import StageSpecification
 from sim.alarm import Alarm
 from sim.engine import Order
 from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
-from sim.network.instants import nearest_instant, ticks
+from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.scenario import Scenario
 from sim.seams import Medium, MemoryStorage, SimClock
@@ -44,6 +44,7 @@ from sim.watch import Broken, Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
 from sim.worlds.happened import RunWords, Trained
+from sim.worlds.joining import first_to_dial
 from sim.worlds.life import Life
 from sim.worlds.node_life import NodeLife
 from sim.worlds.records import RecordsWork
@@ -380,8 +381,10 @@ class StackWorld:
 
     def _through(self, life: NodeLife) -> Address | None:
         """Where somebody is who runs already, chosen by the seed."""
-        other = self.pick(seeded_rng(self.seed, "through", life.peer, ticks(self.now)))
-        return None if other is None or other is life else self.roster.address(other.number)
+        other = first_to_dial(self, life)
+        # With nobody to ask it is the network itself.
+        life.entered = life.entered or other is None
+        return None if other is None else self.roster.address(other.number)
 
     # What nodes say.
 

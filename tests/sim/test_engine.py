@@ -1,21 +1,28 @@
 """The heap engine on toy cores: repeatable, and in one defined order within an instant."""
 
+import gc
 import math
+import sys
 from typing import Any
+from weakref import ref
 
 import pytest
 
+from crypto.encoding import encode
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Sends
 from sim.engine import Engine, Wire
+from sim.network.clocks import LocalClock
 from sim.network.links import Links
 from sim.network.model import NetworkModel
+from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged
 
 A, B, C = sorted(seeded_peer(1, index) for index in range(3))
+NAMES = {A: "A", B: "B", C: "C"}
 
 
 def ring(seed: int, *, model: NetworkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
@@ -43,7 +50,7 @@ class Listener:
         self.heard: list[tuple[float, str]] = []
 
     def receive(self, now: float, sender: PeerId, message: Ping) -> Sends:
-        self.heard.append((now, f"ping {message.number} of {'ABC'[[A, B, C].index(sender)]}"))
+        self.heard.append((now, f"ping {message.number} of {NAMES.get(sender, '?')}"))
         return []
 
     def wake(self, now: float) -> Sends:
@@ -221,3 +228,102 @@ def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     assert len(entries) == trace.count > 40
     assert entries == sorted(entries, key=lambda entry: (entry.time, entry.peer))
     assert {entry.what for entry in entries} == {"received", "woken", "learnt", "sent"}
+
+
+def test_a_core_with_a_wrong_clock_lives_by_its_own_time_and_finds_its_deadlines_passed() -> None:
+    clock = LocalClock(offset_seconds=100.0, drift=-0.05)
+    woken: list[tuple[float, float]] = []
+
+    class Sleeper(Listener):
+        def wake(self, now: float) -> Sends:
+            assert now >= self.deadline
+            woken.append((now, self.deadline))
+            self.deadline += 0.7
+            return []
+
+    seen: list[float] = []
+    engine = Engine(Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append(now))
+    sleeper = Sleeper(deadline=clock.local(0.0) + 0.7)
+    engine.add(A, sleeper, clock=clock)
+    engine.add(B, Listener())
+    engine.call(1.0, B, lambda core, now: [(A, Ping(1))])
+
+    def call(core: Sleeper, now: float) -> Sends:
+        core.heard.append((now, "call"))
+        core.events.append(Ponged(1, A))
+        return []
+
+    engine.call(2.0, A, call)
+    engine.run(100.0)
+    assert sleeper.heard == [(clock.local(1.05), "ping 1 of B"), (clock.local(2.0), "call")]
+    assert seen == [2.0], "what others see has the true time"
+    assert len(woken) == int(95 / 0.7)
+    assert all(now - deadline < 2e-6 for now, deadline in woken)
+
+
+def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> None:
+    def traffic(count_bytes: bool) -> Engine:
+        engine = Engine(Links(NetworkModel(), 1), count_bytes=count_bytes)
+        for peer in (A, B):
+            engine.add(peer, Listener())
+            engine.add(peer, Listener(), protocol="other")
+        engine.call(0.1, A, lambda core, now: [(B, Ping(1)), (B, Ping(1_000))])
+        engine.call(0.1, A, lambda core, now: [(C, Ping(1))], protocol="other")
+        engine.call(0.1, B, lambda core, now: [(A, Ping(1))])
+        engine.run(1.0)
+        assert engine.counters["sent"] == 4
+        assert engine.counters["missed"] == 1
+        return engine
+
+    engine = traffic(count_bytes=False)
+    assert engine.traffic() == {"": Traffic(3, 0), "other": Traffic(1, 0)}
+    engine = traffic(count_bytes=True)
+    sizes = [len(encode(Ping(number))) + envelope_bytes("") for number in (1, 1_000)]
+    assert engine.traffic(A) == {
+        "": Traffic(2, sum(sizes)),
+        "other": Traffic(1, sizes[0] + len("other")),
+    }
+    assert engine.traffic()[""] == Traffic(3, sum(sizes) + sizes[0])
+
+
+def test_nothing_stays_of_a_thousand_lives() -> None:
+    engine = Engine(Links(NetworkModel(), 1))
+    engine.add(A, pinger([B]))
+    lives = []
+    for life in range(1_000):
+        core = pinger([A])
+        lives.append(ref(core))
+        engine.add(B, core, at=life)
+        engine.kill(B, at=life + 0.5)
+        del core
+        engine.run(life + 0.9)
+    assert len(engine._ports) == 2
+    assert len(engine._heap) < 20
+    assert all(life() is None for life in lives)
+    arisen, delivered = engine.counters["sent"], engine.counters["delivered"]
+    assert arisen == delivered + engine.counters["missed"] + engine.under_way
+    assert delivered > 5_000
+
+
+def test_pairs_of_peers_cost_no_memory() -> None:
+    engine = Engine(Links(NetworkModel(0.01, 0.08, jitter_seconds=0.01, loss=0.1), 1))
+    peers = [seeded_peer(1, index) for index in range(60)]
+    for peer in peers:
+        engine.add(peer, Listener())
+
+    def everybody(core: Listener, now: float) -> Sends:
+        return [(peer, Ping(1)) for peer in peers]
+
+    def blocks() -> int:
+        engine.run(engine.now + 1.0)
+        for port in engine._ports:
+            assert isinstance(port.core, Listener)
+            port.core.heard.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks()
+    before = blocks()
+    for peer in peers:
+        engine.call(engine.now, peer, everybody)
+    assert blocks() - before < 60 * 60, "less than one block a pair"

@@ -1,0 +1,104 @@
+"""A world of cores and a world of whole nodes tell the same story: one scenario, the same memberships.
+
+In both each peer's SWIM core draws from a generator of its own and dials through the same peer, so that not
+only the views agree but every membership event, to the microsecond; also where all messages of one instant
+arrive at one instant.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from crypto.identity import PeerId
+from gossip.member import Event as MemberEvent
+from gossip.member import MemberDown, MemberLeft, MemberRefuted, MemberUp, Status
+from sim.churn.model import Churn, Event
+from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
+from sim.network.model import NetworkModel, Region
+from sim.scenario import Membership, Records, Scenario, Start
+from sim.watch import Observed
+from sim.worlds.cores import CoresWorld
+from sim.worlds.stack import StackWorld
+
+HAPPENED = (PeerStarted, PeerStopped, PeerFrozen, NetworkSplit, NetworkHealed)
+SCENARIO = Scenario(
+    name="agreement",
+    about="",
+    nodes=8,
+    seconds=55.0,
+    signatures="ed25519",
+    membership=Membership(preset="local"),
+    records=Records(stores_per_second=0.2, lookups_per_second=0.5),
+    churn=Churn(remembers=False),
+    start=Start(spread_seconds=4.0),
+    events=(
+        Event(at_seconds=8.1, kind="crash", share=0.2, lasts_seconds=7.0),
+        Event(at_seconds=18.2, kind="leave", share=0.2, lasts_seconds=4.0),
+        Event(at_seconds=25.3, kind="partition", share=0.4, lasts_seconds=5.0),
+        Event(at_seconds=33.4, kind="freeze", share=0.2, lasts_seconds=0.6),
+        Event(at_seconds=36.5, kind="one-way", share=0.2, lasts_seconds=3.0),
+        Event(at_seconds=42.6, kind="restart", share=0.4),
+        Event(at_seconds=45.7, kind="loss", share=0.5, loss=0.4, lasts_seconds=3.0),
+    ),
+)
+NETWORKS = {
+    1: NetworkModel(nearest_seconds=0.003, farthest_seconds=0.017, jitter_seconds=0.001, loss=0.05),
+    2: NetworkModel(nearest_seconds=0.01, farthest_seconds=0.01, duplication=0.1),
+    3: NetworkModel(
+        regions=(Region(name="here", share=0.5), Region(name="there", share=0.5)),
+        between_seconds=((0.0, 0.03), (0.02, 0.0)),
+    ),
+}
+"""By seed: pairs that differ, with loss; all alike, so full of simultaneous ticks; and longer one way."""
+SEEDS = tuple(NETWORKS)
+
+
+class Told:
+    """What one world told: per peer its membership events with their instants, and all views in the end."""
+
+    def __init__(self, world: type[CoresWorld] | type[StackWorld], seed: int) -> None:
+        self.seen: list[Observed] = []
+        scenario = replace(SCENARIO, network=NETWORKS[seed])
+        self.world = world(scenario, seed, self.seen.append)
+        self.views: dict[PeerId, dict[PeerId, Status]] = {}
+        self.world.at(SCENARIO.seconds - 0.001, self._look)
+        self.world.play(lambda: None)
+
+    def _look(self) -> None:
+        for peer in self.world.lives:
+            self.views[peer] = dict(sorted(self.world.believes(peer).items()))
+
+    def of(self, kinds: Any) -> dict[PeerId | None, list[tuple[float, Any]]]:
+        told: dict[PeerId | None, list[tuple[float, Any]]] = {}
+        for observed in self.seen:
+            if isinstance(observed.event, kinds):
+                told.setdefault(observed.peer, []).append((observed.time, observed.event))
+        return told
+
+
+cores = cache(lambda seed: Told(CoresWorld, seed))
+stack = cache(lambda seed: Told(StackWorld, seed))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_is_done_to_both_worlds(seed: int) -> None:
+    assert cores(seed).of(HAPPENED) == stack(seed).of(HAPPENED)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_both_all_have_the_same_views_in_the_end(seed: int) -> None:
+    assert cores(seed).views == stack(seed).views
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_both_each_peer_learns_the_same_at_the_same_instants(seed: int) -> None:
+    by_cores, by_stack = cores(seed).of(MemberEvent), stack(seed).of(MemberEvent)
+    for peer in cores(seed).world.peers:
+        assert by_cores[peer] == by_stack[peer]
+
+
+def test_there_is_something_to_agree_on() -> None:
+    kinds = {type(observed.event) for observed in cores(1).seen}
+    assert kinds >= {MemberUp, MemberDown, MemberLeft, MemberRefuted, NetworkSplit}
