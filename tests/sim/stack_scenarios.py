@@ -1,0 +1,118 @@
+"""Scenarios of whole nodes that are told once and played by several processes.
+
+`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one and prints the digest of all that happened, then
+the hash of what each run was trained to. GC is the threshold of Python's collector, which must not matter.
+"""
+
+import gc
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sim.checkers import checkers_for
+from sim.churn.model import Churn, Event
+from sim.network.model import NetworkModel
+from sim.scenario import Scenario, Training
+from sim.watch import Observed, Watch
+from sim.worlds.stack import StackWorld
+
+SWARM = Scenario(
+    name="swarm", about="Eight nodes and nothing to do.", fidelity="stack", nodes=8, seconds=30.0
+)
+# All is told at instants that coincide: without jitter, and with one distance between any two.
+DIGITS = Scenario(
+    name="digits",
+    about="Digits are trained on machines that come and go.",
+    fidelity="stack",
+    nodes=8,
+    seconds=200.0,
+    churn=Churn(profile="spot", speedup=720.0),
+    runs=(
+        Training(
+            members=7,
+            steps=60,
+            microbatches=8,
+            at_seconds=25.0,
+            pass_seconds=0.08,
+            trainers=2,
+            accuracy=0.9,
+        ),
+    ),
+)
+TROUBLES = Scenario(
+    name="troubles",
+    about="A little of everything befalls a run.",
+    fidelity="stack",
+    nodes=7,
+    seconds=110.0,
+    network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01, loss=0.01),
+    events=(
+        Event(30.0, "slow", share=0.3, lasts_seconds=30.0),
+        Event(35.0, "freeze", share=0.2, lasts_seconds=3.0),
+        Event(42.0, "partition", share=0.3, lasts_seconds=12.0),
+        Event(60.0, "loss", share=0.5, loss=0.1, lasts_seconds=15.0),
+        Event(65.0, "crash", share=0.2, lasts_seconds=10.0),
+        Event(70.0, "restart", share=0.2),
+        Event(75.0, "one-way", share=0.2, lasts_seconds=5.0),
+        Event(80.0, "leave", share=0.2, lasts_seconds=5.0),
+    ),
+    runs=(Training(members=7, steps=16, microbatches=4, at_seconds=22.0, pass_seconds=0.15, trainers=2),),
+)
+FULL = Scenario(
+    name="full",
+    about="Twenty spot machines train digits in three stages.",
+    fidelity="stack",
+    nodes=20,
+    seconds=360.0,
+    churn=Churn(profile="spot", speedup=480.0),
+    runs=(
+        Training(
+            members=14,
+            stages=3,
+            steps=70,
+            microbatches=8,
+            at_seconds=30.0,
+            pass_seconds=0.08,
+            trainers=2,
+            accuracy=0.94,
+        ),
+    ),
+)
+SCENARIOS = {scenario.name: scenario for scenario in (SWARM, DIGITS, TROUBLES, FULL)}
+
+
+@dataclass
+class Played:
+    """What came of a scenario. `kinds` counts events by the name of their type."""
+
+    world: StackWorld
+    watch: Watch
+    events: list[Observed] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def printed(self) -> list[str]:
+        """What must be the same wherever it is played."""
+        return [self.watch.digest(), *(trained.weights or trained.outcome for trained in self.world.trained)]
+
+
+def play(scenario: Scenario, seed: int) -> Played:
+    """The whole of it, with every invariant watched."""
+    watch = Watch(checkers_for(scenario))
+
+    def publish(observed: Observed) -> None:
+        played.events.append(observed)
+        played.kinds[type(observed.event).__name__] += 1
+        watch.publish(observed, world)
+
+    world = StackWorld(scenario, seed, publish)
+    played = Played(world, watch)
+    world.play(lambda: watch.sample(world))
+    watch.end(world)
+    return played
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        gc.set_threshold(int(sys.argv[3]))
+    sys.stdout.write("\n".join(play(SCENARIOS[sys.argv[1]], int(sys.argv[2])).printed) + "\n")
