@@ -104,9 +104,12 @@ class Result:
         write_files(target, self.scenario, self.metrics, self.summary)
         if not plots:
             return []
-        from sim.report.plots import draw_all
+        try:
+            from sim.report.plots import draw_all
 
-        return draw_all(target, self)
+            return draw_all(target, self)
+        except ImportError:
+            return []
 
 
 class _Playable(World, Protocol):

@@ -21,6 +21,7 @@ _PAGE_INCHES = (9.0, 1.6, 2.5)
 """Width, height of what is not a panel, of a panel of height 1."""
 _LEGEND_POINTS = 16
 """Room between the axes and what stands above them."""
+_LEGEND_COLUMNS_MAX = 6
 _MARGIN = 1.08
 _BANDS_MAX = 60
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (1200.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -111,7 +112,7 @@ class Page:
             axes.legend(
                 loc="lower right",
                 bbox_to_anchor=(1.0, 1.0),
-                ncols=min(4, len(entries)),
+                ncols=min(_LEGEND_COLUMNS_MAX, len(entries)),
                 frameon=False,
                 fontsize=9,
                 borderaxespad=0.1,

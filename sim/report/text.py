@@ -7,6 +7,7 @@ from node.cli.render import bytes_text, seconds_text
 
 Figures = Mapping[str, Any]
 _LABEL_WIDTH = 12
+_SHOWN_SHARE_MIN = 0.005
 
 
 def summary_lines(summary: Figures) -> list[str]:
@@ -111,7 +112,9 @@ def _traffic(figures: Figures) -> str:
         if rate is not None:
             sent = figures[f"sent_{kind}"]
             total = max(1, sum(sent.values()))
-            shares = ", ".join(f"{name} {percent(count / total)}" for name, count in sent.items())
+            most = sorted(sent.items(), key=lambda item: -item[1])
+            shown = [(name, count / total) for name, count in most if count / total >= _SHOWN_SHARE_MIN]
+            shares = ", ".join(f"{name} {percent(share)}" for name, share in shown)
             amount = f"{bytes_text(rate)}/s" if kind == "bytes" else f"{rate:.1f} messages/s"
             return f"{amount} sent per node: {shares}"
     return ""

@@ -101,6 +101,19 @@ def test_a_broken_invariant_ends_it_with_the_last_events_and_the_command(tmp_pat
     assert again.digest == result.digest
 
 
+def test_whole_nodes_are_measured_alike_and_break_alike(tmp_path: Path) -> None:
+    whole = {"fidelity": "stack", "nodes": 3, "seconds": 12}
+    result = sim.run(tiny(tmp_path, **whole), seed=3)
+    assert result.values("population_peers")[-1] == (12.0, 3.0)
+    assert result.summary["membership"]["entries_right_share_end"] == 1.0
+    assert set(result.summary["traffic"]["sent_bytes"]) >= {"swim", "dht"}
+    assert sim.run(tiny(tmp_path, **whole), seed=3).digest == result.digest
+    checked = {"network.loss": 1.0, "checks.converge_seconds": 8}
+    broken = sim.run(tiny(tmp_path, **whole, **checked), seed=3).broken
+    assert broken is not None
+    assert broken.invariant == "membership"
+
+
 class MeetsNobody(Swim):
     """A SWIM that never joins."""
 
