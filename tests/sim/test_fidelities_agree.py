@@ -26,8 +26,8 @@ HAPPENED = (PeerStarted, PeerStopped, PeerFrozen, NetworkSplit, NetworkHealed)
 SCENARIO = Scenario(
     name="agreement",
     about="",
-    nodes=8,
-    seconds=55.0,
+    nodes=6,
+    seconds=50.0,
     signatures="ed25519",
     membership=Membership(preset="local"),
     records=Records(stores_per_second=0.2, lookups_per_second=0.5),

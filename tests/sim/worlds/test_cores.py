@@ -73,6 +73,14 @@ def test_all_start_and_list_each_other() -> None:
     assert played.samples == 60
 
 
+def test_fifty_that_start_within_a_second_find_each_other() -> None:
+    records = Records(enabled=False)
+    played = Played(scenario(nodes=50, seconds=15.0, start=Start(spread_seconds=1.0), records=records))
+    assert max(o.time for o in played.of(PeerStarted)) < 1.0
+    assert played.live_views() == [set(played.world.peers)] * 50
+    assert not played.of(RecordGot)
+
+
 def test_records_are_found() -> None:
     played = Played(scenario(network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.09)))
     lookups = [o.event for o in played.of(RecordGot) if not o.event.storing and o.event.expected]
@@ -81,7 +89,7 @@ def test_records_are_found() -> None:
 
 
 def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
-    digests = [Played(scenario(), seed).digest for seed in (1, 1, 2)]
+    digests = [Played(scenario(nodes=12, seconds=40.0), seed).digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -133,20 +141,18 @@ def test_a_restart_at_one_instant_is_a_new_life_of_the_same_peer() -> None:
     assert not played.of(MemberDown), "each was back before anybody gave it up"
 
 
-def test_a_swarm_under_churn_goes_on_and_repeats() -> None:
+def test_a_swarm_under_churn_goes_on() -> None:
     churn = Churn(
         sessions=Distribution(distribution="weibull", scale_seconds=60.0, shape=0.6),
         absences=Distribution(distribution="exponential", scale_seconds=30.0),
         permanent=2,
         crash_share=0.5,
     )
-    wanted = scenario(seconds=180.0, churn=churn)
-    played = Played(wanted)
+    played = Played(scenario(seconds=120.0, churn=churn))
     stopped = Counter(o.event.why for o in played.of(PeerStopped))
-    assert min(stopped["crash"], stopped["leave"]) > 5
+    assert min(stopped["crash"], stopped["leave"]) >= 3
     up = {peer for peer in played.world.peers if played.world.is_up(peer)}
     assert all(len(view & up) > len(up) / 2 for view in played.live_views())
-    assert Played(wanted).digest == played.digest
 
 
 def test_after_a_partition_heals_all_list_each_other_again() -> None:
@@ -193,7 +199,7 @@ def test_records_outlive_churn_for_they_are_stored_again() -> None:
         permanent=4,
     )
     records = Records(stores_per_second=0.1, republish_seconds=60.0, lifetime_seconds=240.0)
-    played = Played(scenario(nodes=24, seconds=400.0, churn=churn, records=records))
+    played = Played(scenario(nodes=16, seconds=400.0, churn=churn, records=records))
     lookups = [o.event for o in played.of(RecordGot) if not o.event.storing and o.event.expected]
     assert len(lookups) > 100
     assert sum(got.copies > 0 for got in lookups) >= 0.99 * len(lookups)
@@ -227,15 +233,16 @@ def test_with_real_keys_the_same_happens_as_by_hash() -> None:
 
 
 def test_messages_through_the_real_encoding_change_nothing() -> None:
-    assert Played(scenario(encoded=True)).digest == Played(scenario()).digest
+    one, other = (Played(scenario(nodes=12, seconds=40.0, encoded=encoded)) for encoded in (True, False))
+    assert one.digest == other.digest
 
 
 def test_wrong_clocks_do_no_harm() -> None:
     network = NetworkModel(clock_offset_seconds=20.0, clock_drift=0.001)
     crash = Event(at_seconds=60.0, kind="crash", share=0.1, lasts_seconds=30.0)
-    played = Played(scenario(seconds=150.0, network=network, events=(crash,)))
+    played = Played(scenario(nodes=12, seconds=150.0, network=network, events=(crash,)))
     assert {o.event.peer for o in played.of(MemberDown)} == {o.peer for o in played.of(PeerStopped)}
-    assert played.live_views() == [set(played.world.peers)] * 20
+    assert played.live_views() == [set(played.world.peers)] * 12
 
 
 def test_neighbourhoods_hold_only_their_own() -> None:
@@ -270,8 +277,8 @@ def eventful() -> Played:
     """A little of everything, over links of exactly 50 ms."""
     return Played(
         scenario(
-            nodes=12,
-            seconds=90.0,
+            nodes=10,
+            seconds=80.0,
             churn=Churn(
                 sessions=Distribution(distribution="exponential", scale_seconds=60.0),
                 absences=Distribution(distribution="exponential", scale_seconds=20.0),

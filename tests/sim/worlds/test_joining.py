@@ -1,0 +1,31 @@
+"""How newcomers find the swarm where most cannot be reached before they have said something."""
+
+from gossip.member import Status
+from sim.network.model import Access, NetworkModel
+from sim.scenario import Membership, Records, Scenario, Start
+from sim.worlds.cores import CoresWorld
+
+HOMES = Scenario(
+    name="homes",
+    about="two thirds behind translators, all started within seconds",
+    nodes=16,
+    seconds=25.0,
+    start=Start(spread_seconds=6.0),
+    network=NetworkModel(
+        nearest_seconds=0.01,
+        farthest_seconds=0.05,
+        access=(Access(share=0.67, nat="full-cone"),),
+    ),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+)
+
+
+def test_those_whose_first_dials_fail_do_not_make_a_swarm_of_their_own() -> None:
+    for seed in (3, 4, 5):
+        world = CoresWorld(HOMES, seed, lambda _: None)
+        world.play(lambda: None)
+        sizes = [
+            sum(status is Status.ALIVE for status in world.believes(peer).values()) for peer in world.peers
+        ]
+        assert sizes == [HOMES.nodes] * HOMES.nodes, f"seed {seed}"
