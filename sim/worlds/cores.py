@@ -258,6 +258,7 @@ class CoresWorld:
         self.engine.kill(life.peer, self.now)
         del self.lives[life.peer]
         self.tell(life, PeerStopped(why))
+        del life.swim, life.kademlia  # whoever still knows of this life does not keep its cores
         if life.leaving:
             self._direction.ended(life.number)
 

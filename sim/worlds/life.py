@@ -19,7 +19,7 @@ class Life:
     """From a start of a peer to the stop that follows it; `serial` counts the lives of that peer from 0.
 
     `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end. `entered`:
-    it has found somebody in the DHT. `place` is the world's own.
+    it has found somebody in the DHT. `place` is the world's own. Its cores are there until it is over.
     """
 
     __slots__ = (

@@ -619,9 +619,10 @@ class Member:
         elif isinstance(question, Renew):
             self._heard_at = self._setting.ground.now
             answer(DONE)
+        elif isinstance(question, End) and asker not in (plan.committer, *committee(plan)):
+            answer(Declined("it has no vote in the run"))
         elif isinstance(question, End):
-            if asker in (plan.committer, *committee(plan)):
-                self.end(question.outcome, question.reason)
+            self.end(question.outcome, question.reason)
             answer(DONE)
         elif isinstance(question, FetchState):
             state = None if hosted is None else hosted.state(question.step)
@@ -692,6 +693,18 @@ class Member:
     def hosts(self) -> bool:
         """Whether a stage is open here, or on its way."""
         return self._hosting.is_opening or self._hosting.hosted is not None
+
+    @property
+    def standing(self) -> str:
+        """Where this member is, in words: what it commits, or what it holds."""
+        if self.plan is None:
+            return self.outcome or "not in it"
+        if self._committer is not None:
+            return f"plan {self.plan.height}: {self._committer.phase} step {self._committer.step}"
+        waits = "waits" if self.is_paused else "follows"
+        hosted = self._hosting.hosted
+        held = "" if hosted is None else f", holds stage {hosted.stage.index} after step {hosted.stage.state.step}"
+        return f"plan {self.plan.height}: {waits}{held}"
 
     def _make_hosted(self, plan: Plan, step: int | None) -> Hosted:
         return Hosted(

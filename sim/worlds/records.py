@@ -26,11 +26,13 @@ RENEWALS = 3
 class _Entry:
     """One record: who stored it in which life, and until when it is valid. `stored`: somebody keeps it."""
 
-    __slots__ = ("expires", "number", "publisher", "stored")
+    __slots__ = ("expires", "number", "peer", "serial", "stored")
 
     def __init__(self, number: int, publisher: Life) -> None:
         self.number = number
-        self.publisher = publisher
+        # Not the life itself: with it, the cores of the dead would stay.
+        self.peer = publisher.peer
+        self.serial = publisher.serial
         self.expires = 0.0
         self.stored = False
 
@@ -78,18 +80,24 @@ class RecordsWork:
         entry = _Entry(self._made, life)
         self._made += 1
         self._entries.append(entry)
-        self._store(entry, quiet=False)
+        self._store(entry, life, quiet=False)
         renew_seconds = self._settings.lifetime_seconds / RENEWALS
         if renew_seconds > 0:
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
     def _renew(self, entry: _Entry, renew_seconds: float) -> None:
-        if self._ground.lives.get(entry.publisher.peer) is entry.publisher:
-            self._store(entry, quiet=True)
+        life = self._publisher(entry)
+        if life is not None and not life.leaving:
+            self._store(entry, life, quiet=True)
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
-    def _store(self, entry: _Entry, *, quiet: bool) -> None:
-        life, now = entry.publisher, self._ground.now
+    def _publisher(self, entry: _Entry) -> Life | None:
+        """The life that stored it, if it goes on."""
+        life = self._ground.lives.get(entry.peer)
+        return life if life is not None and life.serial == entry.serial else None
+
+    def _store(self, entry: _Entry, life: Life, *, quiet: bool) -> None:
+        now = self._ground.now
         entry.expires = now + self._settings.lifetime_seconds
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
 
@@ -142,12 +150,10 @@ class RecordsWork:
     def _is_there(self, entry: _Entry, life: Life) -> bool:
         """Whether somebody said that it keeps the record, its publisher lives on within reach, and the peer
         that looks is in the DHT."""
-        publisher = entry.publisher
-        is_alive = self._ground.lives.get(publisher.peer) is publisher
-        if not (entry.stored and is_alive and life.entered):
+        if not (entry.stored and life.entered) or self._publisher(entry) is None:
             return False
         reaches = self._ground.reaches
-        return reaches(life.peer, publisher.peer) and reaches(publisher.peer, life.peer)
+        return reaches(life.peer, entry.peer) and reaches(entry.peer, life.peer)
 
     def _found(self, life: Life, event: RecordsFound) -> None:
         request = self._taken(life, event.request)

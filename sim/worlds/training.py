@@ -110,6 +110,10 @@ class TrainingRuns:
     def _slowed(self, life: Life, event: PeerSlowed) -> None:
         self._slowness[life.peer] = event.factor
 
+    def standing(self, number: int) -> Mapping[PeerId, str]:
+        """Where each member of a run that is up is, for whoever has to find out why it hangs."""
+        return self._runs[number].standing
+
     # What streams stand on
 
     @property
@@ -254,6 +258,10 @@ class _Run:
     def hosts(self, peer: PeerId) -> bool:
         member = self._members.get(peer)
         return member is not None and member.hosts
+
+    @property
+    def standing(self) -> Mapping[PeerId, str]:
+        return {peer: member.standing for peer, member in sorted(self._members.items())}
 
     # What its members say
 

@@ -1,6 +1,7 @@
 """A world of cores with training runs in it, troubled as a test says."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,14 @@ from sim.watch import Observed, Watch, World
 from sim.worlds.cores import CoresWorld
 from sim.worlds.replaceable import Cores
 
+END_SECONDS = 1.0
+"""After the first member says that a run has ended all others have."""
 BEGINS = 10.0
 """When runs begin here: by then all know each other."""
 
 
 def scenario(
-    *runs: Training, nodes: int = 7, seconds: float = 120.0, preset: Any = "local", **changes: Any
+    *runs: Training, nodes: int = 7, seconds: float = 120.0, preset: Any = "lan", **changes: Any
 ) -> Scenario:
     """Peers that find each other fast, and nothing but runs."""
     return Scenario(
@@ -36,6 +39,10 @@ def training(**changes: Any) -> Training:
     """A run of seven."""
     fields: dict[str, Any] = {"members": 7, "steps": 10, "at_seconds": BEGINS, "checkpoint_every": 3}
     return Training(**(fields | changes))
+
+
+class _Over(Exception):
+    """All runs have ended."""
 
 
 @dataclass
@@ -71,15 +78,25 @@ class Troubled:
 
     def __init__(self, played: Scenario, seed: int = 1, cores: Cores | None = None) -> None:
         self.story = Story()
+        self._ended: set[bytes] = set()
         self.watch = Watch([self.story])
         self.world = CoresWorld(played, seed, self._publish, cores=cores or Cores())
         _cut_links(self.world)
 
     def _publish(self, observed: Observed) -> None:
         self.watch.publish(observed, self.world)
+        if isinstance(observed.event, RunEnded):
+            self._ended.add(observed.event.run)
+            if len(self._ended) == len(self.world.scenario.runs):
+                self.at(observed.time + END_SECONDS, self._stop)
+
+    def _stop(self) -> None:
+        raise _Over
 
     def play(self) -> "Troubled":
-        self.world.play(lambda: None)
+        """The whole scenario, or until its runs have ended."""
+        with suppress(_Over):
+            self.world.play(lambda: None)
         return self
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:

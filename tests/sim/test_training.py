@@ -1,0 +1,308 @@
+"""Runs in a world of cores: exact sums whatever befalls their members, and a bug that is not overlooked."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossip.member import MemberDown
+from node.runs.pulse import RENEW_SECONDS
+from partition.steps.replica import ReduceReady, Replica, WorkItem
+from sim.churn.model import Churn
+from sim.happenings import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.seeds import seeded_rng
+from sim.watch import Broken, Observed
+from sim.worlds.replaceable import Cores
+from tests.sim.runs_world import BEGINS, Troubled, scenario, training
+
+SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
+RESUME_SECONDS_MAX = 10.0
+SPLIT_SECONDS = 60.0
+STAGES = 2
+NOTED = (21, 18)
+"""A newcomer is to commit; nobody can go on until the network heals."""
+SEVEN = range(7)
+
+
+def is_step(number: int) -> Callable[[Observed], bool]:
+    return lambda seen: isinstance(seen.event, StepCommitted) and seen.event.step == number
+
+
+def assert_done(played: Troubled, steps: int) -> None:
+    """Every member that says how the run ended says well; no step is missing. Sums were compared on the way."""
+    assert played.story.outcomes, played.world.training.standing(0)
+    assert set(played.story.outcomes.values()) == {"done"}, played.describe()
+    applied = {row.event.step for row in played.story.of(SamplesCounted)}
+    assert applied == set(range(steps))
+
+
+def counted(played: Troubled) -> dict[tuple[bytes, int, int], Counter[int]]:
+    """By plan, step and stage: how often each micro-batch is in the sums of those who applied the step."""
+    found: dict[tuple[bytes, int, int], Counter[int]] = {}
+    for row in played.story.of(SamplesCounted):
+        key = (row.event.plan, row.event.step, row.event.stage)
+        found.setdefault(key, Counter()).update(row.event.microbatches)
+    return found
+
+
+def test_an_undisturbed_run_counts_each_micro_batch_once_and_ends_well_everywhere() -> None:
+    played = Troubled(scenario(training(), seconds=40)).play()
+    assert played.story.steps == list(range(10))
+    assert len(played.story.outcomes) == 7
+    assert_done(played, 10)
+    for (_, step, _), numbers in counted(played).items():
+        assert numbers == Counter(range(step * 8, step * 8 + 8))
+    assert len(counted(played)) == 10 * STAGES
+    for row in played.story.of(StepCommitted):
+        for stage in row.event.counted:
+            assert sorted(number for _, numbers in stage for number in numbers) == list(
+                range(row.event.step * 8, row.event.step * 8 + 8)
+            )
+
+
+# Deaths
+
+
+def crash_in(phase: str, victim: int) -> Troubled:
+    """The victim dies while the committer is in this phase of the fifth step, or of its end."""
+    played = Troubled(scenario(training(), seconds=100))
+    wanted = "evaluating step 10" if phase == "evaluating" else f"{phase} step 4"
+
+    def look() -> None:
+        if any(wanted in words for words in played.world.training.standing(0).values()):
+            played.crash(victim, 20.0)
+        else:
+            played.at(played.world.now + 0.002, look)
+
+    played.at(BEGINS, look)
+    return played.play()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("phase", ["counting", "committing", "applying", "evaluating"])
+def test_a_death_in_any_phase_of_a_step_leaves_the_sums_exact(phase: str, victim: int) -> None:
+    """0 commits, 1 holds the first stage, 2 the last."""
+    played = crash_in(phase, victim)
+    assert_done(played, 10)
+    # What was being evaluated by the dead is soon evaluated by others: no plan is needed.
+    assert phase == "evaluating" or played.story.of(PlanAdopted)[-1].event.height > 0
+
+
+def test_a_death_before_the_first_step_is_survived() -> None:
+    played = Troubled(scenario(training(), seconds=60))
+    played.at(BEGINS + 0.6, played.crash, 1)
+    assert_done(played.play(), 10)
+
+
+def test_without_both_replicas_of_a_stage_the_run_goes_back_to_its_newest_checkpoint() -> None:
+    played = Troubled(scenario(training(), seconds=60))
+    played.when(is_step(7), lambda: [played.crash(number) for number in (2, 4)] and None)
+    assert_done(played.play(), 10)
+    again = [row.event.step for row in played.story.of(SamplesCounted) if row.event.stage == 0]
+    height = {row.event.plan: row.event.height for row in played.story.of(PlanAdopted)}
+    later = {row.event.step for row in played.story.of(SamplesCounted) if height[row.event.plan] > 0}
+    assert min(later) == 6, "the checkpoint of six steps"
+    assert Counter(again)[6] > Counter(again)[8]
+
+
+def test_without_a_checkpoint_the_run_fails_and_says_what_is_lost() -> None:
+    played = Troubled(scenario(training(checkpoint_every=0), seconds=200))
+    played.when(is_step(4), lambda: [played.crash(number) for number in (2, 4)] and None)
+    played.play()
+    reasons = {row.event.reason for row in played.story.of(RunEnded)}
+    assert set(played.story.outcomes.values()) == {"failed"}
+    assert reasons == {"stage 2 of 2 lost its last replica, and no checkpoint holds its parameters"}
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_who_comes_back_before_it_was_missed_has_lost_its_stage_and_the_run_notices(remembers: bool) -> None:
+    played = Troubled(scenario(training(steps=40), seconds=150, churn=Churn(remembers=remembers)))
+    played.when(is_step(4), lambda: played.crash(1, 0.1))
+    assert_done(played.play(), 40)
+    crashed = played.story.of(StepCommitted)[4].time
+    later = [row.time - crashed for row in played.story.of(PlanAdopted) if row.event.height == 1]
+    assert later[0] < (3.0 if remembers else RENEW_SECONDS + 1.0)
+    assert not [row for row in played.story.seen if isinstance(row.event, MemberDown)]
+
+
+def test_a_peer_that_stands_still_is_worked_around_and_counted_once() -> None:
+    played = Troubled(scenario(training(steps=20), seconds=90))
+
+    def freeze() -> None:
+        life = played.world.lives[played.world.peers[1]]
+        played.world.tell(life, PeerFrozen(3.0))
+
+    played.when(is_step(4), freeze)
+    assert_done(played.play(), 20)
+
+
+# Splits
+
+
+def split_trial(seed: int) -> tuple[Troubled, float]:
+    """Seven members, a split of a minute, crashes that leave a majority; and when the split ends."""
+    rng = seeded_rng(seed, "troubles")
+    run = training(stages=3, steps=110, microbatches=4, checkpoint_every=4, pass_seconds=0.05)
+    played = Troubled(scenario(run, seconds=250, preset="local"), seed)
+    split = BEGINS + 3 + rng.uniform(0, 8)
+    healed = split + SPLIT_SECONDS
+    played.at(split, played.split, rng.sample(SEVEN, rng.randint(1, 3)))
+    played.at(healed, played.heal)
+    away: list[tuple[float, float, int]] = []
+    for _ in range(rng.randint(0, 3)):
+        at = rng.uniform(BEGINS, healed - 3)
+        back = min(at + rng.uniform(0.5, 20), healed - 1)
+        busy = {number for begin, end, number in away if begin < back + 1 and at < end + 1}
+        victim = rng.choice([number for number in SEVEN if number not in busy])
+        away.append((at, back, victim))
+        played.at(at, played.crash, victim, back - at)
+    return played, healed
+
+
+def test_a_run_goes_on_within_ten_seconds_of_healing_and_nobody_commits_without_a_majority() -> None:
+    wrong = {}
+    for seed in [*NOTED, *(seed for seed in range(1, SEEDS + 1) if seed not in NOTED)][:SEEDS]:
+        played, healed = split_trial(seed)
+        played.play()
+        after = [row.time - healed for row in played.story.of(StepCommitted, healed)]
+        is_done = set(played.story.outcomes.values()) == {"done"}
+        if not after or after[0] > RESUME_SECONDS_MAX or not is_done:
+            wrong[seed] = (after[:1], dict(played.world.training.standing(0)))
+        plans = Counter((row.event.height, row.event.plan) for row in played.story.of(PlanAdopted))
+        assert len({height for height, _ in plans}) == len(plans), "two plans at one height"
+    assert not wrong
+
+
+def parted(on_lost_quorum: str, apart_seconds: float) -> Troubled:
+    """Three sides for a while, none of them a majority: the requester with a replica of each stage,
+    another such pair, and two that keep copies."""
+    steps = 100 if on_lost_quorum == "fork" else 60
+    run = training(steps=steps, on_lost_quorum=on_lost_quorum, checkpoint_every=5)
+    played = Troubled(scenario(run, seconds=420, preset="local"))
+    sides = {3: 1, 4: 1, 5: 2, 6: 2}
+    played.at(BEGINS + 5, played.world.split, sides)
+    played.at(BEGINS + 5 + apart_seconds, played.heal)
+    return played.play()
+
+
+def test_without_a_majority_nobody_commits_anything_until_the_network_heals() -> None:
+    played = parted("wait", 40)
+    (healed,) = played.story.of(NetworkHealed)
+    times = [row.time for row in played.story.of(StepCommitted)]
+    assert not [time for time in times if BEGINS + 6 < time < healed.time]
+    assert min(time for time in times if time > healed.time) < healed.time + RESUME_SECONDS_MAX
+    assert_done(played, 60)
+
+
+def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives_healing() -> None:
+    played = parted("fork", 100)
+    (healed,) = played.story.of(NetworkHealed)
+    apart = [row for row in played.story.of(StepCommitted) if BEGINS + 10 < row.time < healed.time]
+    branches = {row.event.plan: played.number(row.peer) for row in apart}
+    assert len(set(branches.values())) >= 2, "who commits on each side"
+    after = {row.peer for row in played.story.of(StepCommitted, healed.time + 30)}
+    assert len(after) == 1, "one branch is left"
+    assert_done(played, 100)
+
+
+# Many, and again
+
+
+def test_many_runs_side_by_side_do_not_disturb_each_other() -> None:
+    runs = [training(at_seconds=BEGINS + number / 10, steps=5) for number in range(6)]
+    played = Troubled(scenario(*runs, nodes=42, seconds=40))
+    played.at(BEGINS + 3, played.crash, 8)
+    played.play()
+    ends = Counter(row.event.run for row in played.story.of(RunEnded) if row.event.outcome == "done")
+    assert len(ends) == 6
+    assert sum(ends.values()) == 41
+
+
+def digest_of(seed: int) -> str:
+    played = Troubled(scenario(training(steps=12), seconds=60), seed)
+    played.at(BEGINS + 3, played.split, (1, 2))
+    played.at(BEGINS + 9, played.heal)
+    played.at(BEGINS + 12, played.crash, 0, 5.0)
+    return played.play().watch.digest()
+
+
+def test_the_same_seed_is_the_same_run_also_in_another_process() -> None:
+    assert digest_of(1) == digest_of(1) != digest_of(2)
+    code = "from tests.sim.test_training import digest_of; print(digest_of(1))"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == digest_of(1)
+
+
+# Planted bugs
+
+
+class CountsTwice(Replica):
+    """Does not take out again what another replica counts by now."""
+
+    def _committed(self, step: int) -> WorkItem:
+        work = super()._committed(step)
+        if isinstance(work, ReduceReady):
+            return work
+        assert self._commit is not None
+        members = tuple(tuple(stage.replicas) for stage in self.plan.stages)
+        return ReduceReady(self.plan_hash, step, self._commit.attempt, members)  # type: ignore[arg-type]
+
+
+def cut_off_for_a_moment(seed: int, cores: Cores) -> Troubled:
+    """One replica is out of reach for a second in which the others do its work: both count some of it."""
+    rng = seeded_rng(seed, "moment")
+    run = training(steps=12, microbatches=16, pass_seconds=0.1)
+    played = Troubled(scenario(run, seconds=70, preset="local"), seed, cores)
+    begins = BEGINS + rng.uniform(3, 12)
+    played.at(begins, played.split, (rng.choice((1, 2, 3, 4)),))
+    played.at(begins + 1.0, played.heal)
+    return played
+
+
+def test_a_replica_that_counts_a_sample_twice_is_found_out_within_fifty_seeds() -> None:
+    caught: list[Broken] = []
+    for seed in range(1, 51):
+        try:
+            cut_off_for_a_moment(seed, Cores(replica=CountsTwice)).play()
+        except Broken as broken:
+            caught.append(broken)
+            break
+    assert caught
+    assert caught[0].invariant == "sums"
+    assert_done(cut_off_for_a_moment(seed, Cores()).play(), 12)
+
+
+def test_what_takes_the_place_of_a_core_is_what_is_driven() -> None:
+    made: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        ours = getattr(Cores(), name)
+
+        def make(*arguments: Any, **named: Any) -> Any:
+            made[name] += 1
+            return ours(*arguments, **named)
+
+        return make
+
+    cores = Cores(**{name: counting(name) for name in ("replica", "committer", "agreement")})
+    assert_done(Troubled(scenario(training(), seconds=40), 1, cores).play(), 10)
+    assert made == {"replica": 4, "committer": 1, "agreement": 7}
+
+
+def test_a_run_waits_until_enough_of_its_members_are_up() -> None:
+    played = Troubled(scenario(training(), seconds=60))
+    played.at(5.0, lambda: [played.crash(number, 20.0) for number in range(1, 7)] and None)
+    played.play()
+    assert min(row.time for row in played.story.of(PlanAdopted)) >= 25.0
+    assert_done(played, 10)
