@@ -7,6 +7,7 @@ specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number se
 import ipaddress
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -22,6 +23,8 @@ ADDRESSES_MAX = 8
 ADDRESS_LENGTH_MAX = 160
 CONTACT_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 40
+PARSED_MAX = 4_096
+"""Addresses whose reading is remembered: each is heard from many peers."""
 CONTACT_PURPOSE = "contact"
 
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -51,6 +54,7 @@ class Address:
         return replace(self, peer=peer)
 
 
+@lru_cache(maxsize=PARSED_MAX)
 def parse_address(text: str) -> Address:
     """Read a multiaddr or `host:port`.
 

@@ -122,7 +122,7 @@ class Kademlia:
         if known is not None and known.failures:
             self._check(now, known)
         elif known is None and self.table.wants(peer):
-            self._check(now, Contact(peer, address_texts(addresses)))
+            self._check(now, Contact(peer, address_texts(tuple(addresses))))
         return self._drain()
 
     def remove(self, now: float, peer: PeerId) -> Sends:

@@ -6,6 +6,7 @@ identities as the network has nodes.
 """
 
 import hashlib
+from functools import lru_cache
 from random import Random
 from typing import NewType
 
@@ -16,9 +17,12 @@ Key = NewType("Key", bytes)
 
 KEY_BYTES = 20
 KEY_BITS = 8 * KEY_BYTES
+KEYS_MAX = 32_768
+"""Nodes whose keys are remembered: the same few are named again and again. 5 MB."""
 KEY_MAX = 2**KEY_BITS - 1
 
 
+@lru_cache(maxsize=KEYS_MAX)
 def node_key(peer: PeerId) -> Key:
     """Where a node stands: SHA-256 of its public key, cut to 160 bits."""
     return Key(hashlib.sha256(peer).digest()[:KEY_BYTES])

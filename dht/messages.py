@@ -11,11 +11,12 @@ message is known from the session beneath, never from the message.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from crypto.contact import Address, parse_address
+from crypto.contact import PARSED_MAX, Address, parse_address
 from crypto.encoding import encode
 from crypto.facts import Fact
 from crypto.identity import PEER_ID_BYTES, PeerId
@@ -154,7 +155,8 @@ def encoded_bytes(message: Any) -> int:
     return len(encode(message))
 
 
-def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
+@lru_cache(maxsize=PARSED_MAX)
+def address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
     """Addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
 
     Cut to the first HINT_ADDRESSES_MAX that are short enough.
@@ -170,7 +172,8 @@ def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
     return tuple(texts[:HINT_ADDRESSES_MAX])
 
 
-def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
+@lru_cache(maxsize=PARSED_MAX)
+def readable_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
     """The addresses among `texts` that this version can read and that may be `peer`'s.
 
     Others are left out and not refused: a later version may know kinds of address that we do not.

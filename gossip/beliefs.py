@@ -35,21 +35,22 @@ from gossip.member import (
 from gossip.messages import (
     SILENCE_MILLISECONDS_MAX,
     AliveBody,
+    Announced,
     DeadBody,
     LeftBody,
     SuspectBody,
     alive_body,
     check_body,
     fact_bytes,
+    read_alive,
     read_body,
-    read_profile,
     sign_body,
     subject_of,
 )
 from gossip.scope import Scope
 from gossip.settings import Settings
 from gossip.suspicion import LocalHealth, Suspicion
-from gossip.table import MemberTable, Row
+from gossip.table import MemberTable, Row, Verdict
 
 OUTSIDERS_REFUTED_MAX = 2
 """Accusations of us refuted in one probe interval whose authors we do not list, but which may list us."""
@@ -77,12 +78,11 @@ class Beliefs:
         self._signer = signer
         self._settings = settings
         self._events = events
-        alive = sign_body(signer, alive_body(profile, incarnation))
-        self.me = Row(signer.peer, profile, incarnation, alive, now, found_through=None)
+        self.me = Row(self._announced(profile, incarnation), now, found_through=None)
         self.table = MemberTable(self.me, rng)
         self.health = LocalHealth(settings.health_max)
         self.queue = Dissemination()
-        self.queue.put(self.me.peer, alive)
+        self.queue.put(self.me.peer, self.me.said.fact)
         self._suspicions: dict[PeerId, Suspicion] = {}
         # Who sent us, last of all, an accusation that we refuted before.
         self._misled: PeerId | None = None
@@ -90,27 +90,31 @@ class Beliefs:
 
     # What this peer says of itself.
 
-    def announce(self, profile: Profile) -> None:
-        """Be alive under a new incarnation."""
-        self.me.profile = profile
-        self.me.incarnation += 1
-        self.me.alive = sign_body(self._signer, alive_body(profile, self.me.incarnation))
-        self.queue.put(self.me.peer, self.me.alive)
+    def announce(self, profile: Profile, *, above: int = 0) -> None:
+        """Be alive under a new incarnation, higher than that of now and than `above`."""
+        said = self._announced(profile, max(self.me.incarnation, above) + 1)
+        self.table.renew(self.me, said)
+        self.queue.put(said.peer, said.fact)
 
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
         left = sign_body(self._signer, LeftBody(self.me.incarnation))
-        self.table.judge(self.me, now, Status.LEFT, left, reason="left")
+        self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.me.peer, left)
         self._suspicions.clear()
         self._reckon()
         return left
 
+    def _announced(self, profile: Profile, incarnation: int) -> Announced:
+        body = alive_body(profile, incarnation)
+        # As we know it ourselves, with all the addresses that may not have fitted.
+        return Announced(self._signer.peer, profile, incarnation, sign_body(self._signer, body))
+
     # What it concludes of others.
 
     def accuse(self, now: float, row: Row) -> None:
         """Suspect a live member by own observation, or confirm a suspicion."""
-        silence = _milliseconds(row.silence_seconds(now))
+        silence = _milliseconds(self.table.silence_seconds(row, now))
         fact = sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
         if row.status is Status.ALIVE:
             self._begin_suspicion(now, row, fact, silence)
@@ -121,7 +125,7 @@ class Beliefs:
         """Give up every suspect whose time to refute is over."""
         for peer in [peer for peer, suspicion in self._suspicions.items() if suspicion.deadline <= now]:
             row = self.table.rows[peer]
-            silence = _milliseconds(row.silence_seconds(now))
+            silence = _milliseconds(self.table.silence_seconds(row, now))
             self._bury(now, row, sign_body(self._signer, DeadBody(peer, row.incarnation, silence)), silence)
 
     def doubtful(self, now: float) -> list[PeerId]:
@@ -129,7 +133,7 @@ class Beliefs:
         return [
             peer
             for peer, suspicion in self._suspicions.items()
-            if suspicion.confirmed_by <= now or self.table.rows[peer].accuser == self.me.peer
+            if suspicion.confirmed_by <= now or suspicion.accuser == self.me.peer
         ]
 
     def excuse(self, seconds: float) -> None:
@@ -153,11 +157,16 @@ class Beliefs:
         receiver, so that it can refute (Lifeguard's buddy system).
         """
         row = self.table.rows.get(peer)
-        refutation = self.me.alive if peer == self._misled else None
+        accusation = None if row is None else row.verdict
+        if not len(self.queue) and accusation is None and peer != self._misled and self.me.verdict is None:
+            return ()
+        proofs = [verdict.fact for verdict in (self.me.verdict, accusation) if verdict is not None]
+        if peer == self._misled:
+            proofs.insert(len(proofs) - (accusation is not None), self.me.said.fact)
         first: list[Fact] = []
         room = self._settings.facts_bytes_max
-        for fact in (self.me.verdict, refutation, row.verdict if row else None):
-            if fact is not None and fact_bytes(fact) <= room:
+        for fact in proofs:
+            if fact_bytes(fact) <= room:
                 room -= fact_bytes(fact)
                 first.append(fact)
         limit = self._settings.retransmits(self.table.live)
@@ -177,7 +186,16 @@ class Beliefs:
         In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
         network that was split: it does not bury, it makes us look. Returns whom to probe at once.
         """
-        claims = [(fact, read_body(fact)) for fact in facts]
+        self._misled = None
+        claims = []
+        rows = self.table.rows
+        for fact in facts:
+            # Most of what arrives is known to the byte, and would change nothing.
+            known = rows.get(PeerId(fact.author))
+            if known is None or known.said.fact != fact:
+                claims.append((fact, read_body(fact)))
+        if not claims:
+            return []
         accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
         outdated = any(
             body.subject == self.me.peer and body.incarnation < self.me.incarnation for body in accused
@@ -213,37 +231,34 @@ class Beliefs:
             return
         if row is None and not (self.scope.holds(peer) and self._may_have_room()):
             return
-        profile = read_profile(peer, body)
+        said = read_alive(fact, body)
         check_body(self._signer, fact, body)
         if row is None:
             self._make_room()
-            self.table.insert(Row(peer, profile, body.incarnation, fact, now, sender))
-            self._events.append(_up(peer, profile, body.incarnation, sender))
+            self.table.insert(Row(said, now, sender))
+            self._events.append(_up(said, sender))
         else:
-            self._hear_again(now, sender, row, fact, body.incarnation, profile)
+            self._hear_again(now, sender, row, said)
         if passed_on:
             self.queue.put(peer, fact)
 
-    def _hear_again(
-        self, now: float, sender: PeerId, row: Row, fact: Fact, incarnation: int, profile: Profile
-    ) -> None:
-        changed = profile != row.profile
+    def _hear_again(self, now: float, sender: PeerId, row: Row, said: Announced) -> None:
+        changed = said.profile != row.profile
         status = row.status
-        row.profile, row.incarnation, row.alive, row.unanswered_since = profile, incarnation, fact, None
-        if status is Status.ALIVE:
-            row.verdict = None
-        else:
-            self.table.judge(row, now, Status.ALIVE)
-            self._end_suspicion(row.peer)
+        self.table.renew(row, said)
+        if status is not Status.ALIVE:
+            self.table.judge(row, now, None)
+            self._end_suspicion(said.peer)
         if status in (Status.DEAD, Status.LEFT):
             row.found_through = sender
-            self._events.append(_up(row.peer, profile, incarnation, sender))
+            self._events.append(_up(said, sender))
             return
         if status is Status.SUSPECT:
-            self._events.append(MemberRefuted(row.peer, incarnation))
+            self._events.append(MemberRefuted(said.peer, said.incarnation))
         if changed:
+            profile = said.profile
             self._events.append(
-                MemberChanged(row.peer, profile.name, profile.addresses, profile.metadata, incarnation)
+                MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)
             )
 
     def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
@@ -258,8 +273,7 @@ class Beliefs:
         check_body(self._signer, fact, body)
         if row.status is not Status.LEFT:
             self._events.append(MemberLeft(row.peer))
-        row.incarnation = body.incarnation
-        self.table.judge(row, now, Status.LEFT, fact, reason="left")
+        self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
         self._end_suspicion(row.peer)
         self.queue.put(row.peer, fact)
 
@@ -303,11 +317,12 @@ class Beliefs:
 
         It happens when incarnations start from a wall clock that was set back.
         """
-        if self.me.status is Status.LEFT or fact == self.me.alive or body.incarnation < self.me.incarnation:
+        if self.me.status is Status.LEFT or fact == self.me.said.fact:
+            return
+        if body.incarnation < self.me.incarnation:
             return
         check_body(self._signer, fact, body)
-        self.me.incarnation = body.incarnation
-        self.announce(self.me.profile)
+        self.announce(self.me.profile, above=body.incarnation)
 
     def _begin_suspicion(self, now: float, row: Row, fact: Fact, silence: int) -> None:
         live = self.table.live
@@ -318,10 +333,10 @@ class Beliefs:
         accuser = PeerId(fact.author)
         self._suspicions[row.peer] = Suspicion(now, accuser, shortest, longest, wanted)
         self._reckon()
-        if row.unanswered_since is None:
-            row.unanswered_since = now - silence / 1000
+        self.table.asked(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
-        self.table.judge(row, now, Status.SUSPECT, fact, reason=reason, accuser=accuser)
+        verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
+        self.table.judge(row, now, verdict)
         self._events.append(MemberSuspected(row.peer, accuser, reason))
         self.queue.put(row.peer, fact)
 
@@ -334,7 +349,7 @@ class Beliefs:
         accuser = PeerId(fact.author)
         reason = self._reason(accuser, silence)
         self._end_suspicion(row.peer)
-        self.table.judge(row, now, Status.DEAD, fact, reason=reason, accuser=accuser)
+        self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
         self._events.append(MemberDown(row.peer, accuser, reason))
         self.queue.put(row.peer, fact)
 
@@ -377,8 +392,9 @@ class Beliefs:
         return (row.profile.name if row is not None else "") or short_peer(peer)
 
 
-def _up(peer: PeerId, profile: Profile, incarnation: int, sender: PeerId) -> MemberUp:
-    return MemberUp(peer, profile.name, profile.addresses, profile.metadata, incarnation, sender)
+def _up(said: Announced, sender: PeerId) -> MemberUp:
+    profile = said.profile
+    return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
 
 
 def _milliseconds(seconds: float) -> int:

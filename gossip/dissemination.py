@@ -17,28 +17,39 @@ _MISFITS_MAX = 16
 """After so many facts too large for the room left, a message is full enough."""
 
 
+class _Item:
+    """A fact that waits; `size` as in a message, `sent` so often."""
+
+    __slots__ = ("fact", "sent", "size", "subject")
+
+    def __init__(self, subject: PeerId, fact: Fact) -> None:
+        self.subject = subject
+        self.fact = fact
+        self.size = fact_bytes(fact)
+        self.sent = 0
+
+
 class Dissemination:
-    """A queue in tiers: tier t holds the facts sent t times, oldest first."""
+    """A queue in tiers: tier t holds the facts sent t times, oldest first. A fact goes by its signature."""
 
     def __init__(self) -> None:
-        self._tiers: list[dict[bytes, Fact]] = []
-        self._tier_of: dict[bytes, int] = {}
-        # Per subject the keys (signatures) of its waiting facts; bounded by members and confirmations.
+        self._tiers: list[dict[bytes, _Item]] = []
+        self._items: dict[bytes, _Item] = {}
+        # Per subject the keys of its waiting facts; bounded by members and confirmations.
         self._keys_of: dict[PeerId, list[bytes]] = {}
-        self._subject_of: dict[bytes, PeerId] = {}
 
     def __len__(self) -> int:
-        return len(self._tier_of)
+        return len(self._items)
 
     def put(self, subject: PeerId, fact: Fact, *, beside: bool = False) -> None:
         """Let `fact` about `subject` travel; it replaces older ones unless it stands `beside` them."""
         if not beside:
             self.drop(subject)
         key = fact.signature
-        if key not in self._tier_of:
+        if key not in self._items:
             self._keys_of.setdefault(subject, []).append(key)
-            self._subject_of[key] = subject
-            self._place(key, fact, 0)
+            item = self._items[key] = _Item(subject, fact)
+            self._tier(0)[key] = item
 
     def drop(self, subject: PeerId) -> None:
         """Pass on nothing more about `subject`."""
@@ -50,45 +61,51 @@ class Dissemination:
 
         A fact sent `transmits_max` times is dropped.
         """
+        if not self._items:
+            return tuple(first)
         chosen = list(first)
-        room = bytes_max - sum(fact_bytes(fact) for fact in chosen)
-        taken = [(fact.signature, fact) for fact in chosen if fact.signature in self._tier_of]
+        room = bytes_max - sum(map(fact_bytes, chosen))
+        taken = [fact.signature for fact in chosen if fact.signature in self._items]
         misfits = 0
-        for key, fact in self._due():
+        for key, item in self._due():
             if len(chosen) >= FACTS_MAX or room < _SMALLEST_BYTES or misfits >= _MISFITS_MAX:
                 break
-            if fact_bytes(fact) > room:
+            if item.size > room:
                 misfits += 1
-            elif fact not in first:
-                room -= fact_bytes(fact)
-                chosen.append(fact)
-                taken.append((key, fact))
-        for key, fact in taken:
-            self._sent(key, fact, transmits_max)
+            elif not first or item.fact not in first:
+                room -= item.size
+                chosen.append(item.fact)
+                taken.append(key)
+        for key in taken:
+            self._sent(key, transmits_max)
         return tuple(chosen)
 
-    def _due(self) -> Iterator[tuple[bytes, Fact]]:
+    def _due(self) -> Iterator[tuple[bytes, _Item]]:
         for tier in self._tiers:
-            yield from reversed(tier.items())
+            if tier:
+                yield from reversed(tier.items())
 
-    def _sent(self, key: bytes, fact: Fact, transmits_max: int) -> None:
-        tier = self._tier_of[key] + 1
-        if tier >= transmits_max:
+    def _sent(self, key: bytes, transmits_max: int) -> None:
+        item = self._items[key]
+        if item.sent + 1 >= transmits_max:
             self._remove(key)
         else:
-            del self._tiers[tier - 1][key]
-            self._place(key, fact, tier)
+            del self._tiers[item.sent][key]
+            item.sent += 1
+            self._tier(item.sent)[key] = item
 
-    def _place(self, key: bytes, fact: Fact, tier: int) -> None:
-        while len(self._tiers) <= tier:
+    def _tier(self, sent: int) -> dict[bytes, _Item]:
+        while len(self._tiers) <= sent:
             self._tiers.append({})
-        self._tiers[tier][key] = fact
-        self._tier_of[key] = tier
+        return self._tiers[sent]
 
     def _remove(self, key: bytes) -> None:
-        del self._tiers[self._tier_of.pop(key)][key]
-        subject = self._subject_of.pop(key)
-        keys = self._keys_of[subject]
+        item = self._items.pop(key)
+        del self._tiers[item.sent][key]
+        keys = self._keys_of[item.subject]
         keys.remove(key)
         if not keys:
-            del self._keys_of[subject]
+            del self._keys_of[item.subject]
+        if not self._items:
+            # A dict that was emptied from its front is slow to walk from its back, and keeps its size.
+            self._tiers.clear()

@@ -7,7 +7,9 @@ from peer to peer and is signed by its author (ARCHITECTURE law 8): alive and le
 suspect and dead by the accuser. Nothing here keeps state or decides anything.
 """
 
+from functools import lru_cache
 from typing import Annotated
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -31,6 +33,8 @@ SYNC_FACTS_MAX = 2 * MEMBERS_MAX
 """An alive fact and a verdict for each member."""
 MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
 """The largest Sync: every member dead, with an alive fact (830) and a verdict (under 200)."""
+READ_MAX = 2_048
+"""Facts whose reading is remembered: most that arrive were heard a moment ago from somebody else."""
 DIGESTS_MAX = 3
 """Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
@@ -179,6 +183,7 @@ def check_body(signer: Signer, fact: Fact, body: Body) -> None:
     signer.check(_PURPOSES[type(body)], fact)
 
 
+@lru_cache(maxsize=READ_MAX)
 def read_body(fact: Fact) -> Body:
     """What a fact claims, well-formed but unproven; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
@@ -202,12 +207,30 @@ def alive_body(profile: Profile, incarnation: int) -> AliveBody:
         addresses = addresses[:-1]
 
 
-def read_profile(peer: PeerId, body: AliveBody) -> Profile:
-    """The profile in an alive fact by `peer`; else RemoteProtocolError."""
-    # Names reach terminals and logs: no escape sequences, no line breaks.
-    if not body.name.isprintable():
-        raise RemoteProtocolError("a member name with unprintable letters")
-    return Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """What a member says of itself, and the alive fact that proves it."""
+
+    peer: PeerId
+    profile: Profile
+    incarnation: int
+    fact: Fact
+
+
+# One object for all who hold it: where many peers live in one process, their lists would fill it.
+_announced: WeakValueDictionary[Fact, Announced] = WeakValueDictionary()
+
+
+def read_alive(fact: Fact, body: AliveBody) -> Announced:
+    """What an alive fact, with `body`, says of its author; else RemoteProtocolError."""
+    said = _announced.get(fact)
+    if said is None:
+        # Names reach terminals and logs: no escape sequences, no line breaks.
+        if not body.name.isprintable():
+            raise RemoteProtocolError("a member name with unprintable letters")
+        peer = PeerId(fact.author)
+        profile = Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+        said = _announced[fact] = Announced(peer, profile, body.incarnation, fact)
+    return said
 
 
 def fact_bytes(fact: Fact) -> int:

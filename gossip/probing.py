@@ -63,7 +63,9 @@ class Flight:
 
     @property
     def deadline(self) -> float:
-        deadline = min((probe.deadline for probe in self.probes.values()), default=float("inf"))
+        deadline = float("inf")
+        for probe in self.probes.values():
+            deadline = min(deadline, probe.deadline)
         for relay in self.relays.values():
             return min(deadline, relay.nack_at)
         return deadline

@@ -23,6 +23,7 @@ class Suspicion:
         self._shortest_seconds = shortest_seconds
         self._longest_seconds = longest_seconds
         self._wanted = wanted
+        self.accuser = accuser
         self._accusers = [accuser]
         self._excused_seconds = 0.0
 

@@ -46,6 +46,7 @@ from gossip.table import Row
 PROTOCOL = "/peerloom/swim/1"
 
 
+_LISTS = (Sync, ScopedSync, Compare, ScopedCompare)
 REPEATED_MAX = 4
 """Suspects probed again each interval, beside the one whose turn it is."""
 
@@ -87,6 +88,9 @@ class Swim:
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
         self._gossip_at = float("inf")
+        self.deadline = 0.0
+        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        self._plan()
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -108,29 +112,21 @@ class Swim:
             "relays": (len(self._flight.relays), RELAYS_MAX),
         }
 
-    @property
-    def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
-        return min(
-            self._tick_at,
-            self._exchange.due,
-            self._gossip_at,
-            self._beliefs.suspicion_deadline,
-            self._flight.deadline,
-        )
-
     # Orders of this node.
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Exchange lists with `peers` (at most 16); tried again, ever more rarely, until one answers."""
         self._refuse_if_left("join")
-        return self._exchange.join(now, peers)
+        sends = self._exchange.join(now, peers)
+        self._plan()
+        return sends
 
     def update(self, now: float, profile: Profile) -> Sends:
         """Announce another name, address or metadata."""
         self._refuse_if_left("update")
         self._beliefs.announce(profile)
         self._arm_gossip(now)
+        self._plan()
         return []
 
     def leave(self, now: float) -> Sends:
@@ -144,6 +140,7 @@ class Swim:
         self._flight.relays.clear()
         self._tick_at = self._exchange.due = float("inf")
         self._arm_gossip(now)
+        self._plan()
         listeners = self._table.pick(self._settings.retransmits(self._table.live), lambda row: row.live)
         return [(peer, Gossip((fact,))) for peer in listeners]
 
@@ -152,7 +149,9 @@ class Swim:
         row = self._table.rows.get(peer)
         if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
             return []
-        return self._probe(now, row)
+        sends = self._probe(now, row)
+        self._plan()
+        return sends
 
     # What comes from others.
 
@@ -164,7 +163,13 @@ class Swim:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
             return []
-        if isinstance(message, Sync | ScopedSync | Compare | ScopedCompare):
+        try:
+            return self._take(now, sender, message)
+        finally:
+            self._plan()
+
+    def _take(self, now: float, sender: PeerId, message: Message) -> Sends:
+        if isinstance(message, _LISTS):
             self._refuse_if_scoped_otherwise(message)
         if isinstance(message, Sync | ScopedSync):
             sends, doubted = self._exchange.receive_sync(now, sender, message)
@@ -173,20 +178,23 @@ class Swim:
         else:
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
-        self._exchange.narrow_if_crowded(now)
-        self._arm_gossip(now)
+        if message.facts:
+            self._exchange.narrow_if_crowded(now)
+        if len(self._beliefs.queue):
+            self._arm_gossip(now)
         return sends
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
             case Ping(number=number):
-                return [(sender, Ack(number, self._beliefs.facts_for(sender))), *self._exchange.greet(sender)]
+                answer: Sends = [(sender, Ack(number, self._beliefs.facts_for(sender)))]
+                return answer if self._table.is_live(sender) else answer + self._exchange.greet(sender)
+            case Ack(number=number):
+                return self._receive_ack(sender, number)
             case PingRequest():
                 return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
-            case Ack(number=number):
-                return self._receive_ack(sender, number)
             case Nack(number=number):
                 probe = self._flight.probes.get(number)
                 if probe is not None and sender in probe.relays and sender not in probe.nacked:
@@ -198,9 +206,7 @@ class Swim:
         if probe is not None and (sender == probe.target or sender in probe.relays):
             del self._flight.probes[number]
             self._health.better()
-            row = self._table.rows.get(probe.target)
-            if row is not None:
-                row.unanswered_since = None
+            self._table.answered(probe.target)
         relay = self._flight.relays.get(number)
         if relay is not None and sender == relay.target:
             del self._flight.relays[number]
@@ -227,7 +233,9 @@ class Swim:
             self._beliefs.excuse(late)
             for probe in self._flight.probes.values():
                 probe.excuse(late)
-        sends = self._wake_relays(now) + self._wake_probes(now)
+        sends: Sends = []
+        if self._flight.deadline <= now:
+            sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             self._beliefs.bury_expired(now)
         if self._tick_at <= now:
@@ -236,7 +244,9 @@ class Swim:
             sends += self._exchange.sync(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
-        self._arm_gossip(now)
+        if len(self._beliefs.queue):
+            self._arm_gossip(now)
+        self._plan()
         return sends
 
     def _wake_relays(self, now: float) -> Sends:
@@ -287,8 +297,7 @@ class Swim:
 
     def _probe(self, now: float, row: Row) -> Sends:
         patience = self._health.multiplier
-        if row.unanswered_since is None:
-            row.unanswered_since = now
+        self._table.asked(row.peer, now)
         probe = Probe(
             target=row.peer,
             incarnation=row.incarnation,
@@ -313,6 +322,16 @@ class Swim:
         others = self._table.live - self._beliefs.me.live
         if self._gossip_at == float("inf") and others and len(self._beliefs.queue):
             self._gossip_at = now + self._settings.gossip_interval_seconds
+
+    def _plan(self) -> None:
+        """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
+        self.deadline = min(
+            self._tick_at,
+            self._exchange.due,
+            self._gossip_at,
+            self._beliefs.suspicion_deadline,
+            self._flight.deadline,
+        )
 
     @property
     def _left(self) -> bool:

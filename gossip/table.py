@@ -1,62 +1,80 @@
 """The member list: what is held of everyone, the round of probes, and random choice among members.
 
-It keeps and chooses; what a fact *means* is decided in `gossip.swim`. All orders are defined by
+It keeps and chooses; what a fact *means* is decided in `gossip.beliefs`. All orders are defined by
 arrival and `rng`, so a trace repeats from its seed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 
+import msgspec
 from blake3 import blake3
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Member, Profile, Status
+from gossip.messages import Announced
 
 DIGEST_BYTES = 16
 
 
-@dataclass(slots=True)
-class Row:
-    """All that is held of one member. `alive` and `verdict` are the facts that prove it, to be
-    passed on; `unanswered_since` is when the first ping of the present silence was sent.
+class Verdict(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Why a member is not simply alive: the fact that proves it, of the member's `incarnation`."""
+
+    status: Status
+    incarnation: int
+    fact: Fact
+    reason: str
+    accuser: PeerId | None = None
+
+
+class Row(msgspec.Struct, eq=False, gc=False):
+    """All that is held of one member. Small, for there are many, and alike at many peers: what it said is
+    one object for all of them. No row is part of a cycle, so the collector need not look at it.
     """
 
-    peer: PeerId
-    profile: Profile
-    incarnation: int
-    alive: Fact
+    said: Announced
     since: float
     found_through: PeerId | None
-    status: Status = Status.ALIVE
-    verdict: Fact | None = None
-    reason: str = ""
-    accuser: PeerId | None = None
-    unanswered_since: float | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def peer(self) -> PeerId:
+        return self.said.peer
+
+    @property
+    def profile(self) -> Profile:
+        return self.said.profile
+
+    @property
+    def status(self) -> Status:
+        return Status.ALIVE if self.verdict is None else self.verdict.status
+
+    @property
+    def incarnation(self) -> int:
+        return self.said.incarnation if self.verdict is None else self.verdict.incarnation
 
     @property
     def live(self) -> bool:
-        return self.status is Status.ALIVE or self.status is Status.SUSPECT
+        return self.verdict is None or self.verdict.status is Status.SUSPECT
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        return (self.alive,) if self.verdict is None else (self.alive, self.verdict)
-
-    def silence_seconds(self, now: float) -> float:
-        return now - (self.since if self.unanswered_since is None else self.unanswered_since)
+        """What proves it, to be passed on."""
+        return (self.said.fact,) if self.verdict is None else (self.said.fact, self.verdict.fact)
 
     def snapshot(self) -> Member:
+        said, verdict = self.said, self.verdict
         return Member(
-            peer=self.peer,
-            name=self.profile.name,
-            addresses=self.profile.addresses,
-            metadata=self.profile.metadata,
+            peer=said.peer,
+            name=said.profile.name,
+            addresses=said.profile.addresses,
+            metadata=said.profile.metadata,
             status=self.status,
             incarnation=self.incarnation,
             since=self.since,
-            reason=self.reason,
-            accuser=self.accuser,
+            reason="" if verdict is None else verdict.reason,
+            accuser=None if verdict is None else verdict.accuser,
             found_through=self.found_through,
         )
 
@@ -72,31 +90,42 @@ class MemberTable:
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
         self._ring: list[PeerId] = []
         self._cursor = 0
+        # When the first ping of the present silence of a member was sent.
+        self._unanswered: dict[PeerId, float] = {}
+        self._digest = b""
 
     def insert(self, row: Row) -> None:
         """Add a live member, at a random place of the round (SWIM section 4.3)."""
         self.rows[row.peer] = row
         self.live += 1
+        self._digest = b""
         place = self._rng.randrange(len(self._ring) + 1)
         self._ring.insert(place, row.peer)
         if place < self._cursor:
             self._cursor += 1
 
-    def judge(
-        self,
-        row: Row,
-        now: float,
-        status: Status,
-        verdict: Fact | None = None,
-        *,
-        reason: str = "",
-        accuser: PeerId | None = None,
-    ) -> None:
-        """Give a member another status, with what proves it and why."""
+    def renew(self, row: Row, said: Announced) -> None:
+        """A member says something new of itself."""
+        row.said = said
+        self._unanswered.pop(said.peer, None)
+        self._digest = b""
+
+    def judge(self, row: Row, now: float, verdict: Verdict | None) -> None:
+        """Give a member another status, with what proves it and why; None is alive."""
         was_live = row.live
-        row.status, row.since = status, now
-        row.verdict, row.reason, row.accuser = verdict, reason, accuser
+        row.since, row.verdict = now, verdict
         self.live += row.live - was_live
+        self._digest = b""
+
+    def asked(self, peer: PeerId, at: float) -> None:
+        """A ping was sent to `peer`, which perhaps has not answered the last one either."""
+        self._unanswered.setdefault(peer, at)
+
+    def answered(self, peer: PeerId) -> None:
+        self._unanswered.pop(peer, None)
+
+    def silence_seconds(self, row: Row, now: float) -> float:
+        return now - self._unanswered.get(row.peer, row.since)
 
     def next_target(self, busy: Callable[[PeerId], bool]) -> Row | None:
         """The next live member of the round, skipping the busy; a new random order each round."""
@@ -136,6 +165,7 @@ class MemberTable:
     def forget(self, peer: PeerId) -> None:
         """Drop a member that is not live."""
         del self.rows[peer]
+        self._unanswered.pop(peer, None)
         # A member may come back, and must then stand in the ring once.
         place = self._ring.index(peer) if peer in self._ring else None
         if place is not None:
@@ -157,6 +187,8 @@ class MemberTable:
         dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
         for peer in dropped:
             self.live -= self.rows.pop(peer).live
+            self._unanswered.pop(peer, None)
+        self._digest = b""
         before = sum(peer in self.rows for peer in self._ring[: self._cursor])
         self._ring = [peer for peer in self._ring if peer in self.rows]
         self._cursor = before
@@ -180,10 +212,15 @@ class MemberTable:
 
         The dead are left out, for each peer forgets them at its own time.
         """
+        if fits is None and self._digest:
+            return self._digest
         rows = (row for row in self.rows.values() if row.live and (fits is None or fits(row.peer)))
         live = sorted((row.peer, row.incarnation) for row in rows)
         text = b"".join(peer + incarnation.to_bytes(8, "big") for peer, incarnation in live)
-        return blake3(text).digest(length=DIGEST_BYTES)
+        digest = blake3(text).digest(length=DIGEST_BYTES)
+        if fits is None:
+            self._digest = digest
+        return digest
 
     def snapshot(self) -> tuple[Member, ...]:
         return tuple(self.rows[peer].snapshot() for peer in sorted(self.rows))

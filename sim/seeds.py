@@ -6,6 +6,7 @@ of real nodes.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
@@ -14,6 +15,7 @@ from crypto.facts import Fact, signed_bytes
 from crypto.identity import PEER_ID_BYTES, SEED_BYTES, SIGNATURE_BYTES, Identity, PeerId
 
 DRAW_BYTES = 64
+MARKS_MAX = 4_096
 _KEY_BYTES = 32
 _SHARE_BYTES = 6
 """As many as a float holds without rounding up to 1."""
@@ -88,8 +90,14 @@ class HashSigner:
         return PeerId(fact.author)
 
     def _mark(self, author: bytes, purpose: str, body: bytes) -> bytes:
-        data = author + signed_bytes(purpose, self._swarm, body)
-        return blake2b(data, key=self._secret, digest_size=SIGNATURE_BYTES).digest()
+        return _mark(self._secret, self._swarm, author, purpose, body)
+
+
+@lru_cache(maxsize=MARKS_MAX)
+def _mark(secret: bytes, swarm: str, author: bytes, purpose: str, body: bytes) -> bytes:
+    # The same fact is checked by every peer of the simulation, mostly within a few virtual seconds.
+    data = author + signed_bytes(purpose, swarm, body)
+    return blake2b(data, key=secret, digest_size=SIGNATURE_BYTES).digest()
 
 
 def _key(seed: int) -> bytes:

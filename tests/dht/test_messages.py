@@ -116,7 +116,7 @@ def test_a_list_is_cut_to_the_first_that_fit(items: list[bytes], room: int) -> N
 )
 def test_an_address_is_as_short_as_it_can_be_and_reads_back(typed: str, text: str) -> None:
     address = parse_address(typed)
-    assert address_texts([address.of(PEER)]) == (text,)
+    assert address_texts((address.of(PEER),)) == (text,)
     assert readable_addresses([text], PEER) == (address.of(PEER),)
 
 
