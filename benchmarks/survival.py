@@ -31,7 +31,7 @@ from node import toml
 from node.cli.capturing import capture_to
 from node.cli.client import ask, request
 from node.cli.demo.processes import SwarmProcesses
-from node.cli.demo.stopping import Stopped, StopSign
+from node.cli.stopping import Stopped, StopSign
 from node.errors import EXIT_FORCED, PeerloomError, RunFailed
 from node.runs.manifest import RunFile
 

@@ -5,6 +5,7 @@
         NoNode            3      a client command found no node on this machine
         JoinTimeout       4      --require-join ran out
         RunFailed         5      a plan is infeasible, or a run failed
+        CheckFailed       6      an invariant of a simulation broke
     Unreachable                  no path to a peer; the caller tries elsewhere
         WrongPeer                somebody else answered at the address
     StreamClosed                 the other side, or we, closed a stream
@@ -19,6 +20,7 @@ from typing import Literal
 from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 
 __all__ = [
+    "CheckFailed",
     "JoinTimeout",
     "LocalProtocolError",
     "NoNode",
@@ -64,6 +66,10 @@ class JoinTimeout(PeerloomError):
 
 class RunFailed(PeerloomError):
     exit_code = 5
+
+
+class CheckFailed(PeerloomError):
+    exit_code = 6
 
 
 class Unreachable(Exception):

@@ -59,6 +59,7 @@ IMPORTERS = {"import_module", "exec_module", "load_module", "run_path", "run_mod
 IMPORTING = {
     "partition/capture/": "a person's own file, on that person's machine, by their own command",
     "node/__init__.py": "its own names, when they are first used",
+    "node/cli/simulation.py": "the simulator, which stands above the node, by its one name",
 }
 
 PURE = tuple(

@@ -1,25 +1,22 @@
-"""The command line: parses, dispatches, and turns every error into at most three lines and a code.
+"""The command line: which commands there are, and what starts a node.
 
-Each command has a file of its own, which loads what is heavy only when it runs. typer parses; its
-own complaints are put into our form. Exit codes are those of `node.errors`.
+Each command has a file of its own, which loads what is heavy only when it runs. How errors become lines and
+codes stands in `node.cli.dispatch`.
 """
 
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from node.cli import checkpoint, identity, leave, model, peers, runs, status, train
+from node.cli import checkpoint, identity, leave, model, peers, runs, simulation, status, train
 from node.cli.demo.command import demo
+from node.cli.dispatch import DEBUG, dispatch
 from node.cli.place import AsJson, DataDir
-from node.cli.render import show, show_error
-from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
-from node.nearest import nearest
+from node.cli.render import show
+from node.errors import EXIT_DONE, UsageError
 
 PROGRAM = "python -m node"
-_DEBUG = "--debug"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("demo")(demo)
@@ -31,6 +28,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("leave")(leave.leave)
+app.command("sim", context_settings=simulation.PASSED_ON)(simulation.simulate)
 
 _ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
 """Flags that mean the same before a command as behind it; all others only start a node."""
@@ -60,7 +58,7 @@ def main(
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
     require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
     as_json: AsJson = False,
-    debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of an error.")] = False,  # noqa: ARG001 - see run
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,  # noqa: ARG001 - see dispatch
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
     """Start a node. Without --join it starts a swarm, or finds the peers it met before."""
@@ -111,51 +109,4 @@ def _show_version() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
-    # Taken out before parsing, so that it works behind any command and for errors of parsing too.
-    rest = [argument for argument in arguments if argument != _DEBUG]
-    debug = len(rest) < len(arguments)
-    try:
-        code = app(rest, prog_name=PROGRAM, standalone_mode=False)
-    except KeyboardInterrupt:
-        return EXIT_FORCED
-    except SystemExit as end:  # typer's own way out of a closed pipe
-        return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
-    except Exception as error:
-        return _fail(error, debug=debug)
-    return code if isinstance(code, int) else EXIT_DONE
-
-
-def _fail(error: Exception, *, debug: bool) -> int:
-    if debug:
-        traceback.print_exception(error)
-        sys.stderr.write(getattr(error, "trace", ""))
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    told = _told(error)
-    show_error(told)
-    return told.exit_code
-
-
-def _told(error: Exception) -> PeerloomError:
-    """Any error as one a person can use."""
-    if isinstance(error, PeerloomError):
-        return error
-    if hasattr(error, "format_message"):
-        # typer's errors of usage: only this method, not their module, is public.
-        return _parsing_error(error)
-    what = f"unexpected {type(error).__name__}: {error}"
-    return PeerloomError(what, f"the same again with {_DEBUG} shows where; please report it")
-
-
-def _parsing_error(error: Any) -> UsageError:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else PROGRAM
-    option = getattr(error, "option_name", None)
-    message = error.format_message().strip()
-    if option is not None and message.startswith("No such option"):
-        known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
-        near = nearest(option, known)
-        message = f"unknown flag {option}" + (f"; did you mean {near}?" if near is not None else "")
-    else:
-        message = message[:1].lower() + message[1:].rstrip(".").replace(". Did you", "; did you")
-    return UsageError(message, f"{path} --help")
+    return dispatch(app, arguments, PROGRAM)

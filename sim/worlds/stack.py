@@ -93,6 +93,7 @@ class StackWorld:
         self._serials = [0] * scenario.nodes
         self._storages = [MemoryStorage() for _ in range(scenario.nodes)]
         self._counters: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._failure: Exception | None = None
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
@@ -130,8 +131,10 @@ class StackWorld:
                 self._is_playing = True
                 self._direction.begin()
                 self.at(self.scenario.sample_seconds, self._sample, on_sample, 1)
-                await self._direct()
-                self._end_all()
+                try:
+                    await self._direct()
+                finally:
+                    self._end_all()
                 self._nursery.cancel_scope.cancel()
 
     async def _direct(self) -> None:
@@ -158,7 +161,8 @@ class StackWorld:
         on_sample()
 
     def _end_all(self) -> None:
-        """Nobody says goodbye when the experiment is over."""
+        """Nobody says goodbye when the experiment is over. Watchers may look at how it ended."""
+        self._counted = self._count()
         self._stands_at, self._is_playing = self.now, False
         self._publish = _ignore
         for life in self.lives.values():
@@ -208,6 +212,9 @@ class StackWorld:
         return {**life.swim.sizes, **life.kademlia.sizes}
 
     def counters(self) -> Mapping[str, int]:
+        return self._count() if self._is_playing else self._counted
+
+    def _count(self) -> Counter[str]:
         total = self._counters + self.medium.counters
         for protocol, traffic in sorted(self.medium.traffic().items()):
             total.update({f"messages {protocol}": traffic.messages, f"bytes {protocol}": traffic.sent_bytes})

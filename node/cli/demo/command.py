@@ -19,10 +19,10 @@ from node.cli.demo.capture_process import Capturing
 from node.cli.demo.play import MODEL, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
 from node.cli.demo.screen import DemoScreen
-from node.cli.demo.stopping import Stopped, StopSign
 from node.cli.demo.story import Story
 from node.cli.place import AsJson
 from node.cli.render import seconds_text, show, show_json
+from node.cli.stopping import Stopped, StopSign
 from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.paths import short_path
 

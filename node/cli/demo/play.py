@@ -15,10 +15,10 @@ from node.cli.client import GoneAway, ask, request
 from node.cli.demo.capture_process import Capturing
 from node.cli.demo.processes import LOOK_SECONDS, SwarmProcesses
 from node.cli.demo.screen import DemoScreen, loss_text, pace_text
-from node.cli.demo.stopping import StopSign
 from node.cli.demo.story import Event, Story, choose_victim
 from node.cli.demo.weights_file import check_weights
 from node.cli.render import seconds_text
+from node.cli.stopping import StopSign
 from node.errors import PeerloomError, RunFailed
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -1,0 +1,25 @@
+"""`python -m node sim`: the simulator's own command line, under this name too.
+
+The simulator stands above the node and is loaded by its name when asked for: nothing here imports it.
+"""
+
+from importlib import import_module
+
+import typer
+
+from node.errors import UsageError
+
+COMMAND_LINE = "sim.cli"
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""So that every flag, --help too, reaches the simulator as it was typed."""
+
+
+def simulate(context: typer.Context) -> None:
+    """Try a whole swarm in virtual time: python -m node sim --list."""
+    try:
+        command_line = import_module(COMMAND_LINE)
+    except ModuleNotFoundError as error:
+        if error.name not in ("sim", COMMAND_LINE):
+            raise
+        raise UsageError("the simulator is not installed here", "install the whole of peerloom") from None
+    raise typer.Exit(command_line.call(context.args, context.command_path))

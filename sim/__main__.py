@@ -1,0 +1,8 @@
+"""`python -m sim`: see `sim.cli`."""
+
+import sys
+
+from sim.cli import run
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,261 @@
+"""`python -m sim`: play a scenario and say what it showed. `python -m node sim` is the very same.
+
+Results on stdout, talk on stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario is
+wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli.dispatch import dispatch
+from node.cli.place import AsJson
+from node.cli.render import show, show_json, table
+from node.cli.stopping import StopSign
+from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
+from node.paths import short_path
+
+if TYPE_CHECKING:
+    from sim.experiment import Breakage, Progress, Result
+
+PROGRAM = "python -m sim"
+DEFAULT = "lan"
+"""The scenario of whoever names none: small, calm, and over within seconds."""
+SEEDS_MAX = 10_000
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asked for. `scenario` and `settings` as typed, so that they can be repeated."""
+
+    program: str
+    scenario: str
+    settings: tuple[str, ...]
+    seed: int
+    out: str
+    events_max: int | None
+    plots: bool
+    as_json: bool
+    quiet: bool
+
+    def values(self) -> dict[str, str]:
+        return assignments("--set", self.settings)
+
+    def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
+        """What to say to play it, with these values besides and this seed."""
+        words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
+        for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
+            words += ["--set", setting]
+        return words
+
+    def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
+        """The same as a person types it."""
+        return f"{self.program} {shlex.join(self.words(values, seed))}"
+
+
+@app.command()
+def main(
+    context: typer.Context,
+    scenario: Annotated[
+        str, typer.Argument(metavar="[NAME|FILE]", help="A built-in scenario, or a TOML file of one.")
+    ] = DEFAULT,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Everything random follows from it.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as network.loss=0.1."),
+    ] = None,
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write files and pictures here.")] = "",
+    events: Annotated[
+        int | None, typer.Option("--events", metavar="N", min=0, help="Most lines of events.jsonl.")
+    ] = None,
+    plots: Annotated[
+        bool | None, typer.Option("--plots/--no-plots", help="Draw pictures (PNG); of a sweep, if asked.")
+    ] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="The built-in scenarios.")] = False,
+    print_it: Annotated[
+        bool, typer.Option("--print", help="Print the scenario's file, to change it.")
+    ] = False,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Play with each of these values.")
+    ] = None,
+    seeds: Annotated[
+        int,
+        typer.Option("--seeds", metavar="N", min=1, max=SEEDS_MAX, help="With so many seeds, from --seed."),
+    ] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=0, help="So many at once; 0 is one a core.")
+    ] = 0,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Try a whole swarm in virtual time: play a scenario, check it, measure it."""
+    many = bool(sweep) or seeds > 1
+    wanted = Wanted(
+        program=context.command_path,
+        scenario=scenario,
+        settings=tuple(settings or ()),
+        seed=seed,
+        out=out,
+        events_max=events,
+        plots=not many if plots is None else plots,
+        as_json=as_json,
+        quiet=quiet,
+    )
+    if list_them:
+        _list(as_json=as_json)
+    elif print_it:
+        _print(wanted)
+    elif many:
+        from sim.sweep import sweep as play_all
+
+        play_all(wanted, tuple(sweep or ()), seeds=seeds, jobs=jobs)
+    else:
+        _play(wanted)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line says; the exit code. Raises nothing."""
+    return dispatch(app, arguments, PROGRAM)
+
+
+def call(arguments: Sequence[str], program: str) -> int:
+    """As `run`, for a command line that this is a part of: errors are raised.
+
+    Raises:
+        PeerloomError: and typer's errors of usage.
+    """
+    code = app(list(arguments), prog_name=program, standalone_mode=False)
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key.strip() and equals):
+            raise UsageError(f"{flag} {text}: want KEY=VALUE, such as nodes=300")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def _list(*, as_json: bool) -> None:
+    from sim.scenario import BUILT_IN, load
+
+    known = [load(name) for name in BUILT_IN]
+    if as_json:
+        rows = [
+            {"name": each.name, "nodes": each.nodes, "seconds": each.seconds, "about": each.about}
+            for each in known
+        ]
+        show_json({"schema": "peerloom.sim.list/1", "scenarios": rows})
+        return
+    cells = [(each.name, str(each.nodes), f"{each.seconds:.0f} s", each.about) for each in known]
+    show(table(("SCENARIO", "NODES", "TIME", "ABOUT"), cells))
+
+
+def _print(wanted: Wanted) -> None:
+    """A built-in one with its comments; with other values, as it would be played."""
+    from sim.scenario import load, text_of, to_toml, with_values
+
+    if wanted.settings:
+        text = to_toml(with_values(load(wanted.scenario), wanted.values()))
+    else:
+        load(wanted.scenario)
+        text = text_of(wanted.scenario)
+    sys.stdout.write(text)
+
+
+def _play(wanted: Wanted) -> None:
+    from sim.experiment import run as play
+    from sim.report.events_file import EVENTS_MAX
+    from sim.report.screen import ProgressScreen
+    from sim.scenario import load, with_values
+
+    scenario = with_values(load(wanted.scenario), wanted.values())
+    folder = _folder(wanted.out)
+    stop = StopSign()
+    screen = None if wanted.quiet else ProgressScreen(sys.stderr, scenario.name)
+
+    def on_progress(progress: "Progress") -> None:
+        stop.pause()  # raises Stopped, which ends it in order
+        if screen is not None:
+            screen.update(progress)
+
+    def force() -> None:
+        if screen is not None:
+            screen.close()
+
+    with stop.heeded(force):
+        try:
+            result = play(
+                scenario,
+                seed=wanted.seed,
+                folder=folder,
+                events_max=EVENTS_MAX if wanted.events_max is None else wanted.events_max,
+                progress=on_progress,
+                repeat=wanted.command(),
+            )
+        finally:
+            force()
+        pictures = draw(folder, result) if folder is not None and wanted.plots else []
+    _tell(wanted, folder, result, pictures)
+
+
+def _tell(wanted: Wanted, folder: Path | None, result: "Result", pictures: Sequence[str]) -> None:
+    """Raises CheckFailed where an invariant broke."""
+    from sim.report.text import summary_lines
+
+    if wanted.as_json:
+        show_json(result.summary)
+    else:
+        show(summary_lines(result.summary))
+    if folder is not None and not wanted.quiet:
+        show([f"written to {short_path(folder)}: {', '.join(_written(folder, pictures))}"], sys.stderr)
+    if result.broken is not None:
+        raise broken_error(result.broken)
+    if result.stopped:
+        raise typer.Exit(EXIT_FORCED)
+
+
+def broken_error(broken: "Breakage") -> CheckFailed:
+    """Show the last events, and make the error that says what broke and how to see it again."""
+    count = len(broken.lines)
+    show([f"the last {count} events before it:", *broken.lines], sys.stderr)
+    what = f"{broken.invariant} does not hold at {broken.at_seconds:.3f} s, seed {broken.seed}: {broken.what}"
+    return CheckFailed(what, broken.repeat)
+
+
+def draw(folder: Path, result: "Result") -> list[str]:
+    """The pictures' names; where there is nothing to draw with, a line that says so."""
+    try:
+        from sim.report.plots import draw_all
+
+        return draw_all(folder, result)
+    except ImportError:
+        show(["no pictures: matplotlib is not installed (pip install 'peerloom[demo]')"], sys.stderr)
+        return []
+
+
+def _written(folder: Path, pictures: Sequence[str]) -> list[str]:
+    from sim.report.files import FILE_NAMES
+
+    return [*(name for name in FILE_NAMES if (folder / name).exists()), *pictures]
+
+
+def _folder(out: str) -> Path | None:
+    if not out:
+        return None
+    folder = Path(out).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
+    return folder

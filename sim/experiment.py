@@ -1,0 +1,323 @@
+"""One experiment: a scenario played in a world, watched, and what came of it as a `Result`.
+
+    result = sim.run("churn", seed=7)
+    assert result.broken is None
+    result.write("out")
+
+Same scenario, same seed, same code: the same digest of all events. Not here: the worlds (`sim.worlds`), what
+is measured (`sim.measures`), what is checked (`sim.checkers`), the command line (`sim.cli`).
+"""
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from node.cli.stopping import Stopped
+from sim.checkers import checkers_for
+from sim.measures.measures import Measures
+from sim.measures.rows import Row
+from sim.report.documents import event_line
+from sim.report.events_file import EVENTS_MAX, EventsFile, names_of
+from sim.report.files import EVENTS_NAME, SUMMARY_NAME, write_files
+from sim.scenario import Scenario, load
+from sim.watch import Broken, Observed, Watch, Watcher, World
+from sim.worlds.replaceable import Cores
+
+__all__ = ["Breakage", "Progress", "Result", "Stopped", "run"]
+
+SCHEMA = "peerloom.sim.summary/1"
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """An invariant that did not hold. `repeat` is the command (or the call) that shows it again;
+    `recent` are the last events before it, `lines` the same to read."""
+
+    invariant: str
+    what: str
+    at_seconds: float
+    seed: int
+    repeat: str
+    recent: tuple[Observed, ...] = field(repr=False)
+    lines: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        head = f"{self.invariant} does not hold at {self.at_seconds:.3f} s, seed {self.seed}: {self.what}"
+        return "\n".join((head, *self.lines, f"again: {self.repeat}"))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an experiment is. `population`: how many peers are up."""
+
+    virtual_seconds: float
+    scenario_seconds: float
+    wall_seconds: float
+    population: int
+    events: int
+
+    @property
+    def rate(self) -> float:
+        """Virtual seconds a second, so far."""
+        return self.virtual_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Of waiting; None before it can be said."""
+        return (self.scenario_seconds - self.virtual_seconds) / self.rate if self.rate > 0 else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an experiment showed. `events` counts them; `metrics` are rows in long form; `summary` is what
+    summary.json holds. `stopped`: it was ended from outside, before its time."""
+
+    scenario: Scenario
+    seed: int
+    digest: str
+    broken: Breakage | None
+    stopped: bool
+    virtual_seconds: float
+    wall_seconds: float
+    events: int
+    metrics: tuple[Row, ...] = field(repr=False)
+    summary: Mapping[str, Any] = field(repr=False)
+
+    def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
+        """(time, value) of one metric."""
+        return [
+            (row.time_seconds, row.value)
+            for row in self.metrics
+            if row.metric == metric and row.label == label
+        ]
+
+    def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
+        """Write summary.json, metrics.csv, scenario.toml and the pictures; the names of the pictures.
+
+        The events themselves are only kept where `run` was given the folder: there are too many to hold.
+        Without matplotlib there are no pictures.
+        """
+        target = Path(folder)
+        write_files(target, self.scenario, self.metrics, self.summary)
+        if not plots:
+            return []
+        try:
+            from sim.report.plots import draw_all
+
+            return draw_all(target, self)
+        except ImportError:
+            return []
+
+
+class _Playable(World, Protocol):
+    def play(self, on_sample: Callable[[], None]) -> None: ...
+
+
+def run(
+    scenario: Scenario | str | Path,
+    *,
+    seed: int = 1,
+    swim: Any = None,
+    kademlia: Any = None,
+    replica: Any = None,
+    committer: Any = None,
+    agreement: Any = None,
+    checkers: Sequence[Watcher] | None = None,
+    watchers: Sequence[Watcher] = (),
+    folder: str | Path | None = None,
+    events_max: int = EVENTS_MAX,
+    progress: Callable[[Progress], None] | None = None,
+    repeat: str = "",
+) -> Result:
+    """Play a scenario: a value, the name of a built-in one, or the path of a TOML file.
+
+    `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that take the place of ours
+    (`sim.worlds.replaceable`). `checkers` replaces those of the scenario, `watchers` come on top. With
+    `folder` the events are written there as they happen, and the rest of the files in the end.
+    `progress` is called with every sample; it may raise `Stopped` to end the experiment there.
+    `repeat` is the command to name where an invariant breaks, for callers who know it better.
+
+    Raises:
+        UsageError: there is no such scenario, or the file is wrong.
+        Exception: whatever a core raised, with a note saying when.
+    """
+    given = {"swim": swim, "kademlia": kademlia, "replica": replica}
+    given |= {"committer": committer, "agreement": agreement}
+    own = {name: make for name, make in given.items() if make is not None}
+    value = scenario if isinstance(scenario, Scenario) else load(str(scenario))
+    target = Path(folder) if folder is not None else None
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / SUMMARY_NAME).unlink(missing_ok=True)
+    play = _Play(
+        value,
+        seed,
+        cores=replace(Cores(), **own),
+        checkers=checkers_for(value) if checkers is None else checkers,
+        watchers=watchers,
+        repeat=repeat or _repeat(scenario, seed, target, own),
+        events_path=target / EVENTS_NAME if target is not None else None,
+        events_max=events_max,
+    )
+    result = play.result(progress)
+    if target is not None:
+        result.write(target, plots=False)
+    return result
+
+
+class _Play:
+    """One world, its watchers, and how it ended."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        *,
+        cores: Cores,
+        checkers: Sequence[Watcher],
+        watchers: Sequence[Watcher],
+        repeat: str,
+        events_path: Path | None,
+        events_max: int,
+    ) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        self._repeat = repeat
+        self._measures = Measures(scenario)
+        self._file: EventsFile | None = None
+        if events_path is not None:
+            self._file = EventsFile(events_path, scenario=scenario.name, seed=seed, events_max=events_max)
+        # The checkers last: what breaks one has then been measured and written down.
+        files = (self._file,) if self._file is not None else ()
+        self._watch = Watch((self._measures, *files, *watchers, *checkers))
+        self._world = _world(scenario, seed, self._publish, cores)
+
+    def _publish(self, observed: Observed) -> None:
+        self._watch.publish(observed, self._world)
+
+    def result(self, progress: Callable[[Progress], None] | None) -> Result:
+        began = time.perf_counter()
+        broken: Broken | None = None
+        stopped = False
+
+        def on_sample() -> None:
+            self._watch.sample(self._world)
+            if progress is not None:
+                progress(self._progress(time.perf_counter() - began))
+
+        try:
+            self._world.play(on_sample)
+            self._watch.end(self._world)
+        except BaseException as error:
+            inner = _inner(error)
+            broken = inner if isinstance(inner, Broken) else None
+            stopped = isinstance(inner, Stopped)
+            if broken is None and not stopped:
+                inner.add_note(f"at {self._world.now:.6f} virtual seconds; again: {self._repeat}")
+                raise
+        finally:
+            if self._file is not None:
+                self._file.close()
+        self._measures.end(self._world)
+        return self._told(broken, stopped, time.perf_counter() - began)
+
+    def _progress(self, wall_seconds: float) -> Progress:
+        return Progress(
+            virtual_seconds=self._world.now,
+            scenario_seconds=self._scenario.seconds,
+            wall_seconds=wall_seconds,
+            population=self._measures.population,
+            events=self._watch.count,
+        )
+
+    def _told(self, broken: Broken | None, stopped: bool, wall_seconds: float) -> Result:
+        breakage = self._breakage(broken) if broken is not None else None
+        digest = self._watch.digest()
+        scenario, virtual_seconds = self._scenario, self._world.now
+        summary = {
+            "schema": SCHEMA,
+            "scenario": scenario.name,
+            "fidelity": scenario.fidelity,
+            "nodes": scenario.nodes,
+            "seed": self._seed,
+            "complete": not stopped,
+            "broken": _breakage_document(breakage),
+            "digest": digest,
+            "events": self._watch.count,
+            "events_left_out": dict(sorted(self._file.left_out.items())) if self._file is not None else {},
+            "virtual_seconds": round(virtual_seconds, 6),
+            "wall_seconds": round(wall_seconds, 3),
+            "times_real_time": round(virtual_seconds / wall_seconds, 3) if wall_seconds > 0 else None,
+            **self._measures.summary(self._world),
+        }
+        return Result(
+            scenario=scenario,
+            seed=self._seed,
+            digest=digest,
+            broken=breakage,
+            stopped=stopped,
+            virtual_seconds=virtual_seconds,
+            wall_seconds=wall_seconds,
+            events=self._watch.count,
+            metrics=tuple(self._measures.rows),
+            summary=summary,
+        )
+
+    def _breakage(self, broken: Broken) -> Breakage:
+        names = names_of(self._world)
+        recent = tuple(self._watch.recent)
+        lines = tuple(event_line(observed, names) for observed in recent)
+        return Breakage(
+            broken.invariant, broken.what, self._world.now, self._seed, self._repeat, recent, lines
+        )
+
+
+def _world(scenario: Scenario, seed: int, publish: Callable[[Observed], None], cores: Cores) -> _Playable:
+    # Whole nodes need trio and more; bare cores start without.
+    if scenario.fidelity == "stack":
+        from sim.worlds.stack import StackWorld
+
+        return StackWorld(scenario, seed, publish, cores=cores)
+    from sim.worlds.cores import CoresWorld
+
+    return CoresWorld(scenario, seed, publish, cores=cores)
+
+
+def _inner(error: BaseException) -> BaseException:
+    """What was raised, out of the groups that trio wraps it in; a broken invariant before all else."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [_inner(each) for each in error.exceptions]
+    for kind in (Broken, Stopped):
+        found = next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
+        if found is not None:
+            return found
+    return leaves[0] if len(leaves) == 1 else error
+
+
+def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own: Mapping[str, Any]) -> str:
+    """The command that repeats it; a call, where only a program can put its own cores in place."""
+    place = str(scenario)
+    if isinstance(scenario, Scenario):
+        from sim.report.files import SCENARIO_NAME
+
+        place = str(folder / SCENARIO_NAME) if folder is not None else ""
+    if place and not own:
+        return f"python -m sim {shlex.quote(place)} --seed {seed}"
+    cores = "".join(f", {name}={getattr(make, '__name__', make)}" for name, make in own.items())
+    return f"sim.run({repr(place) if place else 'scenario'}, seed={seed}{cores})"
+
+
+def _breakage_document(broken: Breakage | None) -> dict[str, Any] | None:
+    if broken is None:
+        return None
+    return {
+        "invariant": broken.invariant,
+        "what": broken.what,
+        "at_seconds": round(broken.at_seconds, 6),
+        "repeat": broken.repeat,
+        "recent": list(broken.lines),
+    }

@@ -1,0 +1,107 @@
+"""All measures of one experiment as one watcher: rows while it runs, a summary in the end."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sim.measures.detection import Detection
+from sim.measures.records import Records
+from sim.measures.rows import Row
+from sim.measures.swarm import Swarm
+from sim.measures.traffic import Traffic
+from sim.measures.training import Training
+from sim.measures.views import Views
+from sim.scenario import Scenario
+from sim.watch import Observed, World
+
+POINTS_MAX = 1_000
+"""Moments at which the population and the views are written down: as many as a picture shows."""
+SETTLING_SECONDS = 30.0
+"""So long after the last first start a swarm is no longer blamed for having just begun."""
+WINDOWS_MAX = 60
+WINDOW_SECONDS_MIN = 10.0
+"""What is counted by windows (traffic, lookups, steps) needs some in each."""
+
+Handler = Callable[[Observed], None]
+
+
+class Measures:
+    """A `sim.watch.Watcher` that breaks nothing and changes nothing."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.rows: list[Row] = []
+        self._scenario = scenario
+        self._point_seconds = max(scenario.sample_seconds, scenario.seconds / POINTS_MAX)
+        self._window_seconds = max(WINDOW_SECONDS_MIN, scenario.seconds / WINDOWS_MAX)
+        self._next_point = 0.0
+        self._next_window = self._window_seconds
+        self._parts: _Parts | None = None
+        self._now = 0.0
+
+    def see(self, observed: Observed, world: World) -> None:
+        parts = self._parts or self._begin(world)
+        for handler in parts.handlers.get(type(observed.event), ()):
+            handler(observed)
+
+    def sample(self, world: World) -> None:
+        parts = self._parts or self._begin(world)
+        now = self._now = world.now
+        if now >= self._next_point:
+            self._next_point = now + self._point_seconds - self._scenario.sample_seconds / 2
+            parts.swarm.sample(now, self.rows)
+            parts.views.sample(now, world, self.rows)
+            if parts.scoped:
+                parts.detection.recount(now)
+        if now >= self._next_window:
+            self._next_window += self._window_seconds
+            self._end_window(parts, world)
+
+    def end(self, world: World) -> None:
+        """What is left of the last window counts too."""
+        parts = self._parts or self._begin(world)
+        self._now = world.now
+        self._end_window(parts, world)
+
+    @property
+    def population(self) -> int:
+        """How many are up at this moment."""
+        return self._parts.swarm.count if self._parts is not None else 0
+
+    def summary(self, world: World) -> dict[str, Any]:
+        """The figures in the end, JSON as they are."""
+        parts = self._parts or self._begin(world)
+        return {
+            "population": parts.swarm.summary(world.now),
+            "membership": {**parts.views.summary(), **parts.detection.summary()},
+            "dht": parts.records.summary(),
+            "traffic": parts.traffic.summary(world.now, world),
+            "runs": parts.training.summary(),
+        }
+
+    def _end_window(self, parts: "_Parts", world: World) -> None:
+        parts.records.sample(self._now, self.rows)
+        parts.traffic.sample(self._now, world, self.rows)
+        parts.training.sample(self._now, self.rows)
+
+    def _begin(self, world: World) -> "_Parts":
+        self._parts = _Parts(world, self.rows, self._scenario)
+        return self._parts
+
+
+class _Parts:
+    """The measures, once it is known who takes part."""
+
+    def __init__(self, world: World, rows: list[Row], scenario: Scenario) -> None:
+        self.scoped = scenario.membership.scope != "all"
+        settled = min(scenario.start.spread_seconds + SETTLING_SECONDS, scenario.seconds / 2)
+        self.swarm = Swarm(world)
+        self.detection = Detection(self.swarm, world, rows)
+        self.views = Views(self.swarm, self.detection, scoped=self.scoped, settled_seconds=settled)
+        self.detection.follow(self.views)
+        self.records = Records()
+        self.traffic = Traffic(self.swarm)
+        self.training = Training(rows)
+        self.handlers: dict[type, list[Handler]] = {}
+        # In this order: who is up comes first, and a verdict is timed before the list forgets its subject.
+        for part in (self.swarm, self.detection, self.views, self.records, self.training):
+            for kind, handler in part.handlers.items():
+                self.handlers.setdefault(kind, []).append(handler)

@@ -1,0 +1,66 @@
+"""events.jsonl: what happened, a line an event, written while it happens. Bounded.
+
+The first line says what the file is of. Peers becoming known to each other are most of all events and seldom
+the ones looked for, so these kinds may fill half of the limit; what is left out is counted in the summary.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dht.events import NodesFound, PeerHeard
+from gossip.member import MemberChanged, MemberUp
+from sim.report.documents import Names, event_document
+from sim.watch import Observed, World
+
+SCHEMA = "peerloom.sim.events/1"
+EVENTS_MAX = 200_000
+"""Lines, unless said otherwise: some 30 MB."""
+_PLENTY = (MemberUp, MemberChanged, PeerHeard, NodesFound)
+
+
+class EventsFile:
+    """A `sim.watch.Watcher` that writes. `close` it."""
+
+    def __init__(self, path: Path, *, scenario: str, seed: int, events_max: int = EVENTS_MAX) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._file = path.open("wb")
+        self._encode = msgspec.json.Encoder().encode
+        self._left = events_max
+        self._plenty_left = events_max // 2
+        self._names: Names | None = None
+        self._write({"schema": SCHEMA, "scenario": scenario, "seed": seed})
+
+    def see(self, observed: Observed, world: World) -> None:
+        plenty = isinstance(observed.event, _PLENTY)
+        if not self._left or (plenty and not self._plenty_left):
+            self.left_out[type(observed.event).__name__] += 1
+            return
+        self._left -= 1
+        self._plenty_left -= plenty
+        self._write(event_document(observed, self._named(world)))
+
+    def sample(self, world: World) -> None:  # noqa: ARG002 - a watcher's shape
+        """A reader may follow a long experiment."""
+        self._file.flush()
+
+    def end(self, world: World) -> None:
+        """Nothing is known here that was not seen."""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _named(self, world: World) -> Names:
+        if self._names is None:
+            self._names = names_of(world)
+        return self._names
+
+    def _write(self, document: dict[str, Any]) -> None:
+        self._file.write(self._encode(document) + b"\n")
+
+
+def names_of(world: World) -> Names:
+    """The names that a world gives its peers."""
+    return Names(world.name, {peer: number for number, peer in enumerate(world.peers)})

@@ -1,0 +1,37 @@
+"""The files of an experiment but events.jsonl, which is written while it runs (`events_file`)."""
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sim.measures.rows import Row
+from sim.scenario import Scenario, to_toml
+
+SUMMARY_NAME = "summary.json"
+METRICS_NAME = "metrics.csv"
+EVENTS_NAME = "events.jsonl"
+SCENARIO_NAME = "scenario.toml"
+FILE_NAMES = (SUMMARY_NAME, METRICS_NAME, EVENTS_NAME, SCENARIO_NAME)
+
+
+def write_files(folder: Path, scenario: Scenario, rows: Iterable[Row], summary: Mapping[str, Any]) -> None:
+    """The summary comes last and whole or not at all: where it is, the others are too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCENARIO_NAME).write_text(to_toml(scenario), encoding="utf-8")
+    with (folder / METRICS_NAME).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(
+            (f"{row.time_seconds:.6g}", row.metric, row.label, f"{row.value:.9g}") for row in rows
+        )
+    write_whole(folder / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put a file in place in one go, so that nobody reads half of it."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

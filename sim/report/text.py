@@ -1,0 +1,160 @@
+"""The lines that a person reads of an experiment: a function of its summary, so of a stored one too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from node.cli.render import bytes_text, seconds_text
+
+Figures = Mapping[str, Any]
+_LABEL_WIDTH = 12
+_SHOWN_SHARE_MIN = 0.005
+
+
+def summary_lines(summary: Figures) -> list[str]:
+    """One line a subject; what did not happen has none."""
+    head = (
+        f"{summary['scenario']}  {summary['nodes']} nodes, {seconds_text(round(summary['virtual_seconds']))} "
+        f"in {seconds_text(summary['wall_seconds'])} ({_times(summary['times_real_time'])} real time), "
+        f"seed {summary['seed']}"
+    )
+    lines = [head if summary["complete"] else head + "; stopped before its end"]
+    lines += _labelled("population", _population(summary["population"]))
+    lines += _labelled("views", _views(summary["membership"]))
+    lines += _labelled("crashes", _crashes(summary["membership"]))
+    lines += _labelled("mistakes", _mistakes(summary["membership"]))
+    lines += _labelled("lookups", _lookups(summary["dht"]))
+    lines += _labelled("stores", _stores(summary["dht"]))
+    lines += _labelled("traffic", _traffic(summary["traffic"]))
+    for run in summary["runs"]:
+        lines += _labelled(f"run {run['run']}"[: _LABEL_WIDTH - 1], _run(run))
+    lines += _labelled("digest", f"{summary['digest']} of {summary['events']:,} events")
+    return lines
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return [f"  {label:<{_LABEL_WIDTH}} {text}"] if text else []
+
+
+def _times(rate: float | None) -> str:
+    if rate is None:
+        return "?"
+    return f"{rate:.0f}x" if rate >= 10 else f"{rate:.2g}x"
+
+
+def _population(figures: Figures) -> str:
+    if figures["mean"] is None:
+        return ""
+    span = "" if figures["min"] == figures["max"] else f", {figures['min']} to {figures['max']}"
+    changes = [
+        counted(figures[what], name, plural)
+        for what, name, plural in (
+            ("restarts", "restart", "restarts"),
+            ("crashes", "crash", "crashes"),
+            ("leaves", "left", "left"),
+        )
+        if figures[what]
+    ]
+    return f"{figures['mean']:.1f} on average{span}" + (f"; {', '.join(changes)}" if changes else "")
+
+
+def _views(figures: Figures) -> str:
+    if figures["entries_right_share_mean"] is None:
+        return ""
+    return (
+        f"{percent(figures['entries_right_share_mean'])} of entries right on average once settled, "
+        f"{percent(figures['entries_right_share_min'])} at the worst, "
+        f"{percent(figures['entries_right_share_end'])} in the end"
+    )
+
+
+def _crashes(figures: Figures) -> str:
+    parts = []
+    for what, verb in (
+        ("suspected", "suspected"),
+        ("dead", "declared dead"),
+        ("known_to_all", "known to all"),
+    ):
+        count = figures[f"{what}_crashes"]
+        if count:
+            parts.append(f"{count} {verb} in {span(figures[f'{what}_seconds'])}")
+    return ", ".join(parts)
+
+
+def _mistakes(figures: Figures) -> str:
+    suspicions, deaths = figures["false_suspicions"], figures["false_deaths"]
+    excused = figures["excused_suspicions"] + figures["excused_deaths"]
+    told = f"{counted(suspicions, 'false suspicion')}, {counted(deaths, 'false death')}"
+    return told + (f"; {excused} more of peers that were frozen, cut off or just back" if excused else "")
+
+
+def _lookups(figures: Figures) -> str:
+    if not figures["lookups"]:
+        return ""
+    share, rounds = figures["lookups_found_share"], figures["lookup_rounds_mean"]
+    found = "none had anything to find"
+    if share is not None:
+        found = f"{percent(share)} of the {figures['lookups_expected']} whose record was there found it"
+    return f"{figures['lookups']}: {found}, in {span(figures['lookup_seconds'])}, {rounds:.1f} rounds"
+
+
+def _stores(figures: Figures) -> str:
+    if not figures["stores"]:
+        return ""
+    return (
+        f"{figures['stores']}: on {figures['store_copies_mean']:.1f} peers each, "
+        f"in {span(figures['store_seconds'])}"
+    )
+
+
+def _traffic(figures: Figures) -> str:
+    for kind in ("bytes", "messages"):
+        rate = figures.get(f"sent_{kind}_per_node_second")
+        if rate is not None:
+            sent = figures[f"sent_{kind}"]
+            total = max(1, sum(sent.values()))
+            most = sorted(sent.items(), key=lambda item: -item[1])
+            shown = [(name, count / total) for name, count in most if count / total >= _SHOWN_SHARE_MIN]
+            shares = ", ".join(f"{name} {percent(share)}" for name, share in shown)
+            amount = f"{bytes_text(rate)}/s" if kind == "bytes" else f"{rate:.1f} messages/s"
+            return f"{amount} sent per node: {shares}"
+    return ""
+
+
+def _run(figures: Figures) -> str:
+    parts = [counted(figures["steps"], "step")]
+    if figures["steps_again"]:
+        parts.append(f"{figures['steps_again']} of them twice")
+    if figures["loss"] is not None:
+        parts.append(f"loss {figures['loss']:.4g}")
+    if figures["microbatches_per_second"] is not None:
+        parts.append(f"{figures['microbatches_per_second']:.1f} micro-batches/s")
+    if figures["stalls"]:
+        stalled = seconds_text(figures["stalled_seconds"])
+        parts.append(f"{counted(figures['stalls'], 'stall')} of {stalled} in all")
+    parts.append(counted(figures["plans"], "plan"))
+    if figures["outcomes"]:
+        parts.append(", ".join(f"{outcome} say {count}" for outcome, count in figures["outcomes"].items()))
+    return ", ".join(parts)
+
+
+def span(figures: Figures) -> str:
+    """`1.2 s (p95 4.0 s)`: the median, and what one in twenty exceeds."""
+    if figures["p50"] is None:
+        return "?"
+    return f"{seconds_text(figures['p50'])} (p95 {seconds_text(figures['p95'])})"
+
+
+def percent(share: float) -> str:
+    """As many digits as tell it from 100 %, up to two."""
+    if share in (0.0, 1.0):
+        return f"{100 * share:.0f} %"
+    for digits in (0, 1, 2):
+        text = f"{100 * share:.{digits}f}"
+        if float(text) < 100:
+            return text + " %"
+    return "99.99 %"
+
+
+def counted(count: int, name: str, plural: str = "") -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {name if count == 1 else plural or name + 's'}"
