@@ -130,11 +130,17 @@ class Hosted:
         return self.stage.state if self.core.step == step == self.stage.state.step else None
 
     def _pass_on(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
-        for event in self.core.events:
-            if isinstance(event, core.ReduceVoided | core.FillVoided):
-                self._work = self._reduction = None
-                self._parts_sent.clear()
-        self.core.events.clear()
+        events, self.core.events[:] = list(self.core.events), []
+        for event in events:
+            match event:
+                case core.ReduceVoided() | core.FillVoided():
+                    self._work = self._reduction = None
+                    self._parts_sent.clear()
+                case core.ReduceAsked() if self._reduction is not None:
+                    unsummed = self._reduction.unsummed
+                    peers = unsummed or self._reduction.missing
+                    waiting = event.answer(self._reduction.left, peers, for_sums=not unsummed)
+                    sends = [*sends, *self.core.waits(waiting)]
         for peer, message in sends:
             if isinstance(message, Outgoing):
                 assert isinstance(message.frame, Draft)
@@ -187,7 +193,7 @@ class Hosted:
                 after = work.labels if self.core.is_last else work.gradient
                 assert after is not None
                 self.stage.remove(work.microbatch, bytes(work.input.data), bytes(after.data))
-                sends = self.core.removed(work)
+                sends = self.core.forgotten(work)
             case core.ForgetReady():
                 self.stage.forget(work.microbatch)
                 sends = self.core.forgotten(work)

@@ -287,7 +287,7 @@ class Member:
             self._trainer = Trainer(self._setting, self.me, plan, self)
             if plan.committer == self.me:
                 self.catch_up([peer for peer in plan.members if peer != self.me])
-            self._trainer.begin()
+            self._trainer.begin(self.keeping.restorable)
         self.step = plan.step if plan.restored != NOTHING else self.step
         if change is not None:
             self._start_newcomers(plan, change)

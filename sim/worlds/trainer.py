@@ -12,6 +12,7 @@ from partition.plan.plan import Plan, plan_hash
 from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.messages import Open, StepCommit, Synced
+from partition.steps.routes import attempts
 from sim.happenings import StepCommitted
 from sim.worlds.hosted import Draft
 from sim.worlds.setting import Setting
@@ -51,8 +52,8 @@ class Trainer:
         self._commit: StepCommit | None = None
         self._synced: set[PeerId] = set()
 
-    def begin(self) -> None:
-        """Commit, if that is this trainer's part."""
+    def begin(self, newest: tuple[bytes, int] | None) -> None:
+        """Commit, if that is this trainer's part. `newest` is the newest checkpoint."""
         setting, training = self._setting, self._setting.training
         if self._plan.committer != self._me:
             return
@@ -63,9 +64,10 @@ class Trainer:
             evaluations=EVALUATIONS,
             metrics=0,
             save_every=training.checkpoint_every,
+            saved=0 if newest is None else newest[1],
         )
         assert self.core is not None
-        if self._plan.height == 0 and training.checkpoint_every:
+        if newest is None and training.checkpoint_every:
             self._send_all(self.core.save(setting.ground.now))
         self._send_all(self.core.start(setting.ground.now))
         self._shell.later(START_SECONDS_MAX, self._give_up)
@@ -167,7 +169,10 @@ class Trainer:
 
     def _step_applied(self, event: core.StepApplied) -> None:
         setting, plan, commit = self._setting, self._plan, self._commit
-        assert commit is not None
+        setting.check_loss(event.step, event.loss)
+        self._shell.committed(event.step + 1)
+        if commit is None or event.attempt not in attempts(plan):
+            return  # committed under the plan before, and only told again
         counted = tuple(
             tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
             for stage in range(len(plan.stages))
@@ -176,5 +181,3 @@ class Trainer:
         setting.publish(
             self._me, StepCommitted(setting.run, name, plan.height, event.step, counted, event.loss)
         )
-        setting.check_loss(event.step, event.loss)
-        self._shell.committed(event.step + 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crypto.identity import PeerId
+from sim.checkers import checkers_for
 from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
 from sim.scenario import Membership, Records, Scenario, Start, Training
 from sim.watch import Observed, Watch, World
@@ -79,7 +80,7 @@ class Troubled:
     def __init__(self, played: Scenario, seed: int = 1, cores: Cores | None = None) -> None:
         self.story = Story()
         self._ended: set[bytes] = set()
-        self.watch = Watch([self.story])
+        self.watch = Watch([self.story, *checkers_for(played)])
         self.world = CoresWorld(played, seed, self._publish, cores=cores or Cores())
 
     def _publish(self, observed: Observed) -> None:
