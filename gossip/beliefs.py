@@ -158,7 +158,7 @@ class Beliefs:
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None else row.verdict
-        if not len(self.queue) and accusation is None and peer != self._misled and self.me.verdict is None:
+        if not self.queue.waits and accusation is None and peer != self._misled and self.me.verdict is None:
             return ()
         proofs = [verdict.fact for verdict in (self.me.verdict, accusation) if verdict is not None]
         if peer == self._misled:

@@ -30,9 +30,13 @@ class _Item:
 
 
 class Dissemination:
-    """A queue in tiers: tier t holds the facts sent t times, oldest first. A fact goes by its signature."""
+    """A queue in tiers: tier t holds the facts sent t times, oldest first. A fact goes by its signature.
+
+    `waits` says whether anything is in it.
+    """
 
     def __init__(self) -> None:
+        self.waits = False
         self._tiers: list[dict[bytes, _Item]] = []
         self._items: dict[bytes, _Item] = {}
         # Per subject the keys of its waiting facts; bounded by members and confirmations.
@@ -49,6 +53,7 @@ class Dissemination:
         if key not in self._items:
             self._keys_of.setdefault(subject, []).append(key)
             item = self._items[key] = _Item(subject, fact)
+            self.waits = True
             self._tier(0)[key] = item
 
     def drop(self, subject: PeerId) -> None:
@@ -109,3 +114,4 @@ class Dissemination:
         if not self._items:
             # A dict that was emptied from its front is slow to walk from its back, and keeps its size.
             self._tiers.clear()
+            self.waits = False

@@ -62,6 +62,10 @@ class Flight:
         self._number = first_number
 
     @property
+    def busy(self) -> bool:
+        return bool(self.probes or self.relays)
+
+    @property
     def deadline(self) -> float:
         deadline = float("inf")
         for probe in self.probes.values():

@@ -88,6 +88,7 @@ class Swim:
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
         self._gossip_at = float("inf")
+        self._left = False
         self.deadline = 0.0
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         self._plan()
@@ -136,6 +137,7 @@ class Swim:
         if self._left:
             return []
         fact = self._beliefs.leave(now)
+        self._left = True
         self._flight.probes.clear()
         self._flight.relays.clear()
         self._tick_at = self._exchange.due = float("inf")
@@ -180,7 +182,7 @@ class Swim:
             sends = self._answer(now, sender, message)
         if message.facts:
             self._exchange.narrow_if_crowded(now)
-        if len(self._beliefs.queue):
+        if self._beliefs.queue.waits:
             self._arm_gossip(now)
         return sends
 
@@ -234,7 +236,7 @@ class Swim:
             for probe in self._flight.probes.values():
                 probe.excuse(late)
         sends: Sends = []
-        if self._flight.deadline <= now:
+        if self._flight.busy and self._flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             self._beliefs.bury_expired(now)
@@ -244,7 +246,7 @@ class Swim:
             sends += self._exchange.sync(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
-        if len(self._beliefs.queue):
+        if self._beliefs.queue.waits:
             self._arm_gossip(now)
         self._plan()
         return sends
@@ -315,27 +317,18 @@ class Swim:
             self._settings.gossip_fanout,
             lambda row: row.live or (row.status is Status.DEAD and row.since > fresh),
         )
-        news = [(peer, self._beliefs.facts_for(peer)) for peer in listeners if len(self._beliefs.queue)]
+        news = [(peer, self._beliefs.facts_for(peer)) for peer in listeners if self._beliefs.queue.waits]
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
 
     def _arm_gossip(self, now: float) -> None:
         others = self._table.live - self._beliefs.me.live
-        if self._gossip_at == float("inf") and others and len(self._beliefs.queue):
+        if self._gossip_at == float("inf") and others and self._beliefs.queue.waits:
             self._gossip_at = now + self._settings.gossip_interval_seconds
 
     def _plan(self) -> None:
         """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
-        self.deadline = min(
-            self._tick_at,
-            self._exchange.due,
-            self._gossip_at,
-            self._beliefs.suspicion_deadline,
-            self._flight.deadline,
-        )
-
-    @property
-    def _left(self) -> bool:
-        return self._beliefs.me.status is Status.LEFT
+        due = min(self._tick_at, self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline)
+        self.deadline = min(due, self._flight.deadline) if self._flight.busy else due
 
     def _refuse_if_scoped_otherwise(self, message: Message) -> None:
         if isinstance(message, Sync | Compare) != self.scope.whole:
