@@ -85,7 +85,7 @@ def test_a_committer_that_gives_its_branch_up_commits_nothing_more_and_its_membe
     assert all(event.at <= parted for event in said(world, StepCommitted))
 
 
-@given(st.integers(0, 2**32), st.tuples(st.integers(0, 3), st.integers(0, 3)))
+@given(st.integers(0, 2**32), st.tuples(st.integers(0, 1), st.integers(0, 1)))
 def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
     seed: int, behind: tuple[int, int]
 ) -> None:
@@ -106,12 +106,12 @@ def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
             samples=steps[branch],
         )
 
-    for _ in range(200):
+    for _ in range(60):
         branch = rng.randrange(2)
         if gone[branch]:
             continue
-        match rng.choice(("commit", "plan", "say", "hear", "hear")):
-            case "commit":
+        match rng.choice(("commit", "plan", "plan", "say", "say", "hear")):
+            case "commit" if rng.random() < 0.1:
                 steps[branch] += 1
             case "plan":
                 plans[branch] = rng.randbytes(32)
