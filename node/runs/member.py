@@ -18,6 +18,7 @@ from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
 from node.events import RunChanged
 from node.runs.chain import ChainShell
 from node.runs.committer import CommitterShell
+from node.runs.departures import Departures
 from node.runs.ending import collect_result, end_for_all, fetch_result
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
@@ -29,6 +30,7 @@ from node.runs.requests import (
     Absent,
     Checkpointed,
     FetchState,
+    GivenUp,
     Leaving,
     Notice,
     Saved,
@@ -49,7 +51,7 @@ from partition.plan.agreement import (
 )
 from partition.plan.change import Change, heirs
 from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.plan.votes import AgreementMessage
+from partition.plan.votes import AgreementMessage, Head
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
@@ -71,6 +73,7 @@ class RunMember:
         self._me = service.signer.peer
         self._chain: ChainShell | None = None
         self._succession: Succession | None = None
+        self._departures: Departures | None = None
         self._keeping = Keeping(service, run, self._living)
         self._hosting = Hosting(
             service,
@@ -144,6 +147,7 @@ class RunMember:
             wanted=tuple(len(stage.replicas) for stage in plan.stages),
             restorable=lambda: self._keeping.restorable,
         )
+        self._departures = Departures(self._succession, committer=lambda: self._committer, absent=self.absent)
         self._start_task(self._live)
         if is_restarted:
             self._wake_up(chain.head)
@@ -207,9 +211,10 @@ class RunMember:
             case ForkOpened():
                 if self._succession is not None:
                     self._succession.changed()
-            case ForkFound() | LeftBehind():
-                assert self._chain is not None
-                self._start_task(partial(self._fall_back, self._chain.parting(self._telling.step)))
+            case ForkFound():
+                self._on_fork(event.head)
+            case LeftBehind():
+                self._give_way()
             case ChainBroken():
                 reason = (
                     f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"
@@ -236,7 +241,7 @@ class RunMember:
         self._decided = trio.Event()
         service.publish_plan(self.run, plan)
         if self._me not in plan.roster:
-            self._start_task(partial(self._fall_back, "the run goes on without this node"))
+            self._fall_back("the run goes on without this node")
             return
         self._in_force(reason)
         self._hosting.adopt(plan)
@@ -312,6 +317,7 @@ class RunMember:
 
     def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
+            assert self._departures is not None
             service, saved = self._service, self._keeping.restorable
             self._committer = CommitterShell(
                 service.signer,
@@ -321,7 +327,7 @@ class RunMember:
                 service.send,
                 partial(self._telling.tell, plan),
                 absent=self.absent,
-                paused=self._on_paused,
+                paused=self._departures.paused,
                 stalled_since=self._stalled_since,
                 saved=saved[1] if saved is not None else 0,
                 lost_steps=lost_steps,
@@ -329,7 +335,7 @@ class RunMember:
             if self._keeping.restorable is None and self.run.manifest.save_every:
                 self._committer.save()  # else whatever is lost before the first checkpoint ends the run
             self.catch_up([peer for peer in plan.members if peer != self._me])
-            self._hand_over()
+            self._departures.hand_over()
         training = self._training = Training(
             self._service,
             self.run,
@@ -362,13 +368,6 @@ class RunMember:
         for other in self._others(self.plan) if others is None else others:
             self._service.send(other, message)
 
-    def _on_paused(self, step: int) -> None:
-        """No step is open: whoever wants to leave takes nothing with it now."""
-        assert self._succession is not None
-        for peer in sorted(self._succession.leaving):
-            if self._succession.may_go(peer):
-                self.absent(peer, f"it leaves after step {step}")
-
     def _on_hopeless(self, found: Hopeless | None, is_final: bool) -> None:
         """No plan can follow: the run waits, and if that lasts whoever would propose one says so."""
         succession = self._succession
@@ -400,17 +399,42 @@ class RunMember:
         live = self._service.live()
         self.catch_up([peer for peer in self._chain.core.acquainted if peer in live])
 
-    async def _fall_back(self, reason: str) -> None:
-        """The run goes on elsewhere: forget what is here, and wait to be asked again."""
+    def _on_fork(self, head: Head) -> None:
+        """Another branch is further, by what was known here. How far this one is only its committer knows,
+        and it decides for all: of two committers not both can give way, whatever they have heard when."""
+        plan, committer, chain = self.plan, self._committer, self._chain
+        if plan is None or chain is None or self._is_ended or self._is_finishing:
+            return
+        if committer is None:
+            if plan.committer not in self._service.live():
+                self._give_way()
+        elif committer.core.phase != "syncing":  # else not even it knows; and the others will say it again
+            self._telling.note(committer.core.step)
+            if chain.core.gives_way(head):
+                for peer in self._others(plan):
+                    self._service.send(peer, GivenUp(plan_hash(plan)))
+                self._give_way()
+
+    def _give_way(self) -> None:
+        assert self._chain is not None
+        self._fall_back(self._chain.parting(self._telling.step))
+
+    def _fall_back(self, reason: str) -> None:
+        """The run goes on elsewhere: from now on nothing is committed here, what is here is forgotten, and
+        this node waits to be asked again."""
         if self._is_ended:
             return
         self._is_ended = True
         self._change("quorum lost", reason)
+        self._stop_training()
+        self._committer = None
+        self._start_task(self._let_go)
+
+    async def _let_go(self) -> None:
         await self._hosting.end()
         self._service.forgotten(self)
         self._decided.set()
         self._life.cancel()
-        self._stop_training()
 
     # The end
 
@@ -442,29 +466,15 @@ class RunMember:
     async def leave(self) -> None:
         """Hand this node's part over before it goes; bounded."""
         plan = self.plan
-        if plan is None or self._is_ended or self._succession is None:
+        if plan is None or self._is_ended or self._departures is None:
             return
         message = Leaving(plan_hash(plan))
         with trio.move_on_after(LEAVE_SECONDS_MAX):
             for peer in self._others(plan):
                 self._service.send(peer, message)
-            self._note_leaving(self._me)
+            self._departures.note(self._me)
             while not self._is_ended and self.plan is not None and self._me in self.plan.roster:
                 await self._decided.wait()
-
-    def _note_leaving(self, peer: PeerId) -> None:
-        assert self._succession is not None
-        self._succession.leaving.add(peer)
-        self._hand_over()
-        self._succession.changed()
-
-    def _hand_over(self) -> None:
-        """As the committer: pause before somebody whom its stage can do without leaves."""
-        succession = self._succession
-        if self._committer is None or succession is None:
-            return
-        if any(succession.may_go(peer) for peer in succession.leaving):
-            self._committer.pause()
 
     async def save(self) -> int:
         """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""
@@ -498,14 +508,14 @@ class RunMember:
         elif isinstance(message, ReplicaMessage):
             if self._committer is not None:
                 self._committer.receive(now, sender, message)
-        elif isinstance(message, Notice | Absent | Checkpointed):
+        elif isinstance(message, Notice | Absent | Checkpointed | GivenUp):
             self._from_committer(sender, message)
         elif isinstance(message, Leaving | Saved):
             self._from_member(sender, message)
         else:
             self._to_roles(now, sender, message)
 
-    def _from_committer(self, sender: PeerId, message: Notice | Absent | Checkpointed) -> None:
+    def _from_committer(self, sender: PeerId, message: Notice | Absent | Checkpointed | GivenUp) -> None:
         if self._succession is None or self.plan is None:
             return
         of_itself = isinstance(message, Absent) and message.peers == (sender,) and sender in self.plan.roster
@@ -518,11 +528,13 @@ class RunMember:
             case Absent():
                 for peer in message.peers:
                     self._succession.miss(PeerId(peer), message.reason)
+            case GivenUp():
+                self._give_way()
             case Checkpointed():
                 self._start_task(partial(self._keeping.learn, message.step, message.checkpoint))
 
     def _from_member(self, sender: PeerId, message: Leaving | Saved) -> None:
-        if self._succession is None or self.plan is None or sender not in self.plan.roster:
+        if self._departures is None or self.plan is None or sender not in self.plan.roster:
             raise RemoteProtocolError("what only members of the run may say, from another peer")
         match message:
             case Saved():
@@ -532,7 +544,7 @@ class RunMember:
             case Leaving(at_once=True):
                 self.absent(sender, "it has nothing to feed the run with")
             case Leaving():
-                self._note_leaving(sender)
+                self._departures.note(sender)
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """See `Hosting.keep`."""

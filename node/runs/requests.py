@@ -252,6 +252,12 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     checkpoint: Hash
 
 
+class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
+    """Committer to everybody else in the plan: another branch of the run goes on, and this one does not."""
+
+    plan: Hash
+
+
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Member to all others: let the next plan do without me; after this step, or `at_once`."""
 
@@ -264,6 +270,7 @@ PipelineMessage = (
     | Leaving
     | Saved
     | Checkpointed
+    | GivenUp
     | Frame
     | CommitterMessage
     | ReplicaMessage

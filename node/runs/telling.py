@@ -33,6 +33,7 @@ class Telling:
         """`others` are the living of a plan but for this node; `hosts` is whether it holds a stage."""
         self.step = 0
         self._told = 0
+        self._furthest = 0
         self._service = service
         self._run = run
         self._others = others
@@ -50,11 +51,13 @@ class Telling:
         return lost
 
     def note(self, step: int) -> None:
-        """So many steps are committed: by that two branches are judged, so it must never be old."""
+        """So many steps are committed. By the most that ever were two branches are judged: what a branch says
+        of itself never falls, so that of two neither can give way to what the other was."""
         self.step, manifest = step, self._run.manifest
+        self._furthest = max(self._furthest, step)
         if self._chain is not None:
-            samples = step * manifest.microbatches * manifest.microbatch
-            self._chain.say(step, samples, hosts=self._hosts())
+            samples = self._furthest * manifest.microbatches * manifest.microbatch
+            self._chain.say(self._furthest, samples, hosts=self._hosts())
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""

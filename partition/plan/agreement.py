@@ -46,6 +46,7 @@ from partition.plan.votes import (
     Promised,
     Sends,
     Vote,
+    survives,
 )
 
 __all__ = [
@@ -215,6 +216,10 @@ class Agreement:
     def say(self, head: Head) -> None:
         """How far this member is, by its shell: by that it judges which of two branches survives."""
         self._learner.said = head
+
+    def gives_way(self, head: Head) -> bool:
+        """Whether the branch that says this of itself is the one to go on with, by what was last `said`."""
+        return survives(self._learner.head(asks=False), head)
 
     def rejoin(self, now: float, base: Plan, links: Sequence[bytes] = ()) -> Sends:
         """Give up what we know and go on from `base` and `links` of another, after ForkFound or LeftBehind.

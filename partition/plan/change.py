@@ -113,7 +113,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         stages=tuple(stages),
         step=change.step,
         restored=change.restored,
-        fork=change.fork,
+        fork=plan.fork if change.fork == NOTHING else change.fork,
     )
     return decode_plan(encode_plan(new))  # a plan that nobody could read is none
 

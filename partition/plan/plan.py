@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     `roster` is who is admitted, sorted: replicas, trainers, the requester, whoever keeps copies. `trainers`
     feed, and the first of them also commits. `restored` is the checkpoint that every stage begins from, of
     `step` committed steps; NOTHING where the replicas go on from what they hold. `fork` is NOTHING, or names
-    those who went on without the majority.
+    those who last went on without a majority, here or in a plan before: it is the name of the branch.
     """
 
     run: Hash

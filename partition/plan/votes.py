@@ -88,9 +88,9 @@ class Decided(PlanMessage, frozen=True, kw_only=True, tag="decided"):
 class Head(PlanMessage, frozen=True, kw_only=True, tag="head"):
     """What a member says of itself from time to time. `parent` is the newest plan it knows.
 
-    `fork` is that plan's. `step` steps are committed, of `samples` samples in all; `hosts` is whether it
-    could take a stage; `checkpoint_step` is that of the newest checkpoint it holds. Where `asks`, whoever
-    knows more says so.
+    `fork` is that plan's, so it names the branch. `step` steps are committed, of `samples` samples in all;
+    `hosts` is whether it could take a stage; `checkpoint_step` is that of the newest checkpoint it has. Where
+    `asks`, whoever knows more says so.
     """
 
     height: Height
@@ -113,10 +113,11 @@ Sends = list[tuple[PeerId, AgreementMessage]]
 
 def survives(mine: Head, theirs: Head) -> bool:
     """Whether of two branches theirs is the one to go on with: more committed samples, then the higher step,
-    then the lower plan hash. Of two different heads exactly one survives, whoever asks.
+    then the lower name of its last fork, which no plan after it changes, then the lower plan hash. Of two
+    different heads exactly one survives, whoever asks.
     """
     ours, other = (mine.samples, mine.step), (theirs.samples, theirs.step)
-    return other > ours or (other == ours and theirs.plan < mine.plan)
+    return other > ours or (other == ours and (theirs.fork, theirs.plan) < (mine.fork, mine.plan))
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):

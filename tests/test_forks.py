@@ -1,0 +1,126 @@
+"""A run on two branches: only its committer gives a branch up, by what it knows itself, and one goes on.
+
+Whole nodes in virtual time, told by hand that another branch is further; a swarm that is really parted is in
+`test_takeover`. Below, the rule alone, in whatever order messages come.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.events import RunChanged, StepCommitted
+from partition.plan.agreement import ForkFound
+from partition.plan.votes import Head, survives
+from tests.partition_world import World
+from tests.stack import Swarm
+from tests.test_takeover import SAVE_EVERY, play, said, small
+
+ELSEWHERE = bytes([1]) * 32
+
+
+def tell(world: World, name: str, step: int) -> None:
+    """This member hears that another branch has committed so many steps."""
+    node = world.group.nodes[name]
+    member = node.runs.members[world.run.id]
+    wanted = world.run.manifest
+    samples = step * wanted.microbatches * wanted.microbatch
+    head = Head(run=world.run.id, parent=ELSEWHERE, height=1, step=step, samples=samples)
+    member._on_chain_event(ForkFound(node.peer, head))
+
+
+def committer(group: Swarm, world: World) -> str:
+    plan = next(node.runs.members[world.run.id].plan for node in group.nodes.values())
+    assert plan is not None
+    return group.name_of(plan.committer)
+
+
+def given_up(world: World) -> set[str]:
+    """Who has said that its branch is given up."""
+    return {
+        name
+        for name, events in world.group.events.items()
+        for event in events
+        if isinstance(event, RunChanged) and "another branch of the run goes on" in event.reason
+    }
+
+
+def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = True) -> World:
+    """A run of ten steps in which these hear, after three, of a branch of so many."""
+
+    async def scenario(world: World) -> None:
+        await world.reached(SAVE_EVERY)
+        names = whom(committer(world.group, world), world)
+        for name in names:
+            world.group.nodes[name].runs.members[world.run.id]._telling.step = 0  # what it has heard is old
+            tell(world, name, step)
+        if not ends:
+            await trio.sleep(5)
+
+    return play("abcd", small(replicas=2, steps=10), scenario, ends=ends, forks=True)
+
+
+def others(first: str, world: World) -> list[str]:
+    return [name for name in world.group.nodes if name != first]
+
+
+def test_who_does_not_commit_gives_nothing_up_while_its_committer_lives() -> None:
+    world = told(others, 100)
+    assert given_up(world) == set()
+
+
+def test_a_committer_compares_with_what_it_has_committed_not_with_what_it_has_said() -> None:
+    world = told(lambda first, world: [first], SAVE_EVERY - 1)
+    assert given_up(world) == set()
+
+
+def test_a_committer_that_gives_its_branch_up_commits_nothing_more_and_its_members_come_along() -> None:
+    world = told(lambda first, world: [first], 100, ends=False)
+    assert given_up(world) == set(world.group.nodes)
+    parted = min(
+        event.at for event in said(world, RunChanged) if "another branch of the run goes on" in event.reason
+    )
+    assert all(event.at <= parted for event in said(world, StepCommitted))
+
+
+@given(st.integers(0, 2**32), st.tuples(st.integers(0, 1), st.integers(0, 1)))
+def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
+    seed: int, behind: tuple[int, int]
+) -> None:
+    """Each commits, makes new plans, and says how far it is; what it has said may come late, or never."""
+    rng = Random(seed)
+    steps, plans = list(behind), [rng.randbytes(32), rng.randbytes(32)]
+    forks = [rng.choice((bytes(32), rng.randbytes(32))), rng.randbytes(32)]
+    sent: list[list[Head]] = [[], []]
+    gone = [False, False]
+
+    def head(branch: int) -> Head:
+        return Head(
+            run=bytes(32),
+            parent=plans[branch],
+            fork=forks[branch],
+            height=1,
+            step=steps[branch],
+            samples=steps[branch],
+        )
+
+    for _ in range(60):
+        branch = rng.randrange(2)
+        if gone[branch]:
+            continue
+        match rng.choice(("commit", "plan", "plan", "say", "say", "hear")):
+            case "commit" if rng.random() < 0.1:
+                steps[branch] += 1
+            case "plan":
+                plans[branch] = rng.randbytes(32)
+            case "say":
+                sent[branch].append(head(branch))
+            case "hear" if sent[1 - branch]:
+                gone[branch] = survives(head(branch), rng.choice(sent[1 - branch]))
+    # In the end each hears of the other as it is.
+    for branch in range(2):
+        if not any(gone):
+            gone[branch] = survives(head(branch), head(1 - branch))
+    assert gone.count(True) == 1
