@@ -68,10 +68,10 @@ class _Gone:
         self.events: list[Any] = []
         self.deadline = math.inf
 
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
         raise LocalProtocolError("a dead core received something")
 
-    def wake(self, now: float) -> Sends:  # noqa: ARG002
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
         raise LocalProtocolError("a dead core was woken")
 
 
