@@ -11,7 +11,6 @@ It differs from the paper in what fails on a real network:
 - Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
 """
 
-import heapq
 from collections.abc import Collection, Iterable
 from enum import Enum
 
@@ -53,7 +52,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 
     def nearest(self, count: int) -> list[Contact]:
         """The `count` nearest, nearest first."""
-        return [contact for _, contact in heapq.nsmallest(count, self.heap)]
+        return [contact for _, contact in sorted(self.heap)[:count]]
 
     def push(self, contact: Contact) -> None:
         super().push(contact)

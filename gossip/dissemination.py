@@ -112,6 +112,6 @@ class Dissemination:
         if not keys:
             del self._keys_of[item.subject]
         if not self._items:
-            # A dict that was emptied from its front is slow to walk from its back, and keeps its size.
-            self._tiers.clear()
+            # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
+            self._tiers, self._items, self._keys_of = [], {}, {}
             self.waits = False
