@@ -147,7 +147,8 @@ def _check_table(value: Any, kind: type[msgspec.Struct], path: TomlPath, places:
     for key, item in value.items():
         if key not in fields:
             table = f" in [{_dotted(path)}]" if path else ""
-            hint = did_you_mean(key, list(fields))
+            renamed: Mapping[str, str] = getattr(kind, "RENAMED", {})
+            hint = f": it is '{renamed[key]}' now" if key in renamed else did_you_mean(key, list(fields))
             raise UsageError(f"{places.where(*path, key)}: unknown key '{_cut(key)}'{table}{hint}")
         _check(item, hints[fields[key].name], (*path, key), places)
     for key, field in fields.items():

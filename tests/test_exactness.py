@@ -303,8 +303,7 @@ def test_int8_frames_train_to_nearly_the_same_loss(
     """The mean loss over the run is within 2 %.
 
     The mean, because what rounding does to single steps grows: by 3 % in one of the first 20 steps of the
-    digits, by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most. Without dropout: its masks
-    follow from the manifest, which says `frames`, so two runs would differ by more than the codec.
+    digits, by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most.
     """
     job = make_job(tmp_path)
     means: dict[Frames, float] = {}

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from crypto.identity import Identity
+from node.errors import StageFailed
 from node.events import CheckpointKept, Event, RunChanged, RunPlanned, RunResumed, StepCommitted
 from node.runs.manifest import Manifest
 from node.runs.succession import LOST_SECONDS_MAX
@@ -165,6 +166,24 @@ def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_n
     for end in world.ends().values():
         assert end.outcome == "failed"
         assert "lost its last replica, and no checkpoint holds its parameters" in end.detail
+
+
+def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_where_it_fails() -> None:
+    async def scenario(world: World) -> None:
+        await world.reached(2)
+        shell = world.group.nodes[other(world, "c")].runs.members[world.run.id]._hosting.replica
+        assert shell is not None
+        shell._failure = StageFailed("its disk is full")
+        shell._more.set()
+        with trio.fail_after(2 * LOST_SECONDS_MAX):
+            while not world.ends():  # noqa: ASYNC110
+                await trio.sleep(1)
+
+    world = play("abc", small(stages=3, save_every=0), scenario, ends=False)
+    reasons = [event.reason for event in said(world, RunChanged) if event.state == "paused"]
+    for text in (*reasons, *(end.detail for end in world.ends().values())):
+        assert text.endswith(": its disk is full)"), text
+    assert reasons
 
 
 # Leaving

@@ -5,7 +5,9 @@ graph, which members fetch from each other (`node.runs.models`); data shards by 
 struct.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from blake3 import blake3
@@ -36,6 +38,9 @@ class TrainTable(msgspec.Struct, frozen=True):
     `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
     is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
+    """What older files call a key."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 200
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
@@ -164,6 +169,24 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.test_samples // self.microbatch)
 
 
+_NOT_ARITHMETIC = frozenset(
+    {
+        "model",
+        "metrics",
+        "recompute",
+        "frames",
+        "stages",
+        "replicas",
+        "created_milliseconds",
+        "trainers",
+        "pipeline",
+        "save_every",
+        "on_lost_quorum",
+    }
+)
+"""Fields of a Manifest that change nothing of what a step computes. `graph` is the model, `model` a name."""
+
+
 class Run(msgspec.Struct, frozen=True):
     """A checked manifest: its id, who asks, and the fact to hand on."""
 
@@ -174,9 +197,11 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def random_key(self) -> bytes:
-        """What dropout masks are drawn from: the manifest without the moment it was made, so that the
-        same run asked for twice, by whomever, draws the same ones."""
-        return blake3(encode(msgspec.structs.replace(self.manifest, created_milliseconds=0))).digest()
+        """What dropout masks are drawn from: all of the manifest that says what is computed, and nothing of
+        when, by how many, in which order of work, or how it is sent. So the same run asked for twice, by
+        whomever and in whatever shape, draws the same ones."""
+        names = (name for name in Manifest.__struct_fields__ if name not in _NOT_ARITHMETIC)
+        return blake3(encode([getattr(self.manifest, name) for name in names])).digest()
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ needs nobody new.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -55,10 +55,11 @@ class Outlook:
 @dataclass(frozen=True)
 class Hopeless:
     """No plan can follow as things are, and why, in words for a person; `waits_seconds` is how long that may
-    yet change."""
+    yet change. `lost` are those who would be needed."""
 
     reason: str
     waits_seconds: float = PAUSE_SECONDS_MAX
+    lost: tuple[PeerId, ...] = ()
 
 
 def next_change(view: Outlook) -> Change | Hopeless | None:
@@ -69,14 +70,16 @@ def next_change(view: Outlook) -> Change | Hopeless | None:
     left = [[peer for peer in stage.replicas if peer not in lost] for stage in plan.stages]
     joined: list[Joining] = []
     empty = [number for number, peers in enumerate(left) if not peers]
+    held = {number: tuple(PeerId(peer) for peer in plan.stages[number].replicas) for number in empty}
     if empty and view.restorable is None:
         where = f"stage {empty[0] + 1} of {len(left)}"
         reason = f"{where} lost its last replica, and no checkpoint holds its parameters"
-        return Hopeless(reason, LOST_SECONDS_MAX)
+        return Hopeless(reason, LOST_SECONDS_MAX, held[empty[0]])
     for number in empty:
         if not candidates:
             reason = f"stage {number + 1} of {len(left)} has no replica left"
-            return Hopeless(f"{reason}, and no member has room for it" if view.asks else reason)
+            reason += ", and no member has room for it" if view.asks else ""
+            return Hopeless(reason, lost=held[number])
         peer, rate = candidates.pop(0)
         joined.append(Joining(peer, number, rate))
     staying = [[peer for peer in peers if peer not in view.leaving] for peers in left]
@@ -221,9 +224,11 @@ class Succession:
         if asking is not None:
             return asking.change if asking.is_done else None
         found = next_change(view)
-        self._mind(found if isinstance(found, Hopeless) else None)
         if isinstance(found, Hopeless):
+            why = self.why(found.lost)
+            self._mind(replace(found, reason=f"{found.reason} ({why})" if why else found.reason))
             return None
+        self._mind(None)
         if found is not None and (found.joined or found.admitted):
             try:
                 asking = self._asking = _Asking(found, successor(view.plan, found))

@@ -278,6 +278,7 @@ class Committer:
         if self.phase != "syncing":
             return []
         self._synced[sender] = message
+        self._pace.take(sender, message.pace_nanoseconds)
         return [] if len(self._synced) < len(self._places) else self._when_synced()
 
     def _when_synced(self) -> Sends:

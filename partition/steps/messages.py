@@ -64,6 +64,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     micro-batches of the open step whose gradients are in its sums; `samples` and `losses` are those of each,
     0 but on the last stage. `begun` are between their two passes there. `reduced` is the attempt whose total
     it holds ready, `applied` its last Apply, `digest` that of its parameters, NOTHING where it knows none.
+    `pace_nanoseconds` is what a micro-batch takes here, 0 where none was applied yet.
     """
 
     step: Count | None
@@ -74,6 +75,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     reduced: Count | None = None
     applied: Apply | None = None
     digest: Hash = NOTHING
+    pace_nanoseconds: Count = 0
 
 
 class StageRoutes(msgspec.Struct, frozen=True, array_like=True):

@@ -48,6 +48,15 @@ class Pace:
         before = self._seconds.get(peer, seconds)
         self._seconds[peer] = before + EWMA_SHARE * (seconds - before)
 
+    def nanoseconds(self, peer: PeerId) -> int:
+        """Per micro-batch, for whoever commits next; 0 where it is not known."""
+        return round(1e9 * self._seconds.get(peer, 0.0))
+
+    def take(self, peer: PeerId, nanoseconds: int) -> None:
+        """What was measured of it under an earlier plan."""
+        if nanoseconds:
+            self._seconds[peer] = nanoseconds / 1e9
+
     def patience_seconds(self, peer: PeerId) -> float:
         """How long a replica with work at hand may say nothing."""
         if peer not in self._seconds:

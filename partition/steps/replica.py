@@ -46,6 +46,7 @@ from partition.steps.messages import (
     Work,
 )
 from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
+from partition.steps.pace import Pace
 from partition.steps.reports import Reports
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
 from partition.steps.work import (
@@ -121,7 +122,7 @@ class Replica:
         self._reduced: int | None = None
         self._held_out = HeldOut()
         self._kept = KeptFrames()
-        self._reports = Reports()
+        self._reports, self._pace = Reports(), Pace()
         self._sync_asked = False
         self._routes: Routes | None = None
         self._commit: StepCommit | None = None
@@ -330,6 +331,7 @@ class Replica:
         """The optimizer has stepped: the step is final here."""
         if not self._take_back(done):
             return []
+        self._pace.measured(self.me, work, len(self._order.counted))
         self._applied, self._digest = self._apply, digest
         self.step = done.step + 1
         self._clear()
@@ -424,6 +426,7 @@ class Replica:
             reduced=self._reduced,
             applied=self._applied,
             digest=self._digest,
+            pace_nanoseconds=self._pace.nanoseconds(self.me),
         )
         return self._reports.say("synced", 0, message)
 

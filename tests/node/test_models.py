@@ -13,6 +13,8 @@ import pytest
 import trio
 
 from crypto.encoding import encode
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
 from node import toml
 from node.cli.capturing import captured
 from node.commands import Commands
@@ -300,6 +302,36 @@ def test_data_that_fits_tells_the_sizes() -> None:
     assert bind_data(classifier(1, 8, 8), load_digits(), 16, NAME) == (16,)
     wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
     assert (wanted.model, wanted.sizes_max, wanted.metrics) == ("linear", (16,), ("correct",))
+
+
+def test_a_key_that_has_another_name_now_says_which() -> None:
+    with pytest.raises(UsageError, match=r"unknown key 'compress' in \[train\]: it is 'frames' now"):
+        run_file("[train]\ncompress = false")
+
+
+def test_the_draws_of_a_run_follow_from_what_it_computes_and_not_from_how_many_compute_it() -> None:
+    wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
+    signer = IdentitySigner(Identity(b"r" * 32), "test")
+
+    def key(**changes: Any) -> bytes:
+        return make_run(signer, msgspec.structs.replace(wanted, **changes)).random_key
+
+    shapes: tuple[dict[str, Any], ...] = (
+        {"stages": 3, "replicas": 2, "trainers": 2},
+        {"frames": "int8", "pipeline": "gpipe", "recompute": True},
+        {"save_every": 7, "on_lost_quorum": "fork", "created_milliseconds": 9, "model": "other"},
+    )
+    assert [key(**change) for change in shapes] == [key()] * 3
+    others: tuple[dict[str, Any], ...] = (
+        {"seed": 1},
+        {"graph": "1" * 64},
+        {"data": "1" * 64},
+        {"microbatch": 8},
+        {"microbatches": 2},
+        {"autocast": "bfloat16"},
+        {"steps": 3},
+    )
+    assert key() not in [key(**change) for change in others]
 
 
 def data_of(x: Any, y: Any) -> Dataset:

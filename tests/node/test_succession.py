@@ -77,6 +77,7 @@ def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None
     nothing = next_change(view((THIRD, FOURTH), candidates=((SPARE, 9),)))
     assert isinstance(nothing, Hopeless)
     assert "no checkpoint" in nothing.reason
+    assert nobody.lost == nothing.lost == (THIRD, FOURTH)
 
 
 def test_the_last_of_a_stage_that_wants_to_leave_is_replaced_before_it_goes() -> None:

@@ -1,11 +1,28 @@
-"""How fast a replica is taken to be, from what its steps took."""
+"""How fast a replica is taken to be, from what its steps took, also by the committer of a later plan."""
 
 import pytest
+from msgspec.structs import replace
 
-from partition.plan.plan import StagePlan
-from partition.steps.messages import Work
+from partition.plan.change import Change, successor
+from partition.plan.plan import Plan, StagePlan, plan_hash
+from partition.steps.committer import Committer
+from partition.steps.messages import Apply, Open, Sync, Synced, Work
 from partition.steps.pace import Pace
-from tests.partition.small_plan import MIDDLES
+from partition.steps.replica import ApplyReady, BackwardReady, ForwardReady, ReduceReady, Replica
+from tests.partition.small_plan import (
+    FIRST,
+    LAST,
+    MIDDLES,
+    PLAN,
+    PLAN_HASH,
+    SECOND,
+    SENT,
+    START,
+    TRAINER,
+    commit,
+    frame,
+    opening,
+)
 
 HERE, THERE = MIDDLES
 
@@ -38,3 +55,44 @@ def test_one_slow_step_does_not_make_a_slow_machine() -> None:
     pace.measured(HERE, Work(), 1)  # it was not measured
     pace.measured(HERE, Work(10**9), 0)
     assert pace.patience_seconds(HERE) == pytest.approx(8 * 1.3)
+
+
+def test_what_was_measured_under_one_plan_deals_the_first_step_of_the_next() -> None:
+    replica = Replica(HERE, PLAN)
+    assert synced_of(replica, PLAN).pace_nanoseconds == 0
+    replica.receive(0.0, TRAINER, opening((0, 0)))
+    for number in (0, 1):
+        replica.receive(0.0, FIRST, frame(FIRST, number))
+        replica.receive(0.0, LAST, frame(LAST, number, "gradient"))
+    while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
+        if isinstance(work, ForwardReady):
+            replica.forwarded(work, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
+        else:
+            replica.backwarded(work, gradient=SENT)
+    replica.receive(0.0, TRAINER, commit((0, 1), ()))
+    reduce = replica.next(0.0)
+    assert isinstance(reduce, ReduceReady)
+    replica.reduced(reduce, bytes(32))
+    replica.receive(0.0, TRAINER, Apply(plan=PLAN_HASH, step=0, attempt=START, samples=2))
+    apply = replica.next(0.0)
+    assert isinstance(apply, ApplyReady)
+    replica.applied(apply, bytes(32), Work(8 * 10**9))
+    plan = successor(PLAN, Change(trainers=(SECOND,)))
+    replica.adopt(plan)
+    said = synced_of(replica, plan)
+    assert said.pace_nanoseconds == 4 * 10**9
+    committer = Committer(SECOND, plan, steps=3, evaluations=0)
+    sends = [
+        send
+        for who in (FIRST, HERE, THERE, LAST)
+        for send in committer.receive(
+            0.0, who, replace(said, pace_nanoseconds=10**9 if who == THERE else said.pace_nanoseconds)
+        )
+    ]
+    (opened, *_) = [message for _, message in sends if isinstance(message, Open)]
+    assert opened.stages[1].owners == bytes((1, 1)), "who is four times as fast has both"
+
+
+def synced_of(replica: Replica, plan: Plan) -> Synced:
+    sends = replica.receive(0.0, plan.committer, Sync(plan=plan_hash(plan)))
+    return next(message for _, message in sends if isinstance(message, Synced))
