@@ -30,7 +30,8 @@ bench: $(READY)
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
 # hostile graphs, each refused or really run; a million events each of the step machines and of the plan chain.
-# Exactness for every shape and every death, and real processes killed one after another: some minutes each.
+# Exactness for every shape and every death, and real processes killed one after another: some minutes each. At
+# last a hundred seeds of two hundred peers that come and go, which takes an hour and more.
 soak: $(READY)
 	$(BIN)/python benchmarks/models.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
@@ -39,9 +40,10 @@ soak: $(READY)
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	$(BIN)/python benchmarks/survival.py
+	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out
+	rm -rf $(VENV) build dist *.egg-info demo-out soak-out
 
 # torch goes first and exactly pinned: it takes the CPU build, which later ranges then accept.
 $(READY): pyproject.toml constraints.txt
