@@ -326,7 +326,7 @@ class RunMember:
                 stalled_since=self._stalled_since,
                 lost_steps=max(0, self._step - plan.step) if plan.restored != NOTHING else 0,
             )
-            if plan.height == 0 and self.run.manifest.save_every:
+            if self._keeping.restorable is None and self.run.manifest.save_every:
                 self._committer.save()  # else whatever is lost before the first checkpoint ends the run
             self.catch_up([peer for peer in plan.members if peer != self._me])
             self._hand_over()

@@ -31,6 +31,13 @@ class Trained:
     weights: str = ""
     steps: int = 0
 
+    @property
+    def standing(self) -> str:
+        """In words for a person."""
+        reached = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
+        ended = f"{self.outcome} {self.reason}".strip() or "not ended"
+        return f"{ended} after {self.steps} steps{reached}"
+
 
 @dataclass
 class RunWords:

@@ -107,14 +107,16 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
     """
     rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
     best: Life | None = None
+    rank = (False, False)
     for _ in range(_DRAWS_MAX):
         through = ground.pick(rng)
         if through is None or through is life:
             continue
-        if through.entered and _answer(ground, life.peer, through.peer) == "ok":
-            return through
-        if best is None or through.entered > best.entered:
-            best = through
+        found = (through.entered, _answer(ground, life.peer, through.peer) == "ok")
+        if best is None or found > rank:
+            best, rank = through, found
+        if all(rank):
+            return best
     if best is not None and not best.entered:
         # The draws met only newcomers; in the order of starting somebody in the swarm is soon found.
         known = (other for other in ground.lives.values() if other.entered and not other.leaving)

@@ -441,8 +441,8 @@ class StackWorld:
         for training in self.scenario.runs:
             mine = [trained for trained in self.trained if trained.training is training]
             if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
-                reached = ", ".join(f"{run.outcome or 'not ended'} after {run.steps} steps" for run in mine)
-                raise Broken("accuracy", f"want {training.accuracy:g}: {reached or 'never placed'}")
+                found = "; ".join(run.standing for run in mine) or "it was never asked for"
+                raise Broken("accuracy", f"want {training.accuracy:g}: {found}")
 
 
 def _alone(group: BaseExceptionGroup[Any]) -> BaseException:

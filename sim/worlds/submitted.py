@@ -20,7 +20,7 @@ from node.runs.submission import make_manifest, window_of
 from node.runtime import Node
 from sim.scenario import Training
 
-MICROBATCH = 16
+MICROBATCH = 32
 """Samples in a micro-batch."""
 AGAIN_SECONDS = 5.0
 """Where no plan came about, for nobody had a slot or somebody died meanwhile, a person tries again."""

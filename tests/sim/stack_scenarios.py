@@ -1,0 +1,106 @@
+"""Scenarios of whole nodes that are told once and played by several processes.
+
+`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one and prints the digest of all that happened,
+then the hash of what each run was trained to. GC is the threshold of Python's collector, which must not
+matter.
+"""
+
+import gc
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sim.checkers import checkers_for
+from sim.churn.model import Churn, Event
+from sim.scenario import Scenario, Training
+from sim.watch import Observed, Watch
+from sim.worlds.stack import StackWorld
+
+SWARM = Scenario(
+    name="swarm", about="Eight nodes and nothing to do.", fidelity="stack", nodes=8, seconds=30.0
+)
+# One distance between any two, and no jitter: much falls on one instant.
+DIGITS = Scenario(
+    name="digits",
+    about="Digits are trained on machines that come and go, and a little of everything befalls them.",
+    fidelity="stack",
+    nodes=7,
+    seconds=135.0,
+    churn=Churn(profile="spot", speedup=720.0),
+    events=(
+        Event(32.0, "slow", share=0.3, lasts_seconds=30.0),
+        Event(35.0, "freeze", share=0.2, lasts_seconds=2.0),
+        Event(44.0, "partition", share=0.3, lasts_seconds=10.0),
+        Event(62.0, "loss", share=0.5, loss=0.1, lasts_seconds=15.0),
+        Event(75.0, "one-way", share=0.2, lasts_seconds=5.0),
+    ),
+    runs=(
+        Training(
+            members=7,
+            steps=55,
+            microbatches=4,
+            at_seconds=25.0,
+            pass_seconds=0.06,
+            trainers=2,
+            accuracy=0.9,
+        ),
+    ),
+)
+FULL = Scenario(
+    name="full",
+    about="Twenty spot machines train digits in three stages.",
+    fidelity="stack",
+    nodes=20,
+    seconds=360.0,
+    churn=Churn(profile="spot", speedup=480.0),
+    runs=(
+        Training(
+            members=14,
+            stages=3,
+            steps=70,
+            microbatches=4,
+            at_seconds=30.0,
+            pass_seconds=0.15,
+            trainers=2,
+            accuracy=0.94,
+        ),
+    ),
+)
+SCENARIOS = {scenario.name: scenario for scenario in (SWARM, DIGITS, FULL)}
+
+
+@dataclass
+class Played:
+    """What came of a scenario. `kinds` counts events by the name of their type."""
+
+    world: StackWorld
+    watch: Watch
+    events: list[Observed] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def printed(self) -> list[str]:
+        """What must be the same wherever it is played."""
+        return [self.watch.digest(), *(trained.weights or trained.outcome for trained in self.world.trained)]
+
+
+def play(scenario: Scenario, seed: int) -> Played:
+    """The whole of it, with every invariant watched."""
+    watch = Watch(checkers_for(scenario))
+
+    def publish(observed: Observed) -> None:
+        played.events.append(observed)
+        played.kinds[type(observed.event).__name__] += 1
+        watch.publish(observed, world)
+
+    world = StackWorld(scenario, seed, publish)
+    played = Played(world, watch)
+    world.play(lambda: watch.sample(world))
+    watch.end(world)
+    return played
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        gc.set_threshold(int(sys.argv[3]))
+    sys.stdout.write("\n".join(play(SCENARIOS[sys.argv[1]], int(sys.argv[2])).printed) + "\n")

@@ -1,0 +1,138 @@
+"""What a stack is made of: a trio that repeats, what computing is charged, what the sums of a stage hold."""
+
+from random import Random
+
+import pytest
+import trio
+import trio._core._run as trio_run
+from trio.testing import MockClock
+
+from crypto.errors import LocalProtocolError
+from crypto.facts import IdentitySigner
+from node.errors import StageFailed
+from node.runs.admission import Machine, make_specification
+from node.runs.manifest import make_run
+from partition import stage as api
+from partition.codec import Payload
+from partition.model.cut import cut_layers
+from sim.seeds import seeded_identity
+from sim.worlds.scheduling import run_repeatably, run_virtually
+from sim.worlds.stages import StageCost, WatchedStage
+from tests.stack import manifest, simple_cnn
+
+NOTHING = Payload((), (), "raw", bytes(32), memoryview(b""))
+NATURAL_SECONDS, BYTES_PER_SECOND = 0.5, 1e6
+
+
+async def order() -> list[int]:
+    """In which order twelve tasks take their turns at one instant."""
+    turns: list[int] = []
+
+    async def turn(number: int) -> None:
+        await trio.sleep(1)
+        turns.append(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(12):
+            nursery.start_soon(turn, number)
+    return turns
+
+
+def test_tasks_of_one_instant_take_their_turns_as_the_seed_says() -> None:
+    before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r
+    first, again, other = (run_repeatably(order, Random(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert sorted(first) == list(range(12))
+    assert (trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r) == before
+
+
+def test_the_switch_is_put_back_where_the_run_fails() -> None:
+    async def fail() -> None:
+        await trio.sleep(1)
+        raise ValueError("on purpose")
+
+    before = trio_run._r
+    with pytest.raises(ValueError, match="on purpose"):
+        run_repeatably(fail, Random(1))
+    assert trio_run._r is before
+    assert not trio_run._ALLOW_DETERMINISTIC_SCHEDULING
+
+
+def test_a_trio_without_the_switch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING")
+    with pytest.raises(LocalProtocolError, match=f"trio {trio.__version__} .*scheduling"):
+        run_repeatably(order, Random(1))
+
+
+def test_virtual_time_costs_no_time() -> None:
+    async def sleep() -> float:
+        await trio.sleep(80_000)
+        return trio.current_time()
+
+    assert run_virtually(sleep) == 80_000
+
+
+def specifications() -> list[api.StageSpecification]:
+    """Of both stages of a small model."""
+    model = simple_cnn()
+    run = make_run(IdentitySigner(seeded_identity(1, 1), "test"), manifest(model))
+    graphs = cut_layers(model.graph, model.hash, [(0, 2), (2, len(model.graph.layers))])
+    return [make_specification(run, graphs, stage, Machine(1, "cpu", 1 << 40)) for stage in (0, 1)]
+
+
+def test_a_pass_takes_what_the_scenario_says_and_the_rest_in_proportion() -> None:
+    first, last = (
+        StageCost(wanted, NATURAL_SECONDS, 2 * NATURAL_SECONDS, BYTES_PER_SECOND)
+        for wanted in specifications()
+    )
+    forward, backward = api.Forward(0, 0, True, NOTHING), api.Backward(0, 0, NOTHING)
+    assert (first.seconds(forward), first.seconds(backward)) == (1.0, 2.0)
+    assert last.seconds(forward) == 3.0  # there and back
+    assert last.seconds(api.Forward(0, 0, False, NOTHING)) == 1.0
+    gradient_bytes = api.gradient_bytes(specifications()[0])
+    assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * gradient_bytes / BYTES_PER_SECOND)
+    assert first.seconds(api.Norm()) == pytest.approx(2 * 3 * gradient_bytes / BYTES_PER_SECOND)
+    assert first.seconds(api.Discard()) == 0.0
+
+
+class Obedient:
+    """A stage that does whatever is asked, but refuses micro-batch 13."""
+
+    async def call(self, request: object) -> object:
+        await trio.lowlevel.checkpoint()
+        if getattr(request, "microbatch", 0) == 13:
+            raise StageFailed("not that one")
+        return None
+
+    def vector(self, name: str) -> memoryview:
+        return memoryview(name.encode())
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_sums_hold_what_went_back_and_was_not_taken_out(is_last: bool) -> None:
+    applied: list[tuple[int, tuple[int, ...]]] = []
+    wanted = specifications()[is_last]
+    stage = WatchedStage(wanted, Obedient(), lambda _, step, numbers: applied.append((step, numbers)))
+
+    async def play() -> None:
+        for number in (3, 1, 2):
+            await stage.call(api.Forward(0, number, True, NOTHING))
+        await stage.call(api.Forward(0, 9, False, NOTHING))
+        for number in (3, 1):
+            await stage.call(api.Backward(0, number, NOTHING))
+        await stage.call(api.Forward(0, 1, True, NOTHING, sign=-1))
+        await stage.call(api.Backward(0, 1, NOTHING, sign=-1))
+        with pytest.raises(StageFailed):
+            await stage.call(api.Forward(0, 13, True, NOTHING))
+        await stage.call(api.Apply(0, 1))
+        await stage.call(api.Forward(1, 5, True, NOTHING))
+        await stage.call(api.Backward(1, 5, NOTHING))
+        await stage.call(api.Discard())
+        await stage.call(api.Apply(1, 1))
+
+    trio.run(play, clock=MockClock(autojump_threshold=0))
+    assert applied == [(0, (2, 3) if is_last else (3,)), (1, ())]

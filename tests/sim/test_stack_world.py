@@ -1,0 +1,159 @@
+"""Whole nodes in virtual time: they train under churn, repeat to the bit, and whoever watches may stop them.
+
+PEERLOOM_STACK=full plays the scenario of twenty nodes too.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gossip.member import MemberUp
+from sim.churn.model import Event
+from sim.happenings import PeerStarted, PeerStopped, PlanAdopted, StepCommitted
+from sim.scenario import Records, Scenario, Training
+from sim.watch import Broken, Observed
+from sim.worlds.stack import StackWorld
+from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
+
+ROOT = Path(__file__).parent.parent.parent
+FULLY = os.environ.get("PEERLOOM_STACK") == "full"
+OTHER_GC_THRESHOLD = 5_000
+"""Python's is 700: garbage is collected at other moments."""
+
+
+def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
+    """Side by side in two processes, which must agree on all that happened and on every weight."""
+    other = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.sim.stack_scenarios",
+            scenario.name,
+            str(seed),
+            str(OTHER_GC_THRESHOLD),
+        ],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        played = play(scenario, seed)
+        printed, _ = other.communicate(timeout=600)
+    finally:
+        other.kill()
+        other.communicate()
+    assert printed.split() == played.printed
+    return played
+
+
+@pytest.mark.parametrize(
+    ("scenario", "seed"),
+    [
+        (DIGITS, 1),
+        pytest.param(FULL, 1, marks=pytest.mark.skipif(not FULLY, reason="PEERLOOM_STACK=full")),
+    ],
+    ids=["digits", "full"],
+)
+def test_digits_are_learnt_on_spot_machines_and_the_same_to_the_bit_elsewhere(
+    scenario: Scenario, seed: int
+) -> None:
+    played = play_here_and_elsewhere(scenario, seed)
+    (trained,) = played.world.trained
+    (training,) = scenario.runs
+    print(f"{trained.standing}; {played.kinds}")  # noqa: T201 - what the soak is run for
+    assert trained.outcome == "done"
+    assert trained.accuracy is not None
+    assert trained.accuracy >= training.accuracy
+    assert played.kinds["PeerStopped"] > 3
+    plans = [seen.event for seen in played.events if isinstance(seen.event, PlanAdopted)]
+    assert max(plan.height for plan in plans) > 1
+    if scenario.events:
+        assert {"NetworkSplit", "NetworkHealed", "PeerFrozen", "PeerSlowed", "SelfAccused"} <= set(
+            played.kinds
+        )
+    assert_whole([seen.event for seen in played.events if isinstance(seen.event, StepCommitted)], training)
+
+
+def assert_whole(commits: Sequence[StepCommitted], training: Training) -> None:
+    """Each step counts its micro-batches once in every stage; that the sums held these a checker has seen."""
+    for commit in commits:
+        first = commit.step * training.microbatches
+        for stage in commit.counted:
+            numbers = sorted(number for _, named in stage for number in named)
+            assert numbers == list(range(first, first + training.microbatches))
+    # A step whose committer died is finished by the next, without a commit of its own.
+    assert len({commit.step for commit in commits}) >= 0.9 * training.steps
+
+
+def test_another_seed_is_another_world_with_ties_in_it() -> None:
+    worlds = [play(SWARM, seed) for seed in (1, 2)]
+    assert worlds[0].printed == play(SWARM, 1).printed
+    assert worlds[0].printed != worlds[1].printed
+    for played in worlds:
+        instants = [seen.time for seen in played.events if seen.peer is not None]
+        assert len(instants) - len(set(instants)) > 20
+        assert all(len(played.world.believes(peer)) == SWARM.nodes for peer in played.world.peers)
+
+
+def test_a_broken_invariant_stops_the_world_and_comes_out_as_it_is() -> None:
+    seen: list[Observed] = []
+    broken = Broken("planted", "somebody is up")
+
+    def publish(observed: Observed) -> None:
+        seen.append(observed)
+        if isinstance(observed.event, MemberUp):
+            raise broken
+
+    with pytest.raises(Broken) as raised:
+        StackWorld(SWARM, 1, publish).play(lambda: None)
+    assert raised.value is broken
+    assert raised.traceback[-1].name == "publish"
+    assert isinstance(seen[-1].event, MemberUp)
+
+
+def test_a_watcher_may_stop_the_world_when_it_samples() -> None:
+    world = StackWorld(SWARM, 1, lambda observed: None)
+
+    def sample() -> None:
+        if world.now >= 5:
+            raise Broken("planted", f"{world.now:g} s")
+
+    with pytest.raises(Broken, match="planted: 5 s"):
+        world.play(sample)
+
+
+def test_a_run_that_does_not_reach_its_accuracy_is_broken() -> None:
+    (training,) = DIGITS.runs
+    hopeless = replace(training, steps=1, at_seconds=22.0, microbatches=1)
+    scenario = replace(SWARM, seconds=40.0, runs=(hopeless,))
+    with pytest.raises(Broken, match=r"accuracy: want 0\.9: done after 1 steps, accuracy 0\.[01]"):
+        StackWorld(scenario, 1, lambda observed: None).play(lambda: None)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_peer_comes_back_with_its_disk_or_as_its_new_self(remembers: bool) -> None:
+    churn = replace(SWARM.churn, remembers=remembers)
+    scenario = replace(
+        SWARM,
+        churn=churn,
+        events=(Event(20.0, "leave", share=0.2, lasts_seconds=5.0),),
+        records=Records(False),
+    )
+    seen: list[Observed] = []
+    world = StackWorld(scenario, 1, seen.append)
+    world.play(lambda: None)
+    (gone,) = {row.peer for row in seen if isinstance(row.event, PeerStopped)}
+    (back,) = [
+        row for row in seen if row.peer == gone and isinstance(row.event, PeerStarted) and row.time > 20
+    ]
+    assert gone is not None
+    assert back.event.remembers is remembers
+    assert world.up_since(gone) == back.time == 25.0
+    dialled = world.lives[gone].node.state.joins
+    assert (len(dialled) > 1) is remembers  # those it met in its earlier life
