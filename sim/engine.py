@@ -48,6 +48,7 @@ Order = Callable[[Any, float], Sends]
 
 # The kinds of events, in their order within one instant of one port.
 _CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
+_NO_SENDER = PeerId(b"")
 _NOBODY = -1
 """The port of what concerns no core; so it comes first in its instant."""
 
@@ -67,10 +68,10 @@ class _Gone:
         self.events: list[Any] = []
         self.deadline = math.inf
 
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
         raise LocalProtocolError("a dead core received something")
 
-    def wake(self, now: float) -> Sends:  # noqa: ARG002
+    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
         raise LocalProtocolError("a dead core was woken")
 
 
@@ -101,7 +102,7 @@ class _Port:
         self.wire: Wire | None = None
         self.core: Core = _GONE
         self.alive = self.is_open = False
-        self.backlog: list[tuple[bytes, Any]] = []
+        self.backlog: list[tuple[PeerId, Any]] = []
         self.orders: list[Order] = []
         self.until = 0.0
         self.pace_ticks = 0
@@ -137,10 +138,11 @@ class Engine:
         self._carrier = Carrier() if links.is_limited else None
         self._carry_at = math.inf
         self._counts: Counter[str] = Counter()
+        self._delivered = self._tied = 0
         self._ports: list[_Port] = []
         self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
         self._ports_of: dict[PeerId, list[_Port]] = {}
-        self._heap: list[tuple[float, int, int, bytes, int, Any]] = []
+        self._heap: list[tuple[float, int, int, PeerId, int, Any]] = []
         self._number = 0
 
     def add(
@@ -208,6 +210,7 @@ class Engine:
         RemoteProtocolError). tied counts the events at the same instant as the one before them at the
         same port."""
         counters = self._links.counters + self._counts
+        counters["delivered"], counters["tied"] = self._delivered, self._tied
         counters["sent"] = sum(port.messages for port in self._ports)
         counters["overflowed"] = 0 if self._carrier is None else self._carrier.overflowed
         return counters
@@ -229,8 +232,8 @@ class Engine:
 
     def run(self, until: float) -> None:
         """Let everything happen up to the instant `until`, and at it."""
-        heap, ports, counts = self._heap, self._ports, self._counts
-        lets_in = self._links.lets_in if self._links.has_translators else None
+        heap, ports = self._heap, self._ports
+        is_free = not self._links.has_translators
         last_time, last_index = -1.0, -1
         while heap and heap[0][0] <= until:
             now, index, kind, sender, _, payload = heappop(heap)
@@ -242,19 +245,15 @@ class Engine:
             if kind == _WAKE and now != port.wake_at:
                 continue  # an earlier deadline took this one's place
             if now == last_time and index == last_index:
-                counts["tied"] += 1
+                self._tied += 1
             last_time, last_index = now, index
-            if kind != _DELIVER:
-                self._turn(now, port, kind, payload)
-            elif not port.alive:
-                counts["missed"] += 1
-                continue
-            elif lets_in is not None and not lets_in(PeerId(sender), port.peer, now):
-                continue
-            elif port.is_open:
-                self._deliver(now, port, sender, payload)
+            if kind == _DELIVER:
+                if is_free and port.is_open:
+                    self._deliver(now, port, sender, payload)
+                else:
+                    self._deliver_with_care(now, port, sender, payload)
             else:
-                port.backlog.append((sender, payload))
+                self._turn(now, port, kind, payload)
             if port.is_open:
                 # Asked for once an event: a core may have to look at much for its answer.
                 deadline = port.core.deadline
@@ -262,15 +261,27 @@ class Engine:
                     self._plan_wake(now, port, deadline)
         self.now = until
 
-    def _deliver(self, now: float, port: _Port, sender: bytes, payload: Any) -> None:
+    def _deliver_with_care(self, now: float, port: _Port, sender: PeerId, payload: Any) -> None:
+        """Where something may stand in the way of a delivery."""
+        links = self._links
+        if not port.alive:
+            self._counts["missed"] += 1
+        elif links.has_translators and not links.lets_in(sender, port.peer, now):
+            return
+        elif port.is_open:
+            self._deliver(now, port, sender, payload)
+        else:
+            port.backlog.append((sender, payload))
+
+    def _deliver(self, now: float, port: _Port, sender: PeerId, payload: Any) -> None:
         core, wire = port.core, port.wire
-        self._counts["delivered"] += 1
+        self._delivered += 1
         if port.pace_ticks:
             self._take_time(now, port)
         try:
             if wire is not None:
                 payload = decode(payload, wire.message_type, bytes_max=wire.message_bytes_max)
-            sends = core.receive(now, PeerId(sender), payload)
+            sends = core.receive(now, sender, payload)
         except RemoteProtocolError:
             self._counts["refused"] += 1
             return
@@ -393,7 +404,7 @@ class Engine:
     def _plan_carry(self, at: float) -> None:
         self._carry_at = at
         self._number += 1
-        heappush(self._heap, (at, _NOBODY, _CARRY, b"", self._number, None))
+        heappush(self._heap, (at, _NOBODY, _CARRY, _NO_SENDER, self._number, None))
 
     def _land(self, due: float, parcel: Parcel) -> None:
         # A number of its own: two copies of a message may come out of a queue at one instant.
@@ -409,7 +420,7 @@ class Engine:
         if at < port.wake_at:
             port.wake_at = at
             self._number += 1
-            heappush(self._heap, (at, port.index, _WAKE, b"", self._number, None))
+            heappush(self._heap, (at, port.index, _WAKE, _NO_SENDER, self._number, None))
 
     def _check_wakes(self, now: float, port: _Port) -> None:
         port.wakes = port.wakes + 1 if port.woken_at == now else 1
@@ -420,4 +431,5 @@ class Engine:
     def _push(self, at: float, port: _Port, kind: int, payload: Any) -> None:
         # The running number makes each entry unique, so that payloads are never compared.
         self._number += 1
-        heappush(self._heap, (instant(max(at, self.now)), port.index, kind, b"", self._number, payload))
+        at = instant(max(at, self.now))
+        heappush(self._heap, (at, port.index, kind, _NO_SENDER, self._number, payload))
