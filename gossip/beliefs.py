@@ -78,15 +78,20 @@ class Beliefs:
         self._signer = signer
         self._settings = settings
         self._events = events
-        self.me = Row(self._announced(profile, incarnation), now, found_through=None)
-        self.table = MemberTable(self.me, rng)
+        self.peer = signer.peer
+        self.table = MemberTable(Row(self._announced(profile, incarnation), now, found_through=None), rng)
         self.health = LocalHealth(settings.health_max)
         self.queue = Dissemination()
-        self.queue.put(self.me.peer, self.me.said.fact)
+        self.queue.put(self.peer, self.me.said.fact)
         self._suspicions: dict[PeerId, Suspicion] = {}
         # Who sent us, last of all, an accusation that we refuted before.
         self._misled: PeerId | None = None
         self.suspicion_deadline = float("inf")
+
+    @property
+    def me(self) -> Row:
+        """Our own row."""
+        return self.table.rows[self.peer]
 
     # What this peer says of itself.
 
@@ -100,7 +105,7 @@ class Beliefs:
         """Be gone; the fact that says so."""
         left = sign_body(self._signer, LeftBody(self.me.incarnation))
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
-        self.queue.put(self.me.peer, left)
+        self.queue.put(self.peer, left)
         self._suspicions.clear()
         self._reckon()
         return left
@@ -118,7 +123,7 @@ class Beliefs:
         fact = sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
         if row.status is Status.ALIVE:
             self._begin_suspicion(now, row, fact, silence)
-        elif self._suspicions[row.peer].wants(self.me.peer):
+        elif self._suspicions[row.peer].wants(self.peer):
             self._confirm(row.peer, fact)
 
     def bury_expired(self, now: float) -> None:
@@ -133,7 +138,7 @@ class Beliefs:
         return [
             peer
             for peer, suspicion in self._suspicions.items()
-            if suspicion.confirmed_by <= now or suspicion.accuser == self.me.peer
+            if suspicion.confirmed_by <= now or suspicion.accuser == self.peer
         ]
 
     def excuse(self, seconds: float) -> None:
@@ -198,7 +203,7 @@ class Beliefs:
             return []
         accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
         outdated = any(
-            body.subject == self.me.peer and body.incarnation < self.me.incarnation for body in accused
+            body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused
         )
         self._misled = sender if outdated else None
         buried = {
@@ -224,7 +229,7 @@ class Beliefs:
     def _hear_alive(self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool) -> None:
         peer = PeerId(fact.author)
         row = self.table.rows.get(peer)
-        if row is self.me:
+        if peer == self.peer:
             self._hear_of_earlier_self(fact, body)
             return
         if row is not None and body.incarnation <= row.incarnation:
@@ -245,12 +250,12 @@ class Beliefs:
     def _hear_again(self, now: float, sender: PeerId, row: Row, said: Announced) -> None:
         changed = said.profile != row.profile
         status = row.status
-        self.table.renew(row, said)
+        row = self.table.renew(row, said)
+        back = status in (Status.DEAD, Status.LEFT)
         if status is not Status.ALIVE:
-            self.table.judge(row, now, None)
+            self.table.judge(row, now, None, found_through=sender if back else None)
             self._end_suspicion(said.peer)
-        if status in (Status.DEAD, Status.LEFT):
-            row.found_through = sender
+        if back:
             self._events.append(_up(said, sender))
             return
         if status is Status.SUSPECT:
@@ -265,7 +270,7 @@ class Beliefs:
         row = self.table.rows.get(PeerId(fact.author))
         if row is None or body.incarnation < row.incarnation:
             return
-        if row is self.me:
+        if row.peer == self.peer:
             self._hear_of_earlier_self(fact, body)
             return
         if row.status is Status.LEFT and body.incarnation == row.incarnation:
@@ -285,9 +290,9 @@ class Beliefs:
         known = accuser in self.table.rows
         if row is None or accuser == row.peer or body.incarnation != row.incarnation or not row.live:
             return
-        if not (known or (row is self.me and self._may_hear_outsider(accuser))):
+        if not (known or (row.peer == self.peer and self._may_hear_outsider(accuser))):
             return
-        if row is self.me:
+        if row.peer == self.peer:
             check_body(self._signer, fact, body)
             if known:
                 self.health.worsen()
@@ -384,7 +389,7 @@ class Beliefs:
         self._events.append(MemberForgotten(peer))
 
     def _reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
-        said = "" if accuser == self.me.peer else f", says {self._name(accuser)}"
+        said = "" if accuser == self.peer else f", says {self._name(accuser)}"
         return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
 
     def _name(self, peer: PeerId) -> str:

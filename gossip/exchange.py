@@ -68,7 +68,7 @@ class Exchange:
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Exchange lists with `peers`; tried again, ever more rarely, until one answers."""
-        seeds = [peer for peer in peers if peer != self._beliefs.me.peer]
+        seeds = [peer for peer in peers if peer != self._beliefs.peer]
         if not self._scope.whole:
             seeds = [peer for peer in seeds if not self._table.is_live(peer)]
             if not seeds:

@@ -28,9 +28,10 @@ class Verdict(msgspec.Struct, frozen=True, eq=False, gc=False):
     accuser: PeerId | None = None
 
 
-class Row(msgspec.Struct, eq=False, gc=False):
-    """All that is held of one member. Small, for there are many, and alike at many peers: what it said is
-    one object for all of them. No row is part of a cycle, so the collector need not look at it.
+class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """All that is held of one member; another row takes its place when that changes. Small, for there are
+    many, and alike at many peers: what the member said is one object for all of them. No row is part of a
+    cycle, so the collector need not look at it.
     """
 
     said: Announced
@@ -104,18 +105,23 @@ class MemberTable:
         if place < self._cursor:
             self._cursor += 1
 
-    def renew(self, row: Row, said: Announced) -> None:
-        """A member says something new of itself."""
-        row.said = said
+    def renew(self, row: Row, said: Announced) -> Row:
+        """A member says something new of itself; its row from now on."""
         self._unanswered.pop(said.peer, None)
-        self._digest = b""
+        return self._put(Row(said, row.since, row.found_through, row.verdict))
 
-    def judge(self, row: Row, now: float, verdict: Verdict | None) -> None:
-        """Give a member another status, with what proves it and why; None is alive."""
-        was_live = row.live
-        row.since, row.verdict = now, verdict
-        self.live += row.live - was_live
+    def judge(
+        self, row: Row, now: float, verdict: Verdict | None, *, found_through: PeerId | None = None
+    ) -> Row:
+        """Give a member another status, with what proves it and why (None is alive); its row from now on.
+        Who has come back was found anew."""
+        return self._put(Row(row.said, now, found_through or row.found_through, verdict))
+
+    def _put(self, row: Row) -> Row:
+        self.live += row.live - self.rows[row.peer].live
+        self.rows[row.peer] = row
         self._digest = b""
+        return row
 
     def asked(self, peer: PeerId, at: float) -> None:
         """A ping was sent to `peer`, which perhaps has not answered the last one either."""
