@@ -71,6 +71,7 @@ class RunMember:
         self._service = service
         self._start_task = service.start_task
         self._me = service.signer.peer
+        self._may_fork = run.manifest.on_lost_quorum == "fork"
         self._chain: ChainShell | None = None
         self._succession: Succession | None = None
         self._departures: Departures | None = None
@@ -128,7 +129,7 @@ class RunMember:
             plan,
             service.seams,
             durable=durable,
-            may_fork=self.run.manifest.on_lost_quorum == "fork",
+            may_fork=self._may_fork,
             send=service.send,
             on_event=self._on_chain_event,
             refuse=service.refuse,
@@ -213,6 +214,8 @@ class RunMember:
                     self._succession.changed()
             case ForkFound():
                 self._on_fork(event.head)
+            case LeftBehind() if self._committer is not None and self._may_fork:
+                self._on_fork(event.head)  # nobody could tell, for it may be another branch
             case LeftBehind():
                 self._give_way()
             case ChainBroken():
