@@ -3,8 +3,8 @@
 Each world is `sim.worlds.cores.CoresWorld` with its stream of events and their digest on, in a process of its
 own: SWIM of the lan preset, the DHT with its records' work, links of 10 to 80 ms with jitter and loss. The
 first minutes, in which all peers start and find each other, are stated beside and not in the figures.
-Times are CPU seconds of that process, with the wall and the pace of a plain loop beside them; memory is what the process grew by since
-it had imported everything.
+Times are CPU seconds of that process, with the wall and the pace of a plain loop beside them; memory is what
+the process grew by since it had imported everything.
 """
 
 import argparse
