@@ -50,7 +50,7 @@ PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
 RUNS_FOLDER, RUN_FILE = "runs", "run"
 EARLY_MAX = 256
-"""Messages of committers whose plan is decided, but not yet on disk here."""
+"""Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
 EARLY_BYTES_MAX = 16 * 1024
 """One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
 OVER_MAX = 1_024
@@ -325,7 +325,7 @@ class Runs:
                 message = await member.keep(sender, message)
             if member is not None and message is not None:
                 member.receive(self.seams.clock.monotonic(), sender, message)
-            elif isinstance(message, CommitterMessage) and len(data) <= EARLY_BYTES_MAX:
+            elif isinstance(message, CommitterMessage | wire.Absent) and len(data) <= EARLY_BYTES_MAX:
                 self._early.append((sender, plan, bytes(data)))
         except RemoteProtocolError as error:
             self.refuse(sender, error)
@@ -395,7 +395,8 @@ class Runs:
         return member
 
     def forgotten(self, member: RunMember) -> None:
-        """This node is in the run no more, and may be asked into it again."""
+        """This node is in the run no more, and may be asked into it again: then it still knows the newest
+        checkpoint, from which it may have to propose to go on."""
         self.members.pop(member.run.id, None)
         self._forget_files(member)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
@@ -404,6 +405,7 @@ class Runs:
         """A run is over here: forget its plans, say so."""
         self.members.pop(member.run.id, None)
         self._forget_files(member)
+        self.seams.storage.delete(newest_name(member.run.text))
         result = weights if outcome == "done" and not detail else ""
         self._over = dict(list({**self._over, member.run.id: result}.items())[-OVER_MAX:])
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
@@ -418,7 +420,7 @@ class Runs:
 
     def _forget_files(self, member: RunMember) -> None:
         """What is only for a run that goes on; its checkpoints stay."""
-        for name in (chain_name(member.run.text), run_name(member.run.text), newest_name(member.run.text)):
+        for name in (chain_name(member.run.text), run_name(member.run.text)):
             self.seams.storage.delete(name)
 
     def _ended(self, run: bytes, outcome: str, detail: str, weights: str = "") -> RunEnded:
