@@ -1,4 +1,4 @@
-"""Noise XX: two strangers agree on keys and prove who they are. Bytes in, bytes out.
+"""Noise: two strangers agree on keys and prove who they are. Bytes in, bytes out.
 
 Follows the Noise Protocol Framework, revision 34 (section numbers below are its), with 25519,
 AESGCM or ChaChaPoly, and SHA-256; and the libp2p noise specification for the identity payload:
@@ -37,8 +37,12 @@ Data = bytes | bytearray | memoryview
 Tokens = tuple[str, ...]
 PATTERNS: dict[str, tuple[Tokens, ...]] = {
     "XX": (("e",), ("e", "ee", "s", "es"), ("s", "se")),
+    "XXpsk3": (("e",), ("e", "ee", "s", "es"), ("s", "se", "psk")),
+    "IKpsk2": (("e", "es", "s", "ss"), ("e", "ee", "se", "psk")),
 }
-"""Message patterns by name (section 7.5); the initiator writes the first, third, ... of them."""
+"""Message patterns by name (sections 7.5 and 9.4); the initiator writes the first, third, ... of them."""
+_KNOWING = ("IKpsk2",)
+"""The patterns whose initiator knows the responder's static key before (section 7.1)."""
 
 
 class _Aead(Protocol):
@@ -124,6 +128,14 @@ class _SymmetricState:
         self._chaining_key, key = _hkdf(self._chaining_key, material)
         self._cipher = CipherState(self._cipher_name, key)
 
+    def mix_key_and_hash(self, material: bytes) -> None:
+        secret = hmac.digest(self._chaining_key, material, "sha256")
+        self._chaining_key = hmac.digest(secret, b"\x01", "sha256")
+        mixed = hmac.digest(secret, self._chaining_key + b"\x02", "sha256")
+        key = hmac.digest(secret, mixed + b"\x03", "sha256")
+        self.mix_hash(mixed)
+        self._cipher = CipherState(self._cipher_name, key)
+
     @property
     def sealed_extra_bytes(self) -> int:
         """How much longer a field is on the wire than in the clear."""
@@ -154,8 +166,10 @@ def _hkdf(chaining_key: bytes, material: bytes) -> tuple[bytes, bytes]:
 class Handshake:
     """One side of a handshake (section 5.3).
 
-    `static` and `ephemeral` are X25519 private keys of 32 bytes; an ephemeral key must be fresh for
-    every handshake. After a refused message the object is dead: every later call is our own bug.
+    `static` and `ephemeral` are X25519 private keys of 32 bytes; an ephemeral key must be fresh for every
+    handshake. `psk` are 32 bytes that both sides know, for the patterns that take them; `remote_static` is
+    the responder's X25519 public key, for an initiator that knows it before. After a refused message the
+    object is dead: every later call is our own bug.
     """
 
     def __init__(
@@ -167,9 +181,17 @@ class Handshake:
         prologue: bytes,
         cipher: str = "AESGCM",
         pattern: str = "XX",
+        psk: bytes | None = None,
+        remote_static: bytes | None = None,
     ) -> None:
         if cipher not in _ORDERS or pattern not in PATTERNS:
             raise LocalProtocolError(f"no Noise pattern {pattern} with {cipher} here")
+        self._pending = list(PATTERNS[pattern])
+        takes_psk = any("psk" in tokens for tokens in self._pending)
+        if takes_psk != (psk is not None) or (psk is not None and len(psk) != KEY_BYTES):
+            raise LocalProtocolError(f"{pattern} {'needs' if takes_psk else 'takes no'} key of 32 bytes")
+        if (initiator and pattern in _KNOWING) != (remote_static is not None):
+            raise LocalProtocolError(f"{pattern}: who knows the other side's static key before")
         self._symmetric = _SymmetricState(f"Noise_{pattern}_25519_{cipher}_SHA256", cipher)
         self._symmetric.mix_hash(prologue)
         self._initiator = initiator
@@ -178,7 +200,12 @@ class Handshake:
             "e": X25519PrivateKey.from_private_bytes(ephemeral),
         }
         self._remote: dict[str, bytes] = {}
-        self._pending = list(PATTERNS[pattern])
+        self._psk = psk
+        if pattern in _KNOWING:
+            responders = remote_static or self._keys["s"].public_key().public_bytes_raw()
+            self._symmetric.mix_hash(responders)
+        if remote_static is not None:
+            self._remote["s"] = remote_static
         self._our_turn = initiator
         self._failed = False
 
@@ -204,7 +231,7 @@ class Handshake:
         for word in self._take_turn(ours=True):
             if word == "e":
                 public = self._keys["e"].public_key().public_bytes_raw()
-                self._symmetric.mix_hash(public)
+                self._mix_ephemeral(public)
                 parts.append(public)
             elif word == "s":
                 parts.append(self._symmetric.seal(self._keys["s"].public_key().public_bytes_raw()))
@@ -225,7 +252,7 @@ class Handshake:
             for word in tokens:
                 if word == "e":
                     self._remote["e"], message = _cut(message, KEY_BYTES)
-                    self._symmetric.mix_hash(self._remote["e"])
+                    self._mix_ephemeral(self._remote["e"])
                 elif word == "s":
                     sealed, message = _cut(message, KEY_BYTES + self._symmetric.sealed_extra_bytes)
                     self._remote["s"] = self._symmetric.unseal(sealed)
@@ -249,8 +276,17 @@ class Handshake:
         self._our_turn = not self._our_turn
         return self._pending.pop(0)
 
+    def _mix_ephemeral(self, public: bytes) -> None:
+        self._symmetric.mix_hash(public)
+        if self._psk is not None:
+            self._symmetric.mix_key(public)  # section 9.2: nothing is sealed by the psk alone
+
     def _mix_shared(self, word: str) -> None:
         """`es` and its kin: the first letter is the initiator's key, the second the responder's."""
+        if word == "psk":
+            assert self._psk is not None
+            self._symmetric.mix_key_and_hash(self._psk)
+            return
         ours, theirs = (word[0], word[1]) if self._initiator else (word[1], word[0])
         public = X25519PublicKey.from_public_bytes(self._remote[theirs])
         try:

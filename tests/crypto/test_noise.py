@@ -16,6 +16,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import (
     NONCE_MAX,
+    PATTERNS,
     PAYLOAD_BYTES_MAX,
     CipherState,
     Handshake,
@@ -44,6 +45,46 @@ def handshake(initiator: bool, **changes: Any) -> PeerHandshake:
     return PeerHandshake(initiator=initiator, **arguments | changes)
 
 
+def test_who_must_know_what_before_is_checked() -> None:
+    sides = {"static": b"s" * 32, "ephemeral": b"e" * 32, "prologue": b""}
+    for pattern, initiator, more in (
+        ("XX", True, {"psk": b"p" * 32}),
+        ("XXpsk3", True, {}),
+        ("XXpsk3", False, {"psk": b"short"}),
+        ("IKpsk2", True, {"psk": b"p" * 32}),
+        ("IKpsk2", False, {"psk": b"p" * 32, "remote_static": b"r" * 32}),
+        ("IK", True, {}),
+    ):
+        arguments: dict[str, Any] = {"initiator": initiator, "pattern": pattern, **sides, **more}
+        with pytest.raises(LocalProtocolError):
+            Handshake(**arguments)
+
+
+@pytest.mark.parametrize("pattern", ["XXpsk3", "IKpsk2"])
+def test_another_psk_is_refused(pattern: str) -> None:
+    knows = pattern == "IKpsk2"
+    one, other = (
+        Handshake(
+            initiator=initiator,
+            static=(b"sA" if initiator else b"sB") * 16,
+            ephemeral=(b"eA" if initiator else b"eB") * 16,
+            prologue=b"",
+            pattern=pattern,
+            psk=(b"pA" if initiator else b"pB") * 16,
+            remote_static=static_public_key(b"sB" * 16) if knows and initiator else None,
+        )
+        for initiator in (True, False)
+    )
+    *good, last = range(len(PATTERNS[pattern]))
+    for number in good:
+        writer, reader = (one, other) if number % 2 == 0 else (other, one)
+        reader.read(writer.write())
+    writer, reader = (one, other) if last % 2 == 0 else (other, one)
+    message = writer.write()
+    with pytest.raises(RemoteProtocolError, match="does not decrypt"):
+        reader.read(message)
+
+
 def unchanged(_: int, message: bytes) -> bytes:
     return message
 
@@ -62,9 +103,10 @@ def shake(
 
 @pytest.mark.skipif(not VECTORS.exists(), reason="the published vectors are not beside this checkout")
 @pytest.mark.parametrize("cipher", CIPHERS)
-def test_the_published_vectors_are_reproduced_byte_by_byte(cipher: str) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_published_vectors_are_reproduced_byte_by_byte(pattern: str, cipher: str) -> None:
     vectors = json.loads(VECTORS.read_text())["vectors"]
-    vector = next(v for v in vectors if v["protocol_name"] == f"Noise_XX_25519_{cipher}_SHA256")
+    vector = next(v for v in vectors if v["protocol_name"] == f"Noise_{pattern}_25519_{cipher}_SHA256")
     sides = [
         Handshake(
             initiator=role == "init",
@@ -72,6 +114,11 @@ def test_the_published_vectors_are_reproduced_byte_by_byte(cipher: str) -> None:
             ephemeral=bytes.fromhex(vector[f"{role}_ephemeral"]),
             prologue=bytes.fromhex(vector[f"{role}_prologue"]),
             cipher=cipher,
+            pattern=pattern,
+            psk=bytes.fromhex(vector[f"{role}_psks"][0]) if f"{role}_psks" in vector else None,
+            remote_static=bytes.fromhex(vector[f"{role}_remote_static"])
+            if f"{role}_remote_static" in vector
+            else None,
         )
         for role in ("init", "resp")
     ]
@@ -79,7 +126,7 @@ def test_the_published_vectors_are_reproduced_byte_by_byte(cipher: str) -> None:
     for number, message in enumerate(vector["messages"]):
         payload, ciphertext = bytes.fromhex(message["payload"]), bytes.fromhex(message["ciphertext"])
         writer, reader = number % 2, 1 - number % 2
-        if number < 3:
+        if number < len(PATTERNS[pattern]):
             assert sides[writer].write(payload) == ciphertext
             assert sides[reader].read(ciphertext) == payload
         else:
@@ -90,20 +137,36 @@ def test_the_published_vectors_are_reproduced_byte_by_byte(cipher: str) -> None:
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("we_open", [True, False])
-def test_the_noiseprotocol_package_understands_us_in_both_roles(cipher: str, we_open: bool) -> None:
-    theirs = NoiseConnection.from_name(f"Noise_XX_25519_{cipher}_SHA256".encode())
+def test_the_noiseprotocol_package_understands_us_in_both_roles(
+    we_open: bool, pattern: str, cipher: str
+) -> None:
+    theirs = NoiseConnection.from_name(f"Noise_{pattern}_25519_{cipher}_SHA256".encode())
     theirs.set_prologue(b"prologue")
     theirs.set_keypair_from_private_bytes(Keypair.STATIC, b"t" * 32)
+    psk = b"p" * 32 if "psk" in pattern else None
+    if psk is not None:
+        theirs.set_psks(psk)
+    we_know = pattern.startswith("IK") and we_open
     if we_open:
         theirs.set_as_responder()
     else:
         theirs.set_as_initiator()
+        if pattern.startswith("IK"):
+            theirs.set_keypair_from_public_bytes(Keypair.REMOTE_STATIC, static_public_key(b"o" * 32))
     theirs.start_handshake()
     ours = Handshake(
-        initiator=we_open, static=b"o" * 32, ephemeral=b"e" * 32, prologue=b"prologue", cipher=cipher
+        initiator=we_open,
+        static=b"o" * 32,
+        ephemeral=b"e" * 32,
+        prologue=b"prologue",
+        cipher=cipher,
+        pattern=pattern,
+        psk=psk,
+        remote_static=static_public_key(b"t" * 32) if we_know else None,
     )
-    for number in range(3):
+    for number in range(len(PATTERNS[pattern])):
         payload = b"payload %d" % number
         if (number % 2 == 0) == we_open:
             assert theirs.read_message(ours.write(payload)) == payload
