@@ -40,6 +40,7 @@ from gossip.messages import (
     LeftBody,
     SuspectBody,
     alive_body,
+    announced,
     check_body,
     fact_bytes,
     read_alive,
@@ -113,7 +114,7 @@ class Beliefs:
     def _announced(self, profile: Profile, incarnation: int) -> Announced:
         body = alive_body(profile, incarnation)
         # As we know it ourselves, with all the addresses that may not have fitted.
-        return Announced(self._signer.peer, profile, incarnation, sign_body(self._signer, body))
+        return announced(sign_body(self._signer, body), profile, incarnation)
 
     # What it concludes of others.
 

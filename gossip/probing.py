@@ -5,7 +5,7 @@ it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), 
 with mute relays that the fault may be its own.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from crypto.identity import PeerId
 
@@ -26,7 +26,7 @@ class Probe:
     excusable_seconds: float
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
-    nacked: list[PeerId] = field(default_factory=list)
+    nacked: tuple[PeerId, ...] = ()
 
     @property
     def deadline(self) -> float:
@@ -60,10 +60,6 @@ class Flight:
         self.probes: dict[int, Probe] = {}
         self.relays: dict[int, Relay] = {}  # in the order of nack_at: the patience is constant
         self._number = first_number
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.probes or self.relays)
 
     @property
     def deadline(self) -> float:

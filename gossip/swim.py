@@ -200,7 +200,7 @@ class Swim:
             case Nack(number=number):
                 probe = self._flight.probes.get(number)
                 if probe is not None and sender in probe.relays and sender not in probe.nacked:
-                    probe.nacked.append(sender)
+                    probe.nacked += (sender,)
         return []
 
     def _receive_ack(self, sender: PeerId, number: int) -> Sends:
@@ -236,7 +236,7 @@ class Swim:
             for probe in self._flight.probes.values():
                 probe.excuse(late)
         sends: Sends = []
-        if self._flight.busy and self._flight.deadline <= now:
+        if self._flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             self._beliefs.bury_expired(now)
@@ -328,7 +328,8 @@ class Swim:
     def _plan(self) -> None:
         """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
         due = min(self._tick_at, self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline)
-        self.deadline = min(due, self._flight.deadline) if self._flight.busy else due
+        flight = self._flight
+        self.deadline = min(due, flight.deadline) if flight.probes or flight.relays else due
 
     def _refuse_if_scoped_otherwise(self, message: Message) -> None:
         if isinstance(message, Sync | Compare) != self.scope.whole:

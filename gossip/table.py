@@ -220,10 +220,13 @@ class MemberTable:
         """
         if fits is None and self._digest:
             return self._digest
-        rows = (row for row in self.rows.values() if row.live and (fits is None or fits(row.peer)))
-        live = sorted((row.peer, row.incarnation) for row in rows)
-        text = b"".join(peer + incarnation.to_bytes(8, "big") for peer, incarnation in live)
-        digest = blake3(text).digest(length=DIGEST_BYTES)
+        marks = [
+            row.said.mark
+            for row in self.rows.values()
+            if (row.verdict is None or row.live) and (fits is None or fits(row.peer))
+        ]
+        marks.sort()
+        digest = blake3(b"".join(marks)).digest(length=DIGEST_BYTES)
         if fits is None:
             self._digest = digest
         return digest
