@@ -162,11 +162,12 @@ class Beliefs:
         that refuted it may have been lost on every way to it. Then what is held against the
         receiver, so that it can refute (Lifeguard's buddy system).
         """
-        row = self.table.rows.get(peer)
-        accusation = None if row is None else row.verdict
-        if not self.queue.waits and accusation is None and peer != self._misled and self.me.verdict is None:
+        rows = self.table.rows
+        row = rows.get(peer)
+        accusation, farewell = None if row is None else row.verdict, rows[self.peer].verdict
+        if accusation is None and not self.queue.waits and farewell is None and peer != self._misled:
             return ()
-        proofs = [verdict.fact for verdict in (self.me.verdict, accusation) if verdict is not None]
+        proofs = [verdict.fact for verdict in (farewell, accusation) if verdict is not None]
         if peer == self._misled:
             proofs.insert(len(proofs) - (accusation is not None), self.me.said.fact)
         first: list[Fact] = []
@@ -193,6 +194,8 @@ class Beliefs:
         network that was split: it does not bury, it makes us look. Returns whom to probe at once.
         """
         self._misled = None
+        if not facts:
+            return []
         claims = []
         rows = self.table.rows
         for fact in facts:

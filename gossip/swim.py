@@ -46,7 +46,8 @@ from gossip.table import Row
 PROTOCOL = "/peerloom/swim/1"
 
 
-_LISTS = (Sync, ScopedSync, Compare, ScopedCompare)
+_SYNCS = (Sync, ScopedSync)
+_COMPARISONS = (Compare, ScopedCompare)
 REPEATED_MAX = 4
 """Suspects probed again each interval, beside the one whose turn it is."""
 
@@ -171,13 +172,14 @@ class Swim:
             self._plan()
 
     def _take(self, now: float, sender: PeerId, message: Message) -> Sends:
-        if isinstance(message, _LISTS):
+        if isinstance(message, _SYNCS):
             self._refuse_if_scoped_otherwise(message)
-        if isinstance(message, Sync | ScopedSync):
             sends, doubted = self._exchange.receive_sync(now, sender, message)
             for peer in doubted:
                 sends += self.hint_suspect(now, peer)
         else:
+            if isinstance(message, _COMPARISONS):
+                self._refuse_if_scoped_otherwise(message)
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
         if message.facts:
@@ -188,17 +190,17 @@ class Swim:
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
-            case Ping(number=number):
-                answer: Sends = [(sender, Ack(number, self._beliefs.facts_for(sender)))]
+            case Ping():
+                answer: Sends = [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
                 return answer if self._table.is_live(sender) else answer + self._exchange.greet(sender)
-            case Ack(number=number):
-                return self._receive_ack(sender, number)
+            case Ack():
+                return self._receive_ack(sender, message.number)
             case PingRequest():
                 return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
-            case Nack(number=number):
-                probe = self._flight.probes.get(number)
+            case Nack():
+                probe = self._flight.probes.get(message.number)
                 if probe is not None and sender in probe.relays and sender not in probe.nacked:
                     probe.nacked += (sender,)
         return []

@@ -145,7 +145,7 @@ class MemberTable:
             peer = self._ring[self._cursor]
             self._cursor += 1
             row = self.rows.get(peer)
-            if row is not None and row.live and not busy(peer):
+            if row is not None and (row.verdict is None or row.live) and not busy(peer):
                 return row
         return None
 
@@ -202,7 +202,7 @@ class MemberTable:
 
     def is_live(self, peer: PeerId) -> bool:
         row = self.rows.get(peer)
-        return row is not None and row.live
+        return row is not None and (row.verdict is None or row.live)
 
     def live_peers(self) -> list[PeerId]:
         return [row.peer for row in self.rows.values() if row.live]
