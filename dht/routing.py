@@ -136,16 +136,17 @@ class Table:
         """A verified contact, be it in a bucket or waiting to be."""
         return self._bucket(peer).find(node_key(peer))
 
-    def wants(self, peer: PeerId) -> bool:
-        """Whether a stranger is worth a ping: there would be a place for it, or a wait for one."""
+    def wants(self, peer: PeerId, *, waiting: bool = True) -> bool:
+        """Whether a stranger is worth a ping: there would be a place for it, or a wait for one if `waiting`."""
         key = node_key(peer)
         if key == self._own.id:
             return False
         bucket = self._bucket(peer)
         if bucket.find(key) is not None:
             return False
-        own = bool(bucket.has_in_range(self._own))
-        return own or not (bucket.full and bucket.replacements_full)
+        if not bucket.full or (waiting and not bucket.replacements_full):
+            return True
+        return bool(bucket.has_in_range(self._own))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
         """A known contact sent us something: it is alive, and the most recently heard of its bucket."""
