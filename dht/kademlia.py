@@ -117,7 +117,7 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """A hint from elsewhere: `peer` is pinged if there is a place for it, and is a contact once it answers.
+        """A hint from elsewhere: `peer` is pinged if there is room, and is a contact once it answers.
 
         Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
         them ping back, only to be ready for a loss that the next hint makes good.
