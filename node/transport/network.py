@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `tcp` the secure
-streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and
-raised nowhere; a bug in one of our own handlers comes out of `run`.
+It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `handshake` who is
+there, `tcp` the secure streams, `router` the protocols, `book` the addresses. What strangers do wrong is
+counted here and raised nowhere; a bug in one of our own handlers comes out of `run`.
 """
 
 from collections import Counter
@@ -19,11 +19,12 @@ from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
 from node.transport.inbox import QueueInbox
 from node.transport.listen import bind, dialable
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
-from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
+from node.transport.tcp import Assembly, SecureStream
 from node.transport.udp import Datagrams, address_of
 
 INBOUND_MAX = 512

@@ -17,6 +17,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import CipherState
 from node.transport.book import OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
+from node.transport.handshake import Credentials
 from node.transport.inbox import QueueInbox
 from node.transport.pool import POOLED_BYTES_MIN, Pool
 from node.transport.records import (
@@ -27,7 +28,7 @@ from node.transport.records import (
     RecordWriter,
 )
 from node.transport.router import HELLO_BYTES_MAX, Answer, Hello, Router
-from node.transport.tcp import Assembly, Credentials
+from node.transport.tcp import Assembly
 from tests.node.nets import PING, echo
 
 

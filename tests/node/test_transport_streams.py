@@ -14,7 +14,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import short_peer
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream
-from node.transport import tcp
+from node.transport import handshake, tcp
 from node.transport.network import INBOUND_PER_PEER_MAX
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
 from tests.node.nets import (
@@ -287,7 +287,7 @@ async def test_a_wrong_peer_is_refused_with_both_named() -> None:
 
 
 async def test_who_takes_the_connection_and_is_silent_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.1)
     silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
     with pytest.raises(Unreachable, match="did not shake hands") as refusal:
         await make_network("a").identify(make_address(*silent[0].socket.getsockname()))
