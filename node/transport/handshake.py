@@ -1,59 +1,100 @@
 """The handshake of a stream: connect and shake hands, or answer who did. Ends in a `Session`.
 
-On the wire: the initiator begins with two bytes (version, cipher), then the Noise messages of
-`crypto.noise`, each behind two bytes of length. The initiator names the cipher; the name is part of
-what Noise hashes, so nobody can change it on the way. What follows on the connection is `tcp.py`'s.
+What is said, and what of it is refused, is `crypto.noise.peers`; here are the socket and the deadline. What
+follows on the connection is `tcp`'s.
+
+In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
+connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
 """
 
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import trio
 
 from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
-from crypto.noise import KEY_BYTES, PeerHandshake, Session, WrongIdentity
+from crypto.noise import (
+    NoCommonSuite,
+    PeerHandshake,
+    Session,
+    Suite,
+    WrongIdentity,
+    identity_payload,
+    preferred,
+    static_public_key,
+)
+from crypto.swarm import Swarm
 from node.errors import Unreachable, WrongPeer
 
 CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
 HANDSHAKE_SECONDS = 5.0
-HANDSHAKE_BYTES_MAX = 1_536
-"""The longest handshake message has 200 bytes; the rest is room for what later versions add."""
+IGNORED_BYTES_MAX = 2**16
+"""What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
+silent one; who sends more gets no more of our time, and its own kernel waits."""
 UNSENT_BYTES_MAX = 2**20
 """What the kernel takes beyond what the network does: one write, while the next is encrypted. trio's own
 16 KiB is for who multiplexes; measured for 64 MiB, it makes seven times the writes and half the time more."""
 KEEPALIVE_SECONDS = 30
 """A peer that vanished is noticed by the kernel, after a few times this."""
 
-_VERSION = 2
-_CIPHERS = {1: "AESGCM", 2: "ChaChaPoly"}
-_LENGTH_BYTES = 2
+_CPU_BYTES = 2**14
+"""The first processor's part of /proc/cpuinfo, and more."""
+
+
+class Outsider(RemoteProtocolError):
+    """Somebody who did not show a key of our private swarm."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What this node proves in handshakes. `static` is an X25519 private key of 32 bytes."""
+    """What this node proves in handshakes, and the suites it takes, best first.
+
+    `static` is an X25519 private key of 32 bytes.
+    """
 
     identity: Identity
     static: bytes
-    swarm: str
+    swarm: Swarm
     entropy: Callable[[int], bytes]
-    cipher: str = "AESGCM"
+    suites: tuple[Suite, ...]
 
-    def handshake(self, *, initiator: bool, cipher: str, expected: PeerId | None = None) -> PeerHandshake:
+    @cached_property
+    def proof(self) -> bytes:
+        """Signed once: it says the same in each handshake."""
+        return identity_payload(self.identity, static_public_key(self.static))
+
+    def handshake(self, *, initiator: bool, expected: PeerId | None = None) -> PeerHandshake:
         return PeerHandshake(
             initiator=initiator,
-            identity=self.identity,
+            proof=self.proof,
             static=self.static,
-            ephemeral=self.entropy(KEY_BYTES),
             swarm=self.swarm,
-            cipher=cipher,
+            suites=self.suites,
+            entropy=self.entropy,
             expected=expected,
         )
+
+
+def default_suites() -> tuple[Suite, ...]:
+    """All that work here, the best for this machine first."""
+    return preferred(has_aes=_has_aes())
+
+
+def _has_aes() -> bool:
+    """Whether the CPU has instructions for AES, where that can be told by reading one file."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            text = file.read(_CPU_BYTES)
+    except OSError:
+        return True  # not Linux: a desktop of the last ten years
+    return re.search(r"\baes\b", text) is not None
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:
@@ -66,12 +107,17 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
     session = None
     try:
         with trio.fail_after(HANDSHAKE_SECONDS):
-            session = await _initiate(transport, credentials, address.peer)
+            handshake = credentials.handshake(initiator=True, expected=address.peer)
+            session = await _shake_hands(transport, handshake)
     except trio.TooSlowError:
         detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
+        if credentials.swarm.is_private:
+            detail += "; so does every node that does not know this swarm's key"
         raise Unreachable("timeout", detail) from None
     except WrongIdentity as error:
         raise WrongPeer("wrong key", str(error)) from None
+    except NoCommonSuite as error:
+        raise Unreachable("refused", f"{address.short} answers, but {error}") from None
     except (RemoteProtocolError, trio.BrokenResourceError):
         raise Unreachable(
             "refused", f"{address.short} answers, but is of another swarm or not a peerloom node"
@@ -83,33 +129,48 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
 
 
 async def accept(transport: trio.SocketStream, credentials: Credentials) -> Session:
-    """The other side of `dial`, for a connection that came in; the caller sets the deadline.
+    """The other side of `dial`, for a connection that came in; takes at most `HANDSHAKE_SECONDS`.
 
     Raises:
-        RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
+        Outsider: no member of our private swarm is there. RemoteProtocolError, trio.BrokenResourceError: no
+        peer of this swarm is. trio.TooSlowError: nobody said enough in time.
     """
     _set_options(transport)
-    version, cipher = await _receive_exactly(transport, 2)
-    if version != _VERSION or cipher not in _CIPHERS:
-        raise RemoteProtocolError("a connection that does not begin as ours do")
-    handshake = credentials.handshake(initiator=False, cipher=_CIPHERS[cipher])
-    first = await _receive_framed(transport)
-    await transport.send_all(_framed(handshake.receive(first)))
-    handshake.receive(await _receive_framed(transport))
-    assert handshake.session is not None
-    return handshake.session
+    handshake = credentials.handshake(initiator=False)
+    refusal = None
+    with trio.move_on_after(HANDSHAKE_SECONDS):
+        try:
+            return await _shake_hands(transport, handshake)
+        except RemoteProtocolError as error:
+            if handshake.knows_swarm:
+                raise
+            refusal = error
+            await _ignore(transport)
+    if refusal is None:
+        raise trio.TooSlowError
+    raise Outsider(str(refusal))
 
 
-async def _initiate(
-    transport: trio.SocketStream, credentials: Credentials, expected: PeerId | None
-) -> Session:
-    cipher = next(number for number, name in _CIPHERS.items() if name == credentials.cipher)
-    handshake = credentials.handshake(initiator=True, cipher=credentials.cipher, expected=expected)
-    await transport.send_all(bytes((_VERSION, cipher)) + _framed(handshake.start()))
-    last = handshake.receive(await _receive_framed(transport))
-    await transport.send_all(_framed(last))
-    assert handshake.session is not None
-    return handshake.session
+async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -> Session:
+    outgoing = handshake.start()
+    while True:
+        if outgoing:
+            await transport.send_all(outgoing)
+        if handshake.session is not None:
+            return handshake.session
+        outgoing = handshake.receive(await _receive_exactly(transport, handshake.wanted))
+
+
+async def _ignore(transport: trio.SocketStream) -> None:
+    """Take what comes, and forget it, until the other side hangs up or we are cancelled."""
+    left = IGNORED_BYTES_MAX
+    with suppress(trio.BrokenResourceError):
+        while left > 0:
+            data = await transport.receive_some(left)
+            if not data:
+                return
+            left -= len(data)
+        await trio.sleep_forever()
 
 
 async def _connect(address: Address) -> trio.SocketStream:
@@ -145,17 +206,6 @@ def _set_options(transport: trio.SocketStream) -> None:
         if hasattr(socket, "TCP_KEEPIDLE"):
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
-
-
-def _framed(message: bytes) -> bytes:
-    return len(message).to_bytes(_LENGTH_BYTES, "big") + message
-
-
-async def _receive_framed(transport: trio.SocketStream) -> bytes:
-    length = int.from_bytes(await _receive_exactly(transport, _LENGTH_BYTES), "big")
-    if length > HANDSHAKE_BYTES_MAX:
-        raise RemoteProtocolError(f"a handshake message of {length} bytes")
-    return await _receive_exactly(transport, length)
 
 
 async def _receive_exactly(transport: trio.SocketStream, count: int) -> bytes:

@@ -15,11 +15,19 @@ from crypto.contact import Address
 from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import Session, suites_named
+from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
+from node.transport.handshake import (
+    HANDSHAKE_SECONDS,
+    Credentials,
+    Outsider,
+    accept,
+    default_suites,
+    dial,
+)
 from node.transport.inbox import QueueInbox
 from node.transport.listen import bind, dialable
 from node.transport.pool import Pool
@@ -48,7 +56,8 @@ class RealNetwork:
     ends, all streams end.
 
     `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `port` says
+    `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
+    `suites` by name, best first, are taken in place of all that work here. After the start `port` says
     where it listens and `taken` which ports others held.
     """
 
@@ -62,10 +71,12 @@ class RealNetwork:
         entropy: Callable[[int], bytes],
         listen: tuple[str, int] = ("0.0.0.0", 0),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
-        cipher: str = "AESGCM",
+        keys: Sequence[bytes] = (),
+        suites: Sequence[str] = (),
     ) -> None:
         self._identity = identity
-        self._credentials = Credentials(identity, static, swarm, entropy, cipher)
+        chosen = suites_named(suites) if suites else default_suites()
+        self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
         self._listen = listen
         self._announce = tuple(announce)
@@ -146,7 +157,7 @@ class RealNetwork:
         self._addresses = tuple(
             address.of(self.peer) for address in dialable(bound.host, bound.port, self._announce)
         )
-        swarm, boot = self._credentials.swarm, int(self._clock.wall() * 1000)
+        swarm, boot = self._credentials.swarm.name, int(self._clock.wall() * 1000)
         datagrams = Datagrams(
             bound.udp,
             Seal(self._identity, swarm, boot),
@@ -269,9 +280,9 @@ class RealNetwork:
     async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
         self._half_open += 1
         try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                session = await accept(transport, self._credentials)
-            return self._make_stream(transport, session)
+            return self._make_stream(transport, await accept(transport, self._credentials))
+        except Outsider:
+            self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):
