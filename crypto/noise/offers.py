@@ -7,10 +7,10 @@ The responder takes the first of the offer that it takes too. The first is the i
 Noise message comes with the offer, so a right guess costs no round trip; after a wrong one the initiator
 begins anew.
 
-`prologue` puts both, as they were sent, before everything that Noise hashes: who changes a byte of either
-makes the handshake fail. After a right guess the answer holds no list; it need not, because there is
-nothing that the initiator would have liked better. After a wrong one the initiator makes the choice again
-from both lists. In what order these bytes and Noise's go is `peers`.
+`prologue` puts both, as they were sent, before everything that Noise hashes, and after a wrong guess also the
+message that was for nothing: who changes a byte of them makes the handshake fail. After a right guess the
+answer holds no list; it need not, because there is nothing that the initiator would have liked better. After
+a wrong one the initiator makes the choice again from both lists. The order of it all is `peers`.
 """
 
 from collections.abc import Sequence

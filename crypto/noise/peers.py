@@ -146,11 +146,12 @@ class PeerHandshake:
     def _initiate(self) -> Generator[int, bytes, Session]:
         suite, offer = self._suites[0], offers.offer_of(self._suites)
         noise = self._begin(suite, offer, bytes((suite.number,)))
-        self._send(offer + _framed(noise.write()))
+        first = offer + _framed(noise.write())
+        self._send(first)
         answer = yield 1
         if answer[0] != suite.number:
             suite, answer = yield from self._read_other_choice(answer)
-            noise = self._begin(suite, offer, answer)
+            noise = self._begin(suite, first, answer)
             self._send(_framed(noise.write()))
             answer = b""
         message = yield from self._read_flight(answer)
@@ -184,6 +185,7 @@ class PeerHandshake:
             if suite is None:
                 yield 0  # the answer goes out before this ends
                 raise NoCommonSuite(f"it offers only {offers.names_of(offered)}")
+            offer += _framed(message)
             message = yield from self._read_flight(b"")
             before = b""
         noise = self._begin(suite, offer, answer)
@@ -194,6 +196,7 @@ class PeerHandshake:
         return _session(self._check_peer(noise.read(last), noise), suite, noise)
 
     def _begin(self, suite: Suite, offer: bytes, answer: bytes) -> Handshake:
+        """After a wrong guess `offer` has the message that came with it at its end."""
         private = self._swarm.is_private
         return Handshake(
             initiator=self._initiator,
