@@ -44,8 +44,9 @@ UNSENT_BYTES_MAX = 2**20
 KEEPALIVE_SECONDS = 30
 """A peer that vanished is noticed by the kernel, after a few times this."""
 
+_CPU_FILE = "/proc/cpuinfo"
 _CPU_BYTES = 2**14
-"""The first processor's part of /proc/cpuinfo, and more."""
+"""The first processor's part of that file, and more."""
 
 
 class Outsider(RemoteProtocolError):
@@ -90,7 +91,7 @@ def default_suites() -> tuple[Suite, ...]:
 def _has_aes() -> bool:
     """Whether the CPU has instructions for AES, where that can be told by reading one file."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open(_CPU_FILE) as file:
             text = file.read(_CPU_BYTES)
     except OSError:
         return True  # not Linux: a desktop of the last ten years
@@ -111,17 +112,14 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
             session = await _shake_hands(transport, handshake)
     except trio.TooSlowError:
         detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
-        if credentials.swarm.is_private:
-            detail += "; so does every node that does not know this swarm's key"
-        raise Unreachable("timeout", detail) from None
+        raise Unreachable("timeout", detail + _about_key(credentials)) from None
     except WrongIdentity as error:
         raise WrongPeer("wrong key", str(error)) from None
     except NoCommonSuite as error:
         raise Unreachable("refused", f"{address.short} answers, but {error}") from None
     except (RemoteProtocolError, trio.BrokenResourceError):
-        raise Unreachable(
-            "refused", f"{address.short} answers, but is of another swarm or not a peerloom node"
-        ) from None
+        detail = f"{address.short} answers, but is of another swarm or not a peerloom node"
+        raise Unreachable("refused", detail + _about_key(credentials)) from None
     finally:
         if session is None:
             transport.socket.close()
@@ -132,23 +130,28 @@ async def accept(transport: trio.SocketStream, credentials: Credentials) -> Sess
     """The other side of `dial`, for a connection that came in; takes at most `HANDSHAKE_SECONDS`.
 
     Raises:
-        Outsider: no member of our private swarm is there. RemoteProtocolError, trio.BrokenResourceError: no
-        peer of this swarm is. trio.TooSlowError: nobody said enough in time.
+        Outsider: nobody who knows a key of our private swarm is there. RemoteProtocolError,
+        trio.BrokenResourceError: no peer of this swarm is. trio.TooSlowError: nobody said enough in time.
     """
     _set_options(transport)
     handshake = credentials.handshake(initiator=False)
-    refusal = None
+    refusal = f"nothing that shows it in {HANDSHAKE_SECONDS:g} s"
     with trio.move_on_after(HANDSHAKE_SECONDS):
         try:
             return await _shake_hands(transport, handshake)
         except RemoteProtocolError as error:
             if handshake.knows_swarm:
                 raise
-            refusal = error
+            refusal = str(error)
             await _ignore(transport)
-    if refusal is None:
+    if handshake.knows_swarm:
         raise trio.TooSlowError
-    raise Outsider(str(refusal))
+    raise Outsider(refusal)
+
+
+def _about_key(credentials: Credentials) -> str:
+    """What a person should look at who cannot get into a private swarm: nobody there will say it."""
+    return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
 
 
 async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -> Session:
