@@ -15,7 +15,15 @@ is not here: see `node.transport`.
 """
 
 from crypto.noise.ciphers import CIPHERS, KEY_BYTES, NONCE_MAX, TAG_BYTES, CipherState, Data
-from crypto.noise.handshake import HYBRIDS, NOISE_BYTES_MAX, PATTERNS, Handshake, static_public_key
+from crypto.noise.handshake import (
+    HYBRIDS,
+    NOISE_BYTES_MAX,
+    PATTERNS,
+    Handshake,
+    PrivateKey,
+    load_private_key,
+    static_public_key,
+)
 from crypto.noise.identity import PAYLOAD_BYTES_MAX, check_identity_payload, identity_payload
 from crypto.noise.peers import NoCommonSuite, PeerHandshake, Session, WrongIdentity
 from crypto.noise.suites import SUITES, Suite, preferred, suites_named
@@ -35,11 +43,13 @@ __all__ = [
     "Handshake",
     "NoCommonSuite",
     "PeerHandshake",
+    "PrivateKey",
     "Session",
     "Suite",
     "WrongIdentity",
     "check_identity_payload",
     "identity_payload",
+    "load_private_key",
     "preferred",
     "static_public_key",
     "suites_named",

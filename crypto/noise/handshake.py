@@ -27,6 +27,9 @@ from crypto.noise.symmetric import SymmetricState
 NOISE_BYTES_MAX = 65_535
 """The longest Noise message, tags included (section 3)."""
 
+PrivateKey = bytes | X25519PrivateKey
+"""32 bytes, or the same loaded: who needs a key often need not pay for that each time."""
+
 Tokens = tuple[str, ...]
 PATTERNS: dict[str, tuple[Tokens, ...]] = {
     "XX": (("e",), ("e", "ee", "s", "es"), ("s", "se")),
@@ -46,18 +49,17 @@ _KNOWING = ("IKpsk2",)
 class Handshake:
     """One side of a handshake (section 5.3).
 
-    `static` and `ephemeral` are X25519 private keys of 32 bytes; an ephemeral key must be fresh for every
-    handshake, and so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both
-    sides know, for the patterns that take them; `remote_static` is the responder's X25519 public key, for an
-    initiator that knows it before. After a refused message the object is dead: every later call is our own
-    bug.
+    `static` and `ephemeral` are X25519 private keys; an ephemeral key must be fresh for every handshake, and
+    so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both sides know, for
+    the patterns that take them; `remote_static` is the responder's X25519 public key, for an initiator that
+    knows it before. After a refused message the object is dead: every later call is our own bug.
     """
 
     def __init__(
         self,
         *,
         initiator: bool,
-        static: bytes,
+        static: PrivateKey,
         ephemeral: bytes,
         prologue: bytes,
         cipher: str = "AESGCM",
@@ -71,7 +73,7 @@ class Handshake:
         self._symmetric.mix_hash(prologue)
         self._initiator = initiator
         self._keys = {
-            "s": X25519PrivateKey.from_private_bytes(static),
+            "s": load_private_key(static),
             "e": X25519PrivateKey.from_private_bytes(ephemeral),
         }
         self._kem_key = None if kem_seed is None else kem.KemKey(kem_seed)
@@ -199,9 +201,13 @@ class Handshake:
             raise RemoteProtocolError("a handshake with a worthless public key") from None
 
 
-def static_public_key(static: bytes) -> bytes:
-    """The X25519 public key of a private one, 32 bytes each."""
-    return X25519PrivateKey.from_private_bytes(static).public_key().public_bytes_raw()
+def static_public_key(static: PrivateKey) -> bytes:
+    """The X25519 public key of a private one, 32 bytes."""
+    return load_private_key(static).public_key().public_bytes_raw()
+
+
+def load_private_key(key: PrivateKey) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(key) if isinstance(key, bytes) else key
 
 
 def _name(pattern: str, cipher: str) -> str:

@@ -5,6 +5,8 @@ Real `NoiseHandshakePayload` protobuf bytes, as libp2p's noise specification has
 here.
 """
 
+from functools import lru_cache
+
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, SIGNATURE_BYTES, Identity, PeerId, verify
 
@@ -15,6 +17,9 @@ _IDENTITY_KEY_FIELD = 1
 _IDENTITY_SIGNATURE_FIELD = 2
 PAYLOAD_BYTES_MAX = 1_024
 """Ours has 104 bytes; the rest is room for extensions that we skip."""
+CHECKED_MAX = 1_024
+"""Payloads whose signature is remembered to hold, at 300 bytes to a kilobyte and a half each: a peer shows
+the same one in every handshake, and to verify it costs as much as three exchanges of X25519."""
 
 
 def identity_payload(identity: Identity, static_public: bytes) -> bytes:
@@ -24,6 +29,7 @@ def identity_payload(identity: Identity, static_public: bytes) -> bytes:
     return bytes((0x0A, len(key))) + key + bytes((0x12, len(signature))) + signature
 
 
+@lru_cache(maxsize=CHECKED_MAX)
 def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
     """Who signed `static_public`; RemoteProtocolError if nobody did. Unknown fields are skipped."""
     if len(payload) > PAYLOAD_BYTES_MAX:

@@ -15,8 +15,8 @@ nothing of itself to one: its own keys and id go only to who has proved to know 
 wants. Who caught a first flight may play it again and be answered, as it has seen before; it can do no more
 with it.
 
-No sockets, no clocks: whoever drives this reads exactly `wanted` bytes, whose number is bounded before, and
-gives up in its own time. Whether it closes then or goes on in silence is its affair, see
+No sockets, no clocks: whoever drives this hands it exactly `wanted` bytes at a time, whose number is bounded
+before, and gives up in its own time. Whether it closes then or goes on in silence is its affair, see
 `PeerHandshake.knows_swarm`.
 """
 
@@ -29,7 +29,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.noise import kem, offers
 from crypto.noise.ciphers import KEY_BYTES, CipherState
-from crypto.noise.handshake import Handshake
+from crypto.noise.handshake import Handshake, PrivateKey
 from crypto.noise.identity import check_identity_payload
 from crypto.noise.suites import Suite
 from crypto.swarm import Swarm
@@ -73,7 +73,7 @@ Reading = Generator[int, bytes, bytes]
 class PeerHandshake:
     """One side of it. `session` is there once it has finished.
 
-    `static` is an X25519 private key of 32 bytes, and `proof` our `identity_payload` for it. `suites` are
+    `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are
     those that are taken, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam). Begin
     with `start`; then, until `session` is there, hand the next `wanted` bytes to `receive` and send what it
     returns. The responder's identity is checked before the initiator shows its own.
@@ -84,7 +84,7 @@ class PeerHandshake:
         *,
         initiator: bool,
         proof: bytes,
-        static: bytes,
+        static: PrivateKey,
         swarm: Swarm,
         suites: Sequence[Suite],
         entropy: Callable[[int], bytes],
@@ -107,6 +107,9 @@ class PeerHandshake:
         self._steps = self._initiate() if initiator else self._respond()
         self._over = False
         self.wanted = 0
+        self.is_last = False
+        """Whether what is wanted now belongs to the last message, behind which other bytes may come. Before,
+        a peer that has said its part waits for an answer."""
         self.session: Session | None = None
 
     @property
@@ -192,6 +195,7 @@ class PeerHandshake:
         if noise.read(message):
             raise RemoteProtocolError("a first handshake message with a payload")
         self._send(before + _framed(noise.write(self._proof)))
+        self.is_last = True
         last = yield from self._read_message()
         return _session(self._check_peer(noise.read(last), noise), suite, noise)
 

@@ -22,10 +22,12 @@ from crypto.identity import Identity, PeerId
 from crypto.noise import (
     NoCommonSuite,
     PeerHandshake,
+    PrivateKey,
     Session,
     Suite,
     WrongIdentity,
     identity_payload,
+    load_private_key,
     preferred,
     static_public_key,
 )
@@ -35,6 +37,8 @@ from node.errors import Unreachable, WrongPeer
 CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
 HANDSHAKE_SECONDS = 5.0
+FLIGHT_BYTES_MAX = 2**11
+"""What is read at once: the longest flight has 1,400 bytes. As much again, and one message, may be held."""
 IGNORED_BYTES_MAX = 2**16
 """What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
 silent one; who sends more gets no more of our time, and its own kernel waits."""
@@ -67,15 +71,19 @@ class Credentials:
     suites: tuple[Suite, ...]
 
     @cached_property
-    def proof(self) -> bytes:
+    def _loaded(self) -> PrivateKey:
+        return load_private_key(self.static)
+
+    @cached_property
+    def _proof(self) -> bytes:
         """Signed once: it says the same in each handshake."""
-        return identity_payload(self.identity, static_public_key(self.static))
+        return identity_payload(self.identity, static_public_key(self._loaded))
 
     def handshake(self, *, initiator: bool, expected: PeerId | None = None) -> PeerHandshake:
         return PeerHandshake(
             initiator=initiator,
-            proof=self.proof,
-            static=self.static,
+            proof=self._proof,
+            static=self._loaded,
             swarm=self.swarm,
             suites=self.suites,
             entropy=self.entropy,
@@ -155,13 +163,24 @@ def _about_key(credentials: Credentials) -> str:
 
 
 async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -> Session:
-    outgoing = handshake.start()
-    while True:
+    outgoing, came = handshake.start(), b""
+    while handshake.session is None:
         if outgoing:
             await transport.send_all(outgoing)
-        if handshake.session is not None:
-            return handshake.session
-        outgoing = handshake.receive(await _receive_exactly(transport, handshake.wanted))
+        wanted = handshake.wanted
+        while len(came) < wanted:
+            # Whole flights at a time; of the last message no byte too much, for what follows is a stream's.
+            more = await transport.receive_some(wanted - len(came) if handshake.is_last else FLIGHT_BYTES_MAX)
+            if not more:
+                raise RemoteProtocolError("the connection ended inside the handshake")
+            came += more
+        taken, came = came[:wanted], came[wanted:]
+        outgoing = handshake.receive(taken)
+    if came:
+        raise RemoteProtocolError("bytes that come before it is their turn")
+    if outgoing:
+        await transport.send_all(outgoing)
+    return handshake.session
 
 
 async def _ignore(transport: trio.SocketStream) -> None:
@@ -209,13 +228,3 @@ def _set_options(transport: trio.SocketStream) -> None:
         if hasattr(socket, "TCP_KEEPIDLE"):
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
-
-
-async def _receive_exactly(transport: trio.SocketStream, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = await transport.receive_some(count - len(data))
-        if not more:
-            raise RemoteProtocolError("the connection ended inside the handshake")
-        data += more
-    return data
