@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `tcp` the secure
-streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and
-raised nowhere; a bug in one of our own handlers comes out of `run`.
+It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `handshake` who is
+there, `tcp` the secure streams, `router` the protocols, `book` the addresses. What strangers do wrong is
+counted here and raised nowhere; a bug in one of our own handlers comes out of `run`.
 """
 
 from collections import Counter
@@ -14,18 +14,26 @@ import trio
 from crypto.contact import Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import Session, suites_named
 from crypto.sessions.core import Sessions
 from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
+from node.transport.handshake import (
+    HANDSHAKE_SECONDS,
+    Credentials,
+    Outsider,
+    accept,
+    default_suites,
+    dial,
+)
 from node.transport.inbox import QueueInbox
 from node.transport.listen import bind, dialable
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
-from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
+from node.transport.tcp import Assembly, SecureStream
 from node.transport.udp import Datagrams, address_of
 
 INBOUND_MAX = 512
@@ -49,7 +57,8 @@ class RealNetwork:
     ends, all streams end.
 
     `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `port` says
+    `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
+    `suites` by name, best first, are taken in place of all that work here. After the start `port` says
     where it listens and `taken` which ports others held.
     """
 
@@ -63,10 +72,12 @@ class RealNetwork:
         entropy: Callable[[int], bytes],
         listen: tuple[str, int] = ("0.0.0.0", 0),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
-        cipher: str = "AESGCM",
+        keys: Sequence[bytes] = (),
+        suites: Sequence[str] = (),
     ) -> None:
         self._identity = identity
-        self._credentials = Credentials(identity, static, swarm, entropy, cipher)
+        chosen = suites_named(suites) if suites else default_suites()
+        self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
         self._listen = listen
         self._announce = tuple(announce)
@@ -148,7 +159,7 @@ class RealNetwork:
         )
         sessions = Sessions(
             self._identity,
-            Swarm(self._credentials.swarm),
+            self._credentials.swarm,
             self._credentials.entropy,
             now=self._clock.monotonic(),
             wall_milliseconds=int(self._clock.wall() * 1000),
@@ -276,9 +287,9 @@ class RealNetwork:
     async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
         self._half_open += 1
         try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                session = await accept(transport, self._credentials)
-            return self._make_stream(transport, session)
+            return self._make_stream(transport, await accept(transport, self._credentials))
+        except Outsider:
+            self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):
