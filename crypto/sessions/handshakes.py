@@ -7,6 +7,8 @@ answered with it. What both wanted to say is delivered all the same.
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from crypto.agreement import agreement_private, agreement_public
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
@@ -63,7 +65,7 @@ class Handshakes:
         wall_milliseconds: int,
     ) -> None:
         self._peer = identity.peer
-        self._private = agreement_private(identity.seed)
+        self._private = X25519PrivateKey.from_private_bytes(agreement_private(identity.seed))
         self._prologue = _PROLOGUE + swarm.name.encode()
         self._secrets = swarm.secrets
         self._mac_keys = tuple(mac_key(secret, identity.peer) for secret in swarm.secrets)
