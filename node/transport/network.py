@@ -12,10 +12,11 @@ from functools import partial
 import trio
 
 from crypto.contact import Address
-from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
 from crypto.noise import Session, suites_named
+from crypto.sessions.core import Sessions
+from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
@@ -131,8 +132,7 @@ class RealNetwork:
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
         else:
-            addresses = self._book.for_datagram(peer, self._clock.monotonic())
-            if not self._datagrams.send(peer, protocol, message, addresses):
+            if not self._datagrams.send(peer, protocol, message, self._where(peer)):
                 # Only names to look up, or only the other address family: TCP knows both.
                 self._queue_one_shot(peer, protocol, message)
 
@@ -157,19 +157,23 @@ class RealNetwork:
         self._addresses = tuple(
             address.of(self.peer) for address in dialable(bound.host, bound.port, self._announce)
         )
-        swarm, boot = self._credentials.swarm.name, int(self._clock.wall() * 1000)
+        sessions = Sessions(
+            self._identity,
+            self._credentials.swarm,
+            self._credentials.entropy,
+            now=self._clock.monotonic(),
+            wall_milliseconds=int(self._clock.wall() * 1000),
+            counters=self._counters,
+        )
         datagrams = Datagrams(
-            bound.udp,
-            Seal(self._identity, swarm, boot),
-            Opener(self.peer, swarm),
-            self._counters,
-            self._arrived,
+            bound.udp, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
         )
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound.tcp))
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(datagrams.receive_forever)
+                nursery.start_soon(datagrams.wake_forever)
                 nursery.start_soon(partial(trio.serve_listeners, self._serve, [listener]))
                 for _ in range(ONE_SHOT_SENDERS):
                     nursery.start_soon(self._send_one_shots)
@@ -183,10 +187,13 @@ class RealNetwork:
 
     # --- datagrams and messages --------------------------------------------------------------------
 
-    def _arrived(self, datagram: Datagram, source: Address) -> None:
-        if datagram.newest:
-            # A copy that came late from an old address must not move the peer back there.
-            self._book.observe(datagram.sender, source, self._clock.monotonic())
+    def _where(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._book.for_datagram(peer, self._clock.monotonic())
+
+    def _heard(self, peer: PeerId, source: Address) -> None:
+        self._book.observe(peer, source, self._clock.monotonic())
+
+    def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)
 
     def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:
