@@ -21,6 +21,7 @@ from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
+from node.transport.doorway import Doorway
 from node.transport.handshake import (
     HANDSHAKE_SECONDS,
     Credentials,
@@ -40,8 +41,6 @@ INBOUND_MAX = 512
 """Connections from others at once; each costs a buffer of 128 KiB."""
 INBOUND_PER_PEER_MAX = 64
 """So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
-HALF_OPEN_MAX = 64
-"""Handshakes at once: each costs us about a millisecond of computing that nobody has paid for yet."""
 OPEN_SECONDS = 20.0
 """All addresses of a peer together."""
 ONE_SHOT_SENDERS = 8
@@ -90,7 +89,8 @@ class RealNetwork:
         self._streams: dict[SecureStream, None] = {}
         self._addresses: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
-        self._inbound = self._half_open = 0
+        self._doorway = Doorway()
+        self._inbound = 0
         self._inbound_by_peer: Counter[PeerId] = Counter()
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -271,7 +271,7 @@ class RealNetwork:
 
     async def _serve(self, transport: trio.SocketStream) -> None:
         """One connection that came in, from its first byte to its end."""
-        if self._inbound >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
+        if self._inbound >= INBOUND_MAX:
             self._counters["connections_over_limit"] += 1
             transport.socket.close()
             return
@@ -285,9 +285,11 @@ class RealNetwork:
             transport.socket.close()
 
     async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
-        self._half_open += 1
         try:
-            return self._make_stream(transport, await accept(transport, self._credentials))
+            scope = trio.CancelScope()
+            with self._doorway.place(transport.socket.getpeername()[0], scope.cancel), scope:
+                return self._make_stream(transport, await accept(transport, self._credentials))
+            self._counters["handshakes_displaced"] += 1
         except Outsider:
             self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
@@ -296,8 +298,6 @@ class RealNetwork:
             self._counters["handshakes_broken"] += 1
         except trio.TooSlowError:
             self._counters["handshakes_timed_out"] += 1
-        finally:
-            self._half_open -= 1
         return None
 
     async def _serve_peer(self, stream: SecureStream) -> None:
