@@ -201,14 +201,13 @@ class PeerHandshake:
 
     def _begin(self, suite: Suite, offer: bytes, answer: bytes) -> Handshake:
         """After a wrong guess `offer` has the message that came with it at its end."""
-        private = self._swarm.is_private
         return Handshake(
             initiator=self._initiator,
             static=self._static,
             ephemeral=self._entropy(KEY_BYTES),
-            prologue=offers.prologue(self._swarm.name, private=private, offer=offer, answer=answer),
+            prologue=offers.prologue(self._swarm.name, offer, answer),
             cipher=suite.cipher,
-            pattern=suite.pattern(private=private),
+            pattern=suite.pattern(private=self._swarm.is_private),
             psk=self._secret,
             kem_seed=self._entropy(kem.SEED_BYTES) if suite.hybrid and self._initiator else None,
         )

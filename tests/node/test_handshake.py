@@ -148,6 +148,25 @@ def test_who_drips_a_right_handshake_byte_by_byte_is_given_up_at_the_deadline(
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
+async def test_bytes_behind_an_answer_that_were_not_asked_for_are_refused() -> None:
+    async def answer_and_go_on(stream: trio.SocketStream) -> None:
+        side = credentials("b", Swarm("test")).handshake(initiator=False)
+        side.start()
+        answer = b""
+        while not answer:
+            answer = side.receive(await stream.receive_some(side.wanted))
+        await stream.send_all(answer + b"and more")
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, answer_and_go_on, listeners)
+        address = make_address(*listeners[0].socket.getsockname())
+        with pytest.raises(Unreachable) as refusal:
+            await dial(address, credentials("a", Swarm("test")))
+        assert "before it is their turn" in str(refusal.value.__context__)
+        nursery.cancel_scope.cancel()
+
+
 def test_in_an_open_swarm_garbage_is_refused_at_once() -> None:
     async def scenario() -> None:
         theirs, ours = await connected()
