@@ -20,7 +20,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
-from crypto.noise import SUITES, PeerHandshake, identity_payload
+from crypto.noise import SUITES, Knocks, PeerHandshake, identity_payload
 from crypto.sessions import packets
 from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
@@ -53,6 +53,7 @@ def handshake(data: bytes) -> None:
         swarm=Swarm("home"),
         suites=SUITES,
         entropy=bytes,
+        knocks=Knocks(),
     )
     responder.start()
     while len(data) >= responder.wanted:

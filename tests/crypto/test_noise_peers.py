@@ -13,6 +13,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import (
     SUITES,
+    Knocks,
     NoCommonSuite,
     PeerHandshake,
     Session,
@@ -51,6 +52,7 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
         "swarm": OPEN,
         "suites": PLAIN,
         "entropy": entropy,
+        "knocks": Knocks(),
     }
     return PeerHandshake(initiator=initiator, **arguments | changes)
 
@@ -373,6 +375,23 @@ def test_an_outsider_gets_no_answer(theirs: Swarm) -> None:
         talk.run()
     assert [sender for sender, _ in talk.flights] == [0]
     assert not bob.knows_swarm
+
+
+def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
+    knocks = Knocks(knocks_max=2)
+    flights = [side(True, swarm=PRIVATE, entropy=lambda n, i=i: bytes((i,)) * n).start() for i in range(1, 4)]
+
+    def answer(number: int) -> bytes:
+        bob = begun(side(False, swarm=PRIVATE, knocks=knocks))
+        try:
+            return feed(bob, flights[number])
+        except RemoteProtocolError:
+            assert not bob.knows_swarm
+            return b""
+
+    assert [bool(answer(number)) for number in (0, 0, 1, 0, 1)] == [True, False, True, False, False]
+    # The oldest is forgotten, once so many others have come.
+    assert [bool(answer(number)) for number in (2, 1, 0)] == [True, False, True]
 
 
 def test_a_member_says_nothing_to_a_responder_who_does_not_show_the_key() -> None:
