@@ -76,8 +76,8 @@ class PeerHandshake:
     `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are those that are
     taken, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one object
     for all handshakes of this node. Begin with `start`; then, until there is a `session`, hand the next
-    `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before the initiator
-    shows its own.
+    `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before the
+    initiator shows its own.
     """
 
     def __init__(
