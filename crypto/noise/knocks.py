@@ -1,8 +1,10 @@
 """First flights of members that a node of a private swarm has taken: one that comes again is an outsider's.
 
-Only who knows a key can add to it, so an outsider cannot push anything out. Two limits, both said openly: a
-node that restarted remembers nothing, and after `KNOCKS_MAX` others one is forgotten; in both cases whoever
-caught a first flight can have it answered once more, with bytes that tell no more than those it caught.
+Only who knows a key can add to it, so an outsider cannot push anything out. Its limits, said openly: a node
+that restarted remembers nothing, after `KNOCKS_MAX` others one is forgotten, and each node knows only its
+own. In these cases whoever caught a first flight on the way can have it answered once more, and so learns
+that a member is there; what the answer holds it cannot read. A flight is not bound to whom it was for: a
+member at an address that was another's shall say so, not fall silent.
 """
 
 from collections import OrderedDict
