@@ -17,11 +17,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeStarted(Event, frozen=True, kw_only=True):
-    """This node listens and serves."""
+    """This node listens and serves. A swarm with keys `is_private`."""
 
     peer: PeerId
     name: str
     swarm: str
+    is_private: bool = False
     addresses: tuple[str, ...]
     identity_is_new: bool
     data_dir: str

@@ -58,6 +58,7 @@ from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
+from node.storage.swarm_keys import load_swarm_keys
 from node.transport.network import RealNetwork
 
 SUBSCRIBER_EVENTS_MAX = 10_000
@@ -140,8 +141,8 @@ class Node:
             storage = FolderStorage(self.config.data_dir)
             stack.enter_context(lock(self.config.data_dir))
         keys = keys_of(storage, self._entropy)
-        nursery = await stack.enter_async_context(_cancelled_at_exit())
         self.network = self._network or self._real_network(keys)
+        nursery = await stack.enter_async_context(_cancelled_at_exit())
         self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage)
         self.peer = keys.identity.peer
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
@@ -165,7 +166,7 @@ class Node:
         nursery.start_soon(self._advertise)
 
     def _real_network(self, keys: NodeKeys) -> RealNetwork:
-        listen = self.config.listen
+        listen, key_file = self.config.listen, self.config.swarm.key_file
         return RealNetwork(
             keys.identity,
             keys.static,
@@ -174,6 +175,7 @@ class Node:
             entropy=self._entropy,
             listen=(listen.addresses[0].host, listen.addresses[0].port),
             announce=listen.announce,
+            keys=() if key_file is None else load_swarm_keys(key_file),
         )
 
     async def _measure(self) -> None:
@@ -200,6 +202,7 @@ class Node:
             peer=self.peer,
             name=self.config.name,
             swarm=self.config.swarm.name,
+            is_private=self.config.swarm.key_file is not None,
             addresses=tuple(address.short for address in self.network.addresses),
             identity_is_new=keys.is_new,
             data_dir=str(self.config.data_dir),

@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `tcp` the secure
-streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and
-raised nowhere; a bug in one of our own handlers comes out of `run`.
+It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `handshake` who is
+there, `tcp` the secure streams, `router` the protocols, `book` the addresses. What strangers do wrong is
+counted here and raised nowhere; a bug in one of our own handlers comes out of `run`.
 """
 
 from collections import Counter
@@ -12,26 +12,35 @@ from functools import partial
 import trio
 
 from crypto.contact import Address
-from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import Session, suites_named
+from crypto.sessions.core import Sessions
+from crypto.sessions.packets import Datagram, payload_bytes_max
+from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
+from node.transport.doorway import Doorway
+from node.transport.handshake import (
+    HANDSHAKE_SECONDS,
+    Credentials,
+    Outsider,
+    accept,
+    default_suites,
+    dial,
+)
 from node.transport.inbox import QueueInbox
 from node.transport.listen import bind, dialable
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
-from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
+from node.transport.tcp import Assembly, SecureStream
 from node.transport.udp import Datagrams, address_of
 
 INBOUND_MAX = 512
 """Connections from others at once; each costs a buffer of 128 KiB."""
 INBOUND_PER_PEER_MAX = 64
 """So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
-HALF_OPEN_MAX = 64
-"""Handshakes at once: each costs us about a millisecond of computing that nobody has paid for yet."""
 OPEN_SECONDS = 20.0
 """All addresses of a peer together."""
 ONE_SHOT_SENDERS = 8
@@ -47,7 +56,8 @@ class RealNetwork:
     ends, all streams end.
 
     `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `port` says
+    `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
+    `suites` by name, best first, are taken in place of all that work here. After the start `port` says
     where it listens and `taken` which ports others held.
     """
 
@@ -61,10 +71,12 @@ class RealNetwork:
         entropy: Callable[[int], bytes],
         listen: tuple[str, int] = ("0.0.0.0", 0),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
-        cipher: str = "AESGCM",
+        keys: Sequence[bytes] = (),
+        suites: Sequence[str] = (),
     ) -> None:
         self._identity = identity
-        self._credentials = Credentials(identity, static, swarm, entropy, cipher)
+        chosen = suites_named(suites) if suites else default_suites()
+        self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
         self._listen = listen
         self._announce = tuple(announce)
@@ -77,7 +89,8 @@ class RealNetwork:
         self._streams: dict[SecureStream, None] = {}
         self._addresses: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
-        self._inbound = self._half_open = 0
+        self._doorway = Doorway()
+        self._inbound = 0
         self._inbound_by_peer: Counter[PeerId] = Counter()
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -119,8 +132,7 @@ class RealNetwork:
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
         else:
-            addresses = self._book.for_datagram(peer, self._clock.monotonic())
-            if not self._datagrams.send(peer, protocol, message, addresses):
+            if not self._datagrams.send(peer, protocol, message, self._where(peer)):
                 # Only names to look up, or only the other address family: TCP knows both.
                 self._queue_one_shot(peer, protocol, message)
 
@@ -145,19 +157,23 @@ class RealNetwork:
         self._addresses = tuple(
             address.of(self.peer) for address in dialable(bound.host, bound.port, self._announce)
         )
-        swarm, boot = self._credentials.swarm, int(self._clock.wall() * 1000)
+        sessions = Sessions(
+            self._identity,
+            self._credentials.swarm,
+            self._credentials.entropy,
+            now=self._clock.monotonic(),
+            wall_milliseconds=int(self._clock.wall() * 1000),
+            counters=self._counters,
+        )
         datagrams = Datagrams(
-            bound.udp,
-            Seal(self._identity, swarm, boot),
-            Opener(self.peer, swarm),
-            self._counters,
-            self._arrived,
+            bound.udp, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
         )
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound.tcp))
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(datagrams.receive_forever)
+                nursery.start_soon(datagrams.wake_forever)
                 nursery.start_soon(partial(trio.serve_listeners, self._serve, [listener]))
                 for _ in range(ONE_SHOT_SENDERS):
                     nursery.start_soon(self._send_one_shots)
@@ -171,10 +187,13 @@ class RealNetwork:
 
     # --- datagrams and messages --------------------------------------------------------------------
 
-    def _arrived(self, datagram: Datagram, source: Address) -> None:
-        if datagram.newest:
-            # A copy that came late from an old address must not move the peer back there.
-            self._book.observe(datagram.sender, source, self._clock.monotonic())
+    def _where(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._book.for_datagram(peer, self._clock.monotonic())
+
+    def _heard(self, peer: PeerId, source: Address) -> None:
+        self._book.observe(peer, source, self._clock.monotonic())
+
+    def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)
 
     def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:
@@ -252,7 +271,7 @@ class RealNetwork:
 
     async def _serve(self, transport: trio.SocketStream) -> None:
         """One connection that came in, from its first byte to its end."""
-        if self._inbound >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
+        if self._inbound >= INBOUND_MAX:
             self._counters["connections_over_limit"] += 1
             transport.socket.close()
             return
@@ -266,19 +285,19 @@ class RealNetwork:
             transport.socket.close()
 
     async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
-        self._half_open += 1
         try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                session = await accept(transport, self._credentials)
-            return self._make_stream(transport, session)
+            scope = trio.CancelScope()
+            with self._doorway.place(transport.socket.getpeername()[0], scope.cancel), scope:
+                return self._make_stream(transport, await accept(transport, self._credentials))
+            self._counters["handshakes_displaced"] += 1
+        except Outsider:
+            self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):
             self._counters["handshakes_broken"] += 1
         except trio.TooSlowError:
             self._counters["handshakes_timed_out"] += 1
-        finally:
-            self._half_open -= 1
         return None
 
     async def _serve_peer(self, stream: SecureStream) -> None:

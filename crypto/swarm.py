@@ -1,0 +1,45 @@
+"""What the members of one swarm have in common: its name and, if it is private, its keys.
+
+The secret that handshakes mix in comes from here. In an open swarm it follows from the name alone: it keeps
+swarms apart, and keeps nobody out. In a private one it follows from the name and a key; several keys are for
+rotation: all are accepted, the first is the one used towards others.
+
+Not here: how a key gets into a file or a config (`node.config`).
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from crypto.errors import LocalProtocolError
+
+SWARM_KEY_BYTES = 32
+SWARM_KEYS_MAX = 4
+"""Each costs a stranger's first packet one more MAC to be refused; a rotation needs two."""
+_PSK = b"peerloom/psk/1\0"
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Raises LocalProtocolError for keys of another length, or too many of them."""
+
+    name: str
+    keys: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A key of zeros would give the secret of the open swarm.
+        wrong = [key for key in self.keys if len(key) != SWARM_KEY_BYTES or not any(key)]
+        if wrong or len(self.keys) > SWARM_KEYS_MAX:
+            raise LocalProtocolError(f"a swarm has at most {SWARM_KEYS_MAX} keys of {SWARM_KEY_BYTES} bytes")
+
+    @property
+    def is_private(self) -> bool:
+        return bool(self.keys)
+
+    @property
+    def secrets(self) -> tuple[bytes, ...]:
+        """32 bytes for each key, in their order; one for an open swarm."""
+        return tuple(
+            hmac.digest(key or bytes(SWARM_KEY_BYTES), _PSK + self.name.encode(), hashlib.sha256)
+            for key in self.keys or (b"",)
+        )
