@@ -186,8 +186,9 @@ class Sessions:
             self._table.set_alarm(state, state.due_at())
             return Received(state.peer, newest=True, answers=answers)
         if kind == COOKIE:
-            state, answers = self._handshakes.on_cookie(now, data)
-            return Received(None, answers=answers)
+            state = self._handshakes.on_cookie(now, data)
+            self._table.set_alarm(state, now)
+            return Received(None)
         raise DatagramRefused("malformed", "a packet of no known type")
 
     def _initiation(self, now: float, data: bytes, source: Source) -> Received:
@@ -314,6 +315,7 @@ class Sessions:
             self._counters["silences_noticed"] += 1
             if state.attempt is None:
                 packets += self._handshakes.begin(now, state)
+        packets += self._handshakes.again(state)
         attempt = state.attempt
         if attempt is not None and attempt.retry_at <= now:
             if state.queue:

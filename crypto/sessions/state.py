@@ -48,7 +48,9 @@ class Attempt:
     carried: Request | None
     retry_at: float
     wait_seconds: float = RETRY_SECONDS
-    has_shown_cookie: bool = False
+    has_cookie: bool = False
+    is_waiting: bool = False
+    """It is to go out once more, now with a cookie."""
     is_broken: bool = False
 
 
@@ -113,7 +115,8 @@ class PeerState:
         self.allowance_bytes += AMPLIFICATION_MAX * size_bytes
 
     def prove(self, source: Source) -> None:
-        """Whoever answers from `source` received what we sent there."""
+        """Whoever answers from `source` received what we sent there. (A response proves an address because an
+        initiation went there; who can change packets on that way could send us anywhere, as in WireGuard.)"""
         self.proven = source
         if self.unproven == source:
             self.unproven = None
@@ -138,7 +141,7 @@ class PeerState:
             self.reply_at,
             self.nudge_at,
             self.unanswered_since + SILENCE_SECONDS,
-            NEVER if attempt is None else attempt.retry_at,
+            NEVER if attempt is None else 0.0 if attempt.is_waiting else attempt.retry_at,
             *(session.expires_at for session in self.sessions()),
         ]
         if self.queue:
