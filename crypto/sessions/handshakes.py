@@ -88,7 +88,8 @@ class Handshakes:
         if last is not None:
             self._table.attempts.pop(last.index, None)
             state.attempt = None
-        if state.unproven is not None and state.allowance_bytes < DATAGRAM_BYTES_MAX:
+        is_unproven = state.proven is None and state.unproven is not None
+        if is_unproven and state.allowance_bytes < DATAGRAM_BYTES_MAX:
             self._counters["initiations_held_unproven"] += 1
             return []
         attempt = self._make(now, state)
@@ -96,7 +97,8 @@ class Handshakes:
             attempt.wait_seconds = min(2 * last.wait_seconds, RETRY_SECONDS_MAX)
         attempt.retry_at = now + attempt.wait_seconds
         state.attempt = attempt
-        state.may_send(len(attempt.packet))
+        if is_unproven:
+            state.allowance_bytes -= len(attempt.packet)
         self._table.attempts[attempt.index] = state
         self._counters["initiations_sent"] += 1
         return [attempt.packet]
@@ -158,8 +160,9 @@ class Handshakes:
         self._rotate(state, session)
         if attempt.carried is not None and state.queue and state.queue[0] is attempt.carried:
             self._table.take(state)
-        state.prove(source)
-        state.unproven = None
+        if state.proven is None:
+            state.prove(source)
+        state.came_from(now, source, len(data))
         state.heard()
         self._counters["sessions_begun"] += 1
         return state
@@ -183,13 +186,13 @@ class Handshakes:
         attempt.packet = body + mac(cookie, body)
         return state
 
-    def again(self, state: PeerState) -> list[bytes]:
+    def again(self, now: float, state: PeerState) -> list[bytes]:
         """The initiation that waits to go out once more."""
         attempt = state.attempt
         if attempt is None or not attempt.is_waiting:
             return []
         attempt.is_waiting = False
-        return [attempt.packet] if state.may_send(len(attempt.packet)) else []
+        return [attempt.packet] if state.may_send(now, len(attempt.packet)) else []
 
     # --- theirs ------------------------------------------------------------------------------------
 
@@ -212,14 +215,13 @@ class Handshakes:
             request = None
         if request is not None:
             state.memory.request = request.stamp
-        state.came_from(source, len(data))
+        state.came_from(now, source, len(data))
         if state.attempt is not None and not state.attempt.is_broken and self._peer < offer.peer:
-            packet = state.attempt.packet
-            return state, request, [packet] if state.may_send(len(packet)) else []
+            return state, request, _answer(state, state.attempt.packet)
         _, remote_index = INITIATION_HEAD.unpack_from(data)
         response = self._accept(now, state, handshake, remote_index, source, offer)
         response += mac(mac_key(self._secrets[number], offer.peer), response)
-        return state, request, [response] if state.may_send(len(response)) else []
+        return state, request, _answer(state, response)
 
     def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
         """All that costs little: which secret the initiation was made with, and a cookie if we want one."""
@@ -315,3 +317,9 @@ class Handshakes:
         state.prefer_next_until = 0.0
         self._table.sessions[session.index] = (state, session)
         self._table.confirm(state)
+
+
+def _answer(state: PeerState, packet: bytes) -> list[bytes]:
+    """To where an initiation came from: less than three times that, but not all that may go there."""
+    state.allowance_bytes -= len(packet)
+    return [packet]
