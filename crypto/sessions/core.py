@@ -206,7 +206,8 @@ class Sessions:
         if request is not None:
             state.reply_at = min(state.reply_at, now + REPLY_SECONDS)
             datagram = Datagram(state.peer, request.name.decode(), request.payload, newest=True)
-        is_there = state.is_at(source)
+        # If a handshake of ours counts, it asks for the peer where we think it is.
+        is_there = state.next is not None and state.next_source == source and state.is_at(source)
         if is_there:
             answers += self._flush(now, state)
         self._table.set_alarm(state, state.due_at())

@@ -88,8 +88,7 @@ class Handshakes:
         if last is not None:
             self._table.attempts.pop(last.index, None)
             state.attempt = None
-        is_unproven = state.proven is None and state.unproven is not None
-        if is_unproven and state.allowance_bytes < DATAGRAM_BYTES_MAX:
+        if not state.may_begin(now):
             self._counters["initiations_held_unproven"] += 1
             return []
         attempt = self._make(now, state)
@@ -97,8 +96,6 @@ class Handshakes:
             attempt.wait_seconds = min(2 * last.wait_seconds, RETRY_SECONDS_MAX)
         attempt.retry_at = now + attempt.wait_seconds
         state.attempt = attempt
-        if is_unproven:
-            state.allowance_bytes -= len(attempt.packet)
         self._table.attempts[attempt.index] = state
         self._counters["initiations_sent"] += 1
         return [attempt.packet]
@@ -215,13 +212,14 @@ class Handshakes:
             request = None
         if request is not None:
             state.memory.request = request.stamp
-        state.came_from(now, source, len(data))
         if state.attempt is not None and not state.attempt.is_broken and self._peer < offer.peer:
-            return state, request, _answer(state, state.attempt.packet)
+            return state, request, [state.attempt.packet]
+        state.came_from(now, source, len(data))
         _, remote_index = INITIATION_HEAD.unpack_from(data)
         response = self._accept(now, state, handshake, remote_index, source, offer)
         response += mac(mac_key(self._secrets[number], offer.peer), response)
-        return state, request, _answer(state, response)
+        state.allowance_bytes -= len(response)
+        return state, request, [response]
 
     def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
         """All that costs little: which secret the initiation was made with, and a cookie if we want one."""
@@ -317,9 +315,3 @@ class Handshakes:
         state.prefer_next_until = 0.0
         self._table.sessions[session.index] = (state, session)
         self._table.confirm(state)
-
-
-def _answer(state: PeerState, packet: bytes) -> list[bytes]:
-    """To where an initiation came from: less than three times that, but not all that may go there."""
-    state.allowance_bytes -= len(packet)
-    return [packet]

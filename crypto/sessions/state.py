@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from crypto.identity import PeerId
 from crypto.noise import Handshake
 from crypto.sessions.macs import Source
-from crypto.sessions.packets import Request
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Request
 from crypto.sessions.session import Session
 
 NEVER = float("inf")
@@ -29,6 +29,8 @@ HOLD_SECONDS = 1.0
 it goes to the address that was proven before."""
 HOLD_AGAIN_SECONDS = 30.0
 """Not sooner again: somebody on the way who changes addresses must not delay everything."""
+FORGET_SECONDS = 10.0
+"""An unproven address of which nothing more comes binds us so long; then it is one more that we heard of."""
 RETRY_SECONDS = 0.5
 """From an initiation to the next one; doubled each time. Longer than most round trips."""
 RETRY_SECONDS_MAX = 4.0
@@ -87,6 +89,7 @@ class PeerState:
     """The newest packet came from here, and it is not proven. As long as no other is, the peer is here."""
     allowance_bytes: int = 0
     """What may still go to `unproven` if no address is proven; if one is, only challenges go there."""
+    forget_at: float = 0.0
     hold_until: float = 0.0
     hold_again_at: float = 0.0
     challenge: bytes = b""
@@ -124,6 +127,7 @@ class PeerState:
             if self.proven is not None and now >= self.hold_again_at:
                 self.hold_until, self.hold_again_at = now + HOLD_SECONDS, now + HOLD_AGAIN_SECONDS
         self.allowance_bytes += AMPLIFICATION_MAX * size_bytes
+        self.forget_at = now + FORGET_SECONDS
 
     def prove(self, source: Source) -> None:
         """Whoever answers from `source` received what we sent there."""
@@ -134,6 +138,15 @@ class PeerState:
     def is_at(self, source: Source) -> bool:
         """Whether `source` is where the peer is, as far as we know."""
         return self.proven is None or source == self.proven
+
+    def may_begin(self, now: float) -> bool:
+        """Whether a handshake may go to where the peer is. It has no session then that anybody proved."""
+        if self.proven is not None or self.unproven is None:
+            return True
+        if now >= self.forget_at:
+            self.unproven = None
+            return True
+        return self.may_send(now, DATAGRAM_BYTES_MAX)
 
     def may_send(self, now: float, size_bytes: int) -> bool:
         """Whether so much may go to where the peer is; it is charged if that is unproven."""

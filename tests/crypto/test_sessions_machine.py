@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from crypto.errors import RemoteProtocolError
 from crypto.sessions.macs import Source
 from crypto.sessions.packets import RESPONSE, payload_bytes_max
-from crypto.sessions.state import AMPLIFICATION_MAX
+from crypto.sessions.state import AMPLIFICATION_MAX, FORGET_SECONDS
 from tests.crypto.meeting import PING, Node
 
 PEERS = 3
@@ -37,6 +37,7 @@ class BadNetwork(RuleBasedStateMachine):
         self.nodes = [Node(number + 1) for number in range(PEERS)]
         self.numbers = {node.peer: number for number, node in enumerate(self.nodes)}
         self.book = {(one, other): self.nodes[other].source for one in range(PEERS) for other in range(PEERS)}
+        self.heard_at: dict[tuple[int, int], float] = {}
         self.flight: list[Packet] = []
         self.past: list[Packet] = []
         self.sent: dict[bytes, tuple[int, int]] = {}
@@ -53,11 +54,9 @@ class BadNetwork(RuleBasedStateMachine):
             payload = len(self.sent).to_bytes(8, "big") + bytes(size)
             self.sent[payload] = (sender, receiver)
             peer = self.nodes[receiver].peer
-            if peer not in self.nodes[sender].sessions.peers:
-                # Whoever is forgotten is looked up anew.
-                self.book[sender, receiver] = self.nodes[receiver].source
+            target = self.where(sender, receiver)
             for data in self.nodes[sender].sessions.send(self.now, peer, PING, payload):
-                self.put(sender, self.book[sender, receiver], data)
+                self.put(sender, target, data)
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 5.0, 40.0, 130.0]))
     def wait(self, seconds: float) -> None:
@@ -66,7 +65,7 @@ class BadNetwork(RuleBasedStateMachine):
             self.now = max(self.now, due)
             for number, node in enumerate(self.nodes):
                 for peer, data in node.sessions.wake(self.now):
-                    self.put(number, self.book[number, self.numbers[peer]], data)
+                    self.put(number, self.where(number, self.numbers[peer]), data)
         self.now = until
 
     @rule(number=Number)
@@ -115,6 +114,13 @@ class BadNetwork(RuleBasedStateMachine):
 
     # --- how it goes together --------------------------------------------------------------------------
 
+    def where(self, sender: int, receiver: int) -> Source:
+        """What an address book knows. An address that nobody heard from for long it holds for hearsay."""
+        is_old = self.now >= self.heard_at.get((sender, receiver), 0.0) + FORGET_SECONDS
+        if is_old or self.nodes[receiver].peer not in self.nodes[sender].sessions.peers:
+            self.book[sender, receiver] = self.nodes[receiver].source
+        return self.book[sender, receiver]
+
     def put(self, sender: int, target: Source, data: bytes) -> None:
         if target == VICTIM:
             self.to_victim[sender] += len(data)
@@ -136,7 +142,8 @@ class BadNetwork(RuleBasedStateMachine):
             for answer in received.answers:
                 self.put(number, packet.source, answer)
             if received.peer is not None and received.newest:
-                self.book[number, self.numbers[received.peer]] = packet.source
+                pair = (number, self.numbers[received.peer])
+                self.book[pair], self.heard_at[pair] = packet.source, self.now
             if received.datagram is not None:
                 payload = received.datagram.payload
                 assert self.sent[payload] == (self.numbers[received.datagram.sender], number)
