@@ -51,13 +51,12 @@ CHALLENGE_SECONDS = 0.5
 """Between two challenges to one address."""
 
 _HEAD_BYTES = TRANSPORT_HEAD.size
-_MESSAGE_BYTES_MAX = DATAGRAM_BYTES_MAX - TRANSPORT_BYTES_MIN - 1
 
 
 @dataclass(slots=True)
 class Received:
     """What a packet was. `peer` is None if nobody is proved by it (a cookie was asked for or came); `newest`:
-    nothing that this peer sent later came before it, so where it came from is where the peer is."""
+    nothing that this peer sent later came before it, and where it came from is where the peer is."""
 
     peer: PeerId | None
     newest: bool = False
@@ -111,7 +110,8 @@ class Sessions:
         Raises LocalProtocolError for a payload longer than `payload_bytes_max(protocol)`, or to ourselves.
         """
         name = protocol_bytes(protocol)
-        if len(name) + len(payload) > _MESSAGE_BYTES_MAX or peer == self._peer:
+        size_bytes = TRANSPORT_BYTES_MIN + 1 + len(name) + len(payload)
+        if size_bytes > DATAGRAM_BYTES_MAX or peer == self._peer:
             raise LocalProtocolError(
                 f"{len(payload)} bytes of {protocol} fit no datagram, or are for ourselves"
             )
@@ -125,7 +125,7 @@ class Sessions:
         self._table.touch(now, state)
         if not state.queue:
             session = state.sending(now)
-            if session is not None and state.may_send(TRANSPORT_BYTES_MIN + 1 + len(name) + len(payload)):
+            if session is not None and state.may_send(now, size_bytes):
                 packet = session.seal(bytes((len(name),)) + name + payload)
                 self._sent(now, state)
                 if session.is_old(now) and state.attempt is None:
@@ -149,7 +149,7 @@ class Sessions:
         session = state.sending(now)
         while state.queue and session is not None:
             plain = write_message(state.queue[0])
-            if not state.may_send(TRANSPORT_BYTES_MIN + len(plain)):
+            if not state.may_send(now, TRANSPORT_BYTES_MIN + len(plain)):
                 break
             self._table.take(state)
             packets.append(session.seal(plain))
@@ -182,12 +182,19 @@ class Sessions:
         if kind == RESPONSE:
             state = self._handshakes.on_response(now, data, source)
             self._table.touch(now, state)
-            answers = self._flush(now, state) or self._keepalive(now, state)
+            assert state.current is not None
+            # One of the three is there: it tells the other side that we have the session.
+            answers = (
+                self._challenge(now, state, state.current)
+                or self._flush(now, state)
+                or self._keepalive(now, state)
+            )
             self._table.set_alarm(state, state.due_at())
-            return Received(state.peer, newest=True, answers=answers)
+            return Received(state.peer, state.is_at(source), answers=answers)
         if kind == COOKIE:
-            state, answers = self._handshakes.on_cookie(now, data)
-            return Received(None, answers=answers)
+            state = self._handshakes.on_cookie(now, data)
+            self._table.set_alarm(state, now)
+            return Received(None)
         raise DatagramRefused("malformed", "a packet of no known type")
 
     def _initiation(self, now: float, data: bytes, source: Source) -> Received:
@@ -199,9 +206,12 @@ class Sessions:
         if request is not None:
             state.reply_at = min(state.reply_at, now + REPLY_SECONDS)
             datagram = Datagram(state.peer, request.name.decode(), request.payload, newest=True)
-        answers += self._flush(now, state)
+        # If a handshake of ours counts, it asks for the peer where we think it is.
+        is_there = state.next is not None and state.next_source == source and state.is_at(source)
+        if is_there:
+            answers += self._flush(now, state)
         self._table.set_alarm(state, state.due_at())
-        return Received(state.peer, newest=True, datagram=datagram, answers=answers)
+        return Received(state.peer, is_there, datagram=datagram, answers=answers)
 
     def _transport(self, now: float, data: bytes, source: Source) -> Received:
         if not TRANSPORT_BYTES_MIN <= len(data) <= DATAGRAM_BYTES_MAX:
@@ -237,22 +247,24 @@ class Sessions:
             self._handshakes.confirm(state)
         state.heard()
         self._table.touch(now, state)
-        received = Received(state.peer, is_newest and session is state.current)
-        if received.newest and (source != state.proven or state.unproven is not None):
-            state.came_from(source, size_bytes)
+        is_newest = is_newest and session is state.current
+        received = Received(state.peer)
+        if is_newest and (source != state.proven or state.unproven is not None):
+            state.came_from(now, source, size_bytes)
             received.answers = self._challenge(now, state, session)
         if plain:
             if plain[0]:
-                self._message(now, state, plain, received)
+                received.datagram = self._message(now, state, plain, is_newest)
             else:
                 self._control(state, session, plain, source, received)
-        if state.queue and (received.newest or confirms):
+        received.newest = is_newest and source == state.proven
+        if state.queue and received.newest:
             received.answers += self._flush(now, state)
         if confirms:
             self._table.set_alarm(state, state.due_at())
         return received
 
-    def _message(self, now: float, state: PeerState, plain: bytes, received: Received) -> None:
+    def _message(self, now: float, state: PeerState, plain: bytes, is_newest: bool) -> Datagram | None:
         stamp, protocol, payload = read_message(plain)
         if state.reply_at == NEVER:
             state.reply_at = now + REPLY_SECONDS
@@ -261,17 +273,15 @@ class Sessions:
             if stamp <= state.memory.request:
                 # It came with an initiation already; its sender could not know.
                 self._counters["datagrams_repeated"] += 1
-                return
+                return None
             state.memory.request = stamp
-        received.datagram = Datagram(state.peer, protocol, payload, received.newest)
+        return Datagram(state.peer, protocol, payload, is_newest)
 
     # --- addresses that have to prove themselves ---------------------------------------------------
 
     def _challenge(self, now: float, state: PeerState, session: Session) -> list[bytes]:
         """Ask the unproven address for something that only the peer can read."""
         if state.unproven is None or now - state.challenged_at < CHALLENGE_SECONDS:
-            return []
-        if not state.may_send(TRANSPORT_BYTES_MIN + 2 + TOKEN_BYTES):
             return []
         state.challenge, state.challenged_at = self._entropy(TOKEN_BYTES), now
         self._counters["addresses_challenged"] += 1
@@ -314,6 +324,7 @@ class Sessions:
             self._counters["silences_noticed"] += 1
             if state.attempt is None:
                 packets += self._handshakes.begin(now, state)
+        packets += self._handshakes.again(now, state)
         attempt = state.attempt
         if attempt is not None and attempt.retry_at <= now:
             if state.queue:
@@ -343,6 +354,6 @@ class Sessions:
         """An empty packet: we are here, and have the session."""
         state.reply_at = NEVER
         session = state.sending(now)
-        if session is None or not state.may_send(TRANSPORT_BYTES_MIN):
+        if session is None or not state.may_send(now, TRANSPORT_BYTES_MIN):
             return []
         return [session.seal(b"")]

@@ -32,7 +32,9 @@ from crypto.sessions.packets import (
     Request,
     fits_initiation,
     read_offer,
+    read_stamp,
     write_offer,
+    write_stamp,
 )
 from crypto.sessions.session import Session
 from crypto.sessions.state import ANEW_SECONDS, RETRY_SECONDS_MAX, Attempt, PeerState
@@ -86,7 +88,7 @@ class Handshakes:
         if last is not None:
             self._table.attempts.pop(last.index, None)
             state.attempt = None
-        if state.unproven is not None and state.allowance_bytes < DATAGRAM_BYTES_MAX:
+        if not state.may_begin(now):
             self._counters["initiations_held_unproven"] += 1
             return []
         attempt = self._make(now, state)
@@ -94,7 +96,6 @@ class Handshakes:
             attempt.wait_seconds = min(2 * last.wait_seconds, RETRY_SECONDS_MAX)
         attempt.retry_at = now + attempt.wait_seconds
         state.attempt = attempt
-        state.may_send(len(attempt.packet))
         self._table.attempts[attempt.index] = state
         self._counters["initiations_sent"] += 1
         return [attempt.packet]
@@ -144,41 +145,51 @@ class Handshakes:
         if find_key(self._mac_keys[:1], data[:-MAC_BYTES], data[-MAC_BYTES:]) is None:
             raise DatagramRefused("swarm", "a response of another swarm, or for another peer")
         try:
-            rest = attempt.handshake.read(data[RESPONSE_HEAD.size : -MAC_BYTES])
+            payload = attempt.handshake.read(data[RESPONSE_HEAD.size : -MAC_BYTES])
         except RemoteProtocolError:
             # The object is dead now; the next initiation makes another.
             attempt.is_broken = True
             raise DatagramRefused("seal", "a response that is not authentic") from None
-        if rest:
-            raise DatagramRefused("malformed", "a response with a payload")
+        # The one that crossed ours counts no more, should it come late.
+        state.memory.stamp = max(state.memory.stamp, read_stamp(payload))
         session = Session(index, remote_index, attempt.handshake.split(), now, initiated=True)
         self.end(state)
         self._rotate(state, session)
         if attempt.carried is not None and state.queue and state.queue[0] is attempt.carried:
             self._table.take(state)
-        state.prove(source)
-        state.unproven = None
+        if state.proven is None:
+            state.prove(source)
+        state.came_from(now, source, len(data))
         state.heard()
         self._counters["sessions_begun"] += 1
         return state
 
-    def on_cookie(self, now: float, data: bytes) -> tuple[PeerState, list[bytes]]:
-        """The peer has much to do: our initiation once more, with the cookie."""
+    def on_cookie(self, now: float, data: bytes) -> PeerState:
+        """The peer has much to do: our initiation is to go there once more, with the cookie. Not to where the
+        cookie came from, which proves nothing."""
         if len(data) != COOKIE_BYTES:
             raise DatagramRefused("malformed", f"a cookie of {len(data)} bytes")
         _, index, _ = COOKIE_HEAD.unpack_from(data)
         state = self._table.attempts.get(index)
         attempt = None if state is None else state.attempt
-        if state is None or attempt is None or attempt.has_shown_cookie:
+        if state is None or attempt is None or attempt.has_cookie:
             raise DatagramRefused("index", "a cookie for no handshake of ours")
         body = attempt.packet[:-MAC_BYTES]
         cookie = open_cookie(data, state.mac_key, body[-MAC_BYTES:])
         if cookie is None:
             raise DatagramRefused("seal", "a cookie that is not authentic")
         state.cookie, state.cookie_until = cookie, now + COOKIE_SECONDS
-        attempt.has_shown_cookie = True
+        attempt.has_cookie = attempt.is_waiting = True
         attempt.packet = body + mac(cookie, body)
-        return state, [attempt.packet] if state.may_send(len(attempt.packet)) else []
+        return state
+
+    def again(self, now: float, state: PeerState) -> list[bytes]:
+        """The initiation that waits to go out once more."""
+        attempt = state.attempt
+        if attempt is None or not attempt.is_waiting:
+            return []
+        attempt.is_waiting = False
+        return [attempt.packet] if state.may_send(now, len(attempt.packet)) else []
 
     # --- theirs ------------------------------------------------------------------------------------
 
@@ -201,14 +212,14 @@ class Handshakes:
             request = None
         if request is not None:
             state.memory.request = request.stamp
-        state.came_from(source, len(data))
         if state.attempt is not None and not state.attempt.is_broken and self._peer < offer.peer:
-            packet = state.attempt.packet
-            return state, request, [packet] if state.may_send(len(packet)) else []
+            return state, request, [state.attempt.packet]
+        state.came_from(now, source, len(data))
         _, remote_index = INITIATION_HEAD.unpack_from(data)
         response = self._accept(now, state, handshake, remote_index, source, offer)
         response += mac(mac_key(self._secrets[number], offer.peer), response)
-        return state, request, [response] if state.may_send(len(response)) else []
+        state.allowance_bytes -= len(response)
+        return state, request, [response]
 
     def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
         """All that costs little: which secret the initiation was made with, and a cookie if we want one."""
@@ -269,7 +280,7 @@ class Handshakes:
     ) -> bytes:
         """The session they want, and our answer without its mac."""
         index = self._table.fresh_index()
-        answer = handshake.write()
+        answer = handshake.write(write_stamp(self._last_stamp))
         if state.next is not None:
             self._table.sessions.pop(state.next.index, None)
         state.next = Session(index, remote_index, handshake.split(), now, initiated=False)

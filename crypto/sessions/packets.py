@@ -4,6 +4,7 @@
       its payload: peer 32 | stamp 8 | anew 1 | the request's stamp 8 | name length 1 | message length 2
                    | name | message | zeros; a name length of 0: no request
     response     5 | sender index 4 | receiver index 4 | Noise message 2 | mac1 16
+      its payload: stamp 8; initiations of its sender up to this one are void
     cookie       6 | receiver index 4 | nonce 16 | sealed cookie 32
     transport    7 | receiver index 4 | counter 8 | sealed: nothing, a message or a control
       message: name length 1 (128 more: with a stamp) | stamp 8, if any | name | message
@@ -47,7 +48,7 @@ _STAMPED = 128
 MACS_BYTES = 2 * MAC_BYTES
 _SEALED_STATIC_BYTES = KEY_BYTES + TAG_BYTES
 _INITIATION_EXTRA_BYTES = INITIATION_HEAD.size + KEY_BYTES + _SEALED_STATIC_BYTES + TAG_BYTES + MACS_BYTES
-RESPONSE_BYTES = RESPONSE_HEAD.size + KEY_BYTES + TAG_BYTES + MAC_BYTES
+RESPONSE_BYTES = RESPONSE_HEAD.size + KEY_BYTES + _STAMP.size + TAG_BYTES + MAC_BYTES
 COOKIE_BYTES = COOKIE_HEAD.size + MAC_BYTES + TAG_BYTES
 TRANSPORT_BYTES_MIN = TRANSPORT_HEAD.size + TAG_BYTES
 _OFFER_BYTES_MIN = INITIATION_BYTES_MIN - _INITIATION_EXTRA_BYTES
@@ -131,6 +132,19 @@ def read_offer(data: bytes) -> Offer:
     elif payload_bytes or request_stamp:
         raise DatagramRefused("malformed", "an initiation with a request for no protocol")
     return Offer(PeerId(peer), stamp, bool(anew), request)
+
+
+def write_stamp(stamp: int) -> bytes:
+    """The payload of a response."""
+    return _STAMP.pack(stamp)
+
+
+def read_stamp(data: bytes) -> int:
+    """Raises DatagramRefused."""
+    if len(data) != _STAMP.size:
+        raise DatagramRefused("malformed", "a response without a stamp")
+    stamp: int = _STAMP.unpack(data)[0]
+    return stamp
 
 
 def write_message(request: Request) -> bytes:

@@ -143,6 +143,8 @@ async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_ol
             while not payloads:
                 # The first is a challenge: is it really there?
                 received = alice.receive(0.0, await raw_arrival(new), raw_address(bob))
+                for answer in received.answers:
+                    new.sendto(answer, raw_address(bob))
                 payloads += [] if received.datagram is None else [received.datagram.payload]
             assert payloads == [b"to the new address"]
 
