@@ -285,6 +285,7 @@ class SimNetwork:
 
     @property
     def counters(self) -> Mapping[str, int]:
+        self.miss()
         return self._counters
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -23,6 +23,7 @@ from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from crypto.noise import Data
 from node.errors import StreamClosed, StreamEnded
+from node.locks import Turn
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from sim.alarm import Alarm
 from sim.executor import stand_still
@@ -100,7 +101,7 @@ class _Pipe:
             await self._writers.park()
         now = _now()
         if self._is_ended or self._broken_at <= now:
-            raise StreamClosed("the stream is closed")
+            raise StreamClosed("this side sends no more" if self._is_ended else "the other side closed it")
         if self._is_dropped:
             return  # on its way to a reader that has gone, which the writer cannot know yet
         self._queued_bytes += len(message) + len(payload)
@@ -234,6 +235,8 @@ class SimStream:
         self._incoming = incoming
         self._outgoing = outgoing
         self._count = count
+        self._receiving = Turn()
+        self._is_closed = False
         self.offended: Callable[[], None] = lambda: None
         """Is called where the other side breaks the protocol."""
         self.is_stalled = False
@@ -254,6 +257,7 @@ class SimStream:
                 f"a message of {len(message)} bytes and a payload of {len(whole)}, at most"
                 f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
+        self._check_open()
         await self._outgoing.put(bytes(message), whole)
         self._count(math.ceil((len(message) + len(whole)) * STREAM_OVERHEAD))
 
@@ -262,7 +266,11 @@ class SimStream:
         return message
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        message, payload = await self._incoming.get()
+        await self._receiving.take()
+        try:
+            message, payload = await self._incoming.get()
+        finally:
+            self._receiving.give()
         if len(payload) > payload_bytes_max:
             self.close(is_cut=True)
             self.offended()
@@ -271,7 +279,12 @@ class SimStream:
 
     async def send_eof(self) -> None:
         await trio.lowlevel.checkpoint()
+        self._check_open()
         self._outgoing.end()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamClosed("this side closed it")
 
     async def aclose(self) -> None:
         self.close()
@@ -279,6 +292,7 @@ class SimStream:
 
     def close(self, *, is_cut: bool = False) -> None:
         """As `aclose`, where nothing can be awaited; `is_cut`: not in order, as where a peer dies."""
+        self._is_closed = True
         self._outgoing.end(is_cut=is_cut)
         self._incoming.drop()
 
