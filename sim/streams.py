@@ -88,6 +88,7 @@ class _Pipe:
         self._queued_bytes = 0
         self._is_ended = self._is_dropped = self._is_stalled = False
         self._is_cut = self._is_leaving = False
+        self._why = ""
         self._ends_at = math.inf
         self._broken_at = math.inf
         self._reader = Alarm()
@@ -122,18 +123,17 @@ class _Pipe:
             if self._is_dropped or self._is_leaving:
                 raise StreamClosed("this side closed it" if self._is_dropped else "this node is leaving")
             if not self._queue and self._ends_at <= now:
-                if self._is_cut:
-                    raise StreamClosed("the connection broke")
-                raise StreamEnded("the other side sends no more")
+                raise StreamClosed("the connection broke") if self._is_cut else StreamEnded(self._why)
             if self._queue and self._queue[0][0] <= now:
                 _, message, payload = self._queue.popleft()
                 self._queued_bytes -= len(message) + len(payload)
                 self._writers.unpark_all()
                 return message, payload
 
-    def end(self, *, is_cut: bool = False) -> None:
-        """The writer sends no more: the reader finds out after the last message, and whether it was cut."""
-        self._is_cut = self._is_cut or is_cut
+    def end(self, why: str, *, is_cut: bool = False) -> None:
+        """The writer sends no more: the reader finds out after the last message, why and whether it was
+        cut."""
+        self._why, self._is_cut = why, self._is_cut or is_cut
         if not self._is_ended:
             self._is_ended = True
             self._writers.unpark_all()
@@ -280,7 +280,7 @@ class SimStream:
     async def send_eof(self) -> None:
         await trio.lowlevel.checkpoint()
         self._check_open()
-        self._outgoing.end()
+        self._outgoing.end("the other side sends no more")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -293,7 +293,7 @@ class SimStream:
     def close(self, *, is_cut: bool = False) -> None:
         """As `aclose`, where nothing can be awaited; `is_cut`: not in order, as where a peer dies."""
         self._is_closed = True
-        self._outgoing.end(is_cut=is_cut)
+        self._outgoing.end("the other side closed it", is_cut=is_cut)
         self._incoming.drop()
 
     def leave(self) -> None:

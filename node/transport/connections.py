@@ -62,7 +62,8 @@ class Connections:
         self._open: dict[Connection, SecureStream | None] = {}
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
-        self._inbound = self._half_open = 0
+        self._half_open = 0
+        self._inbound: dict[Connection, None] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
@@ -221,6 +222,12 @@ class Connections:
         self._open.pop(connection, None)
         self._waiting.pop(connection, None)
         self._idle.forget(connection)
+        if connection in self._inbound:
+            del self._inbound[connection]
+            by_peer, peer = self._inbound_by_peer, connection.peer
+            by_peer[peer] -= 1
+            if not by_peer[peer]:
+                del by_peer[peer]
 
     def _closed(self, stream: SecureStream) -> None:
         """A stream that was opened here was closed here."""
@@ -244,27 +251,28 @@ class Connections:
 
     async def serve(self, transport: trio.SocketStream) -> None:
         """One connection that came in, from its first byte to its end."""
-        if self._inbound >= INBOUND_MAX:
+        if self._half_open + len(self._inbound) >= INBOUND_MAX:
             self._make_room(next(iter(self._waiting), None))
-        if self._inbound >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
+        if self._half_open + len(self._inbound) >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
             self._counters["connections_over_limit"] += 1
             transport.socket.close()
             return
-        self._inbound += 1
         try:
             connection = await self._shake_hands(transport)
-            if connection is not None:
-                await self._serve_peer(connection)
         finally:
-            self._inbound -= 1
             transport.socket.close()
+        if connection is not None:
+            await self._serve_peer(connection)
 
     async def _shake_hands(self, transport: trio.SocketStream) -> Connection | None:
         self._half_open += 1
         try:
             with trio.fail_after(HANDSHAKE_SECONDS):
                 session = await accept(transport, self._credentials)
-            return self._make(transport, session)
+            connection = self._make(transport, session)
+            self._inbound[connection] = None
+            self._inbound_by_peer[session.peer] += 1
+            return connection
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):
@@ -282,10 +290,9 @@ class Connections:
 
     async def _serve_peer(self, connection: Connection) -> None:
         by_peer, peer = self._inbound_by_peer, connection.peer
-        if by_peer[peer] >= INBOUND_PER_PEER_MAX:
+        if by_peer[peer] > INBOUND_PER_PEER_MAX:
             self._make_room(next((each for each in self._waiting if each.peer == peer), None))
-        busy = by_peer[peer] >= INBOUND_PER_PEER_MAX
-        by_peer[peer] += 1
+        busy = by_peer[peer] > INBOUND_PER_PEER_MAX
         try:
             refusals = 0
             for number in itertools.count():
@@ -295,9 +302,6 @@ class Connections:
                 if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
                     break
         finally:
-            by_peer[peer] -= 1
-            if not by_peer[peer]:
-                del by_peer[peer]
             connection.end("the conversation is over")
 
     async def _welcome(
