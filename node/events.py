@@ -17,7 +17,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeStarted(Event, frozen=True, kw_only=True):
-    """This node listens and serves."""
+    """This node listens and serves. `moved`: (port wanted, port taken instead) of each that others held."""
 
     peer: PeerId
     name: str
@@ -27,6 +27,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     data_dir: str
     port_wanted: int
     port: int
+    moved: tuple[tuple[int, int], ...] = ()
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):

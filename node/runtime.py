@@ -12,6 +12,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
 from node.commands import CheckpointCommands, Commands
-from node.config import Config, Join
+from node.config import Config
 from node.control import ControlServer
 from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
@@ -100,7 +101,7 @@ class Node:
         self.state = views.State()
         self.stopping = trio.Event()
         self._is_met = trio.Event()
-        self._seeds = Join(seeds, config.join.remember)
+        self._seeds = replace(config.join, seeds=seeds)
         self._network = network
         self._clock = clock or RealClock()
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
@@ -172,7 +173,7 @@ class Node:
             self.config.swarm.name,
             clock=self._clock,
             entropy=self._entropy,
-            listen=(listen.addresses[0].host, listen.addresses[0].port),
+            listen=[(address.host, address.port) for address in listen.addresses],
             announce=listen.announce,
         )
 
@@ -205,6 +206,7 @@ class Node:
             data_dir=str(self.config.data_dir),
             port_wanted=wanted,
             port=self.network.addresses[0].port if self.network.addresses else wanted,
+            moved=self.network.moved if isinstance(self.network, RealNetwork) else (),
         )
 
     def _make_services(self) -> None:

@@ -42,11 +42,14 @@ def main(
     join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Join through this peer.")] = None,
     config: Annotated[Text, typer.Option(metavar="FILE", help="A TOML file of settings.")] = None,
     listen: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Listen here (port 0: any free one).")
+        list[str] | None, typer.Option(metavar="ADDR", help="Listen here too (port 0: any free one).")
     ] = None,
     announce: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
     ] = None,
+    no_lan: Annotated[
+        bool, typer.Option("--no-lan", help="Neither look for nodes of the local network nor tell them.")
+    ] = False,
     name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
     data_dir: DataDir = "",
     swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,
@@ -67,6 +70,7 @@ def main(
         "config": config,
         "listen": listen,
         "announce": announce,
+        "lan": False if no_lan else None,
         "name": name,
         "data_dir": data_dir or None,
         "swarm": swarm,
@@ -92,7 +96,7 @@ def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:
     command = context.invoked_subcommand
     for key, value in flags.items():
         if value not in (None, []) and key not in _ALSO_BEFORE_A_COMMAND:
-            flag = "--" + key.replace("_", "-")
+            flag = "--no-lan" if key == "lan" else "--" + key.replace("_", "-")
             do = f"{PROGRAM} {command} --json" if key == "json" else f"{PROGRAM} {command} --help"
             raise UsageError(f"{flag} before '{command}': it belongs to starting a node", do)
 

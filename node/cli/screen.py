@@ -51,10 +51,13 @@ class EventScreen:
         self._names[event["peer"]] = event["name"]
         identity = "new identity, kept in" if event["identity_is_new"] else "identity from"
         lines = [f"{event['name']}  {short_id(event['peer'])}   {identity} {short_path(event['data_dir'])}"]
-        taken = event["port_wanted"] not in (0, event["port"])
-        for address in event["addresses"]:
-            note = f"   (port {event['port_wanted']} was taken)" if taken else ""
-            lines.append(labelled("listening", short_address(address) + note))
+        wanted = {str(port): before for before, port in event["moved"]}
+        if event["port_wanted"] not in (0, event["port"]):
+            wanted.setdefault(str(event["port"]), event["port_wanted"])
+        for address in map(short_address, event["addresses"]):
+            port = address.rpartition(":")[2]
+            note = f"   (port {wanted[port]} was taken)" if port in wanted else ""
+            lines.append(labelled("listening", address + note))
         if self._capacity is not None:
             lines.append(labelled("compute", capacity_text(self._capacity)))
         joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"

@@ -20,11 +20,12 @@ from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
 from node.transport.inbox import QueueInbox
-from node.transport.listen import bind, dialable
+from node.transport.listen import Place, bind_all, dialable
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
+from node.transport.sockets import UdpSockets, address_of
 from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
-from node.transport.udp import Datagrams, address_of
+from node.transport.udp import Datagrams
 
 INBOUND_MAX = 512
 """Connections from others at once; each costs a buffer of 128 KiB."""
@@ -46,9 +47,9 @@ class RealNetwork:
     """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
     ends, all streams end.
 
-    `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `port` says
-    where it listens and `taken` which ports others held.
+    `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
+    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `ports` says
+    where it listens, in the order of `listen`.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class RealNetwork:
         *,
         clock: Clock,
         entropy: Callable[[int], bytes],
-        listen: tuple[str, int] = ("0.0.0.0", 0),  # noqa: S104 - a peer is there to be reached
+        listen: Sequence[Place] = (("0.0.0.0", 0),),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
         cipher: str = "AESGCM",
     ) -> None:
         self._identity = identity
         self._credentials = Credentials(identity, static, swarm, entropy, cipher)
         self._clock = clock
-        self._listen = listen
+        self._listen = tuple(listen)
         self._announce = tuple(announce)
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
@@ -83,8 +84,7 @@ class RealNetwork:
             ONE_SHOT_QUEUE_MAX
         )
         self._one_shot_bytes = 0
-        self.port = 0
-        self.taken: tuple[int, ...] = ()
+        self.ports: tuple[int, ...] = ()
 
     @property
     def peer(self) -> PeerId:
@@ -93,6 +93,17 @@ class RealNetwork:
     @property
     def addresses(self) -> tuple[Address, ...]:
         return self._addresses
+
+    @property
+    def port(self) -> int:
+        """The first of `ports`; 0 before the start."""
+        return self.ports[0] if self.ports else 0
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """(port wanted, port taken instead) of each that others held."""
+        pairs = zip((port for _, port in self._listen), self.ports, strict=False)
+        return tuple((wanted, port) for wanted, port in pairs if wanted not in (0, port))
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -140,32 +151,33 @@ class RealNetwork:
         """Listen until cancelled; `started` once `addresses` are known. Raises UsageError: cannot listen."""
         if self._datagrams is not None:
             raise LocalProtocolError("this network runs already")
-        bound = await bind(*self._listen)
-        self.port, self.taken = bound.port, bound.taken
-        self._addresses = tuple(
-            address.of(self.peer) for address in dialable(bound.host, bound.port, self._announce)
-        )
+        bound = await bind_all(self._listen)
+        self.ports = tuple(each.port for each in bound)
+        places = [(each.host, each.port) for each in bound]
+        self._addresses = tuple(address.of(self.peer) for address in dialable(places, self._announce))
         swarm, boot = self._credentials.swarm, int(self._clock.wall() * 1000)
+        sockets = UdpSockets([each.udp for each in bound], self._counters)
         datagrams = Datagrams(
-            bound.udp,
+            sockets,
             Seal(self._identity, swarm, boot),
             Opener(self.peer, swarm),
             self._counters,
             self._arrived,
         )
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound.tcp))
+        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(each.tcp)) for each in bound]
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(datagrams.receive_forever)
-                nursery.start_soon(partial(trio.serve_listeners, self._serve, [listener]))
+                nursery.start_soon(partial(trio.serve_listeners, self._serve, listeners))
                 for _ in range(ONE_SHOT_SENDERS):
                     nursery.start_soon(self._send_one_shots)
                 task_status.started()
         finally:
             self._datagrams = None
-            datagrams.close()
-            bound.tcp.close()
+            sockets.close()
+            for each in bound:
+                each.close()
             for stream in tuple(self._streams):
                 stream.close()
 
