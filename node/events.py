@@ -42,13 +42,15 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
 
 
 class JoinTried(Event, frozen=True, kw_only=True):
-    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown."""
+    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown. `found_by` is empty for an
+    address that was given or remembered, "beacon" for one heard on the local network."""
 
     address: str
     outcome: str
     detail: str
     peer: PeerId | None = None
     seconds: float = 0.0
+    found_by: str = ""
 
 
 class MemberJoined(Event, frozen=True, kw_only=True):

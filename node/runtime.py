@@ -23,6 +23,7 @@ from crypto.contact import Address, parse_address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import PeerId
+from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
 from gossip.member import Profile
 from gossip.swim import Swim
@@ -50,15 +51,17 @@ from node.runs.manifest import Run
 from node.runs.placement import Offer
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
-from node.seams import Clock, Executor, Network, RealClock, Seams, Storage, own_rng
+from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
+from node.services.neighbours import Neighbours
 from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
+from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 
 SUBSCRIBER_EVENTS_MAX = 10_000
@@ -161,6 +164,9 @@ class Node:
             control = ControlServer(handlers, storage, self._entropy)
             await nursery.start(control.run)
         nursery.start_soon(self.joining.run)
+        if self.config.join.lan and self.network.local is not None:
+            nursery.start_soon(self._neighbours(self.network.local).run)
+            nursery.start_soon(self.joining.try_heard)
         nursery.start_soon(self._tell_of_checkpoints)
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
@@ -175,6 +181,19 @@ class Node:
             entropy=self._entropy,
             listen=[(address.host, address.port) for address in listen.addresses],
             announce=listen.announce,
+            beacon_port=BEACON_PORT if self.config.join.lan else None,
+        )
+
+    def _neighbours(self, local: LocalNetwork) -> Neighbours:
+        return Neighbours(
+            local,
+            self.peer,
+            Swarm(self.config.swarm.name),
+            self._clock,
+            own_rng(self._rng),
+            self._entropy,
+            counters=self._refused,
+            heard=self.joining.hear,
         )
 
     async def _measure(self) -> None:
@@ -241,6 +260,7 @@ class Node:
             publish=self._publish,
             found=self._found,
             is_alone=lambda: len(self.membership.live) < 2,
+            is_member=lambda peer: peer in self.membership.live,
         )
         self.checkpoints = Checkpoints(self.seams, self.signer, self._blobs, refuse=self._refuse)
         self.copies = Copies(

@@ -292,6 +292,7 @@ def join_document(join: events.JoinTried) -> dict[str, Any]:
         "detail": join.detail,
         "peer": peer_text(join.peer) if join.peer is not None else None,
         "seconds": round(join.seconds, 6),
+        "found_by": join.found_by,
         "at": rfc3339(join.at),
     }
 

@@ -23,7 +23,7 @@ large for a packet travels by a stream.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from node.transport.tcp import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from sim.alarm import Alarm
 from sim.executor import SimExecutor, sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox
+from sim.local import SimLocal
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
 from sim.network.links import Links, Sender
@@ -75,11 +76,13 @@ class Medium:
     """What all simulated networks of one simulation share: who is there, at which address, and the queues.
 
     A stream over a split stalls for `stall_seconds`, then it breaks at both ends. The default has it break at
-    once: what a kernel would notice late, unless a node notices first.
+    once: what a kernel would notice late, unless a node notices first. With `has_local`, the peers of a
+    region are on one local network.
     """
 
-    def __init__(self, links: Links, *, stall_seconds: float = 0.0) -> None:
+    def __init__(self, links: Links, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
         self.links = links
+        self.has_local = has_local
         self._stall_seconds = stall_seconds
         self._networks: dict[PeerId, SimNetwork] = {}
         self._places: dict[tuple[str, int], PeerId] = {}
@@ -153,6 +156,14 @@ class Medium:
         """The network of `peer`, if it is there and alive."""
         network = self._networks.get(peer)
         return network if network is not None and network.alive else None
+
+    def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]:
+        """The local networks of those in the region of `peer` that it reaches now, and how far they are."""
+        for other, network in self._networks.items():
+            if other == peer or not network.alive or network.local is None:
+                continue
+            if self.links.region(other) == self.links.region(peer) and self.reaches(peer, other):
+                yield network.local, self.links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
         """Where a peer is, or was before it was killed."""
@@ -270,6 +281,7 @@ class SimNetwork:
         self._known: dict[PeerId, None] = {}
         self._streams: dict[SimStream, None] = {}
         self._nursery: trio.Nursery | None = None
+        self.local = SimLocal(address, partial(medium.near, peer)) if medium.has_local else None
 
     @property
     def peer(self) -> PeerId:

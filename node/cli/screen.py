@@ -83,6 +83,8 @@ class EventScreen:
         detail = event["detail"]
         if event["outcome"] == "ok" and event["peer"] is not None:
             detail = f"{_both(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
+        if event.get("found_by") == "beacon":
+            detail += "  (heard on the local network)"
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
 
     def _joined(self, event: Event) -> list[str]:

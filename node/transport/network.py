@@ -21,6 +21,7 @@ from node.seams import Clock, Handler
 from node.transport.book import AddressBook
 from node.transport.inbox import QueueInbox
 from node.transport.listen import Place, bind_all, dialable
+from node.transport.multicast import Multicast
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
 from node.transport.sockets import UdpSockets, address_of
@@ -48,8 +49,9 @@ class RealNetwork:
     ends, all streams end.
 
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity. After the start `ports` says
-    where it listens, in the order of `listen`.
+    `static` is the X25519 private key (32 bytes) kept beside the identity; `beacon_port` is that of the local
+    network's beacons, usually `multicast.BEACON_PORT`, None for no local network. After the start `ports`
+    says where it listens, in the order of `listen`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RealNetwork:
         entropy: Callable[[int], bytes],
         listen: Sequence[Place] = (("0.0.0.0", 0),),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
+        beacon_port: int | None = None,
         cipher: str = "AESGCM",
     ) -> None:
         self._identity = identity
@@ -69,6 +72,8 @@ class RealNetwork:
         self._clock = clock
         self._listen = tuple(listen)
         self._announce = tuple(announce)
+        self._beacon_port = beacon_port
+        self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
         self._book = AddressBook()
@@ -108,6 +113,10 @@ class RealNetwork:
     @property
     def counters(self) -> Mapping[str, int]:
         return self._counters
+
+    @property
+    def local(self) -> Multicast | None:
+        return self._local
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         if peer != self.peer:
@@ -172,9 +181,12 @@ class RealNetwork:
                 nursery.start_soon(partial(trio.serve_listeners, self._serve, listeners))
                 for _ in range(ONE_SHOT_SENDERS):
                     nursery.start_soon(self._send_one_shots)
+                if self._beacon_port is not None:
+                    self._local = Multicast(places, self._counters, port=self._beacon_port)
+                    await nursery.start(self._local.run)
                 task_status.started()
         finally:
-            self._datagrams = None
+            self._datagrams = self._local = None
             sockets.close()
             for each in bound:
                 each.close()
