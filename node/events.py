@@ -53,6 +53,15 @@ class JoinTried(Event, frozen=True, kw_only=True):
     found_by: str = ""
 
 
+class ReachabilityFound(Event, frozen=True, kw_only=True):
+    """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried."""
+
+    reachable: bool | None
+    asked: int
+    of: int
+    addresses: tuple[str, ...]
+
+
 class MemberJoined(Event, frozen=True, kw_only=True):
     """A member is alive, for the first time or again; `found_through` says how it was found."""
 

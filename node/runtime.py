@@ -40,6 +40,7 @@ from node.events import (
     MemberSuspected,
     NodeStarted,
     NodeStopped,
+    ReachabilityFound,
     StrangerRefused,
 )
 from node.executor import RealExecutor
@@ -57,6 +58,8 @@ from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
 from node.services.neighbours import Neighbours
+from node.services.reach import Reach
+from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
@@ -167,6 +170,14 @@ class Node:
         if self.config.join.lan and self.network.local is not None:
             nursery.start_soon(self._neighbours(self.network.local).run)
             nursery.start_soon(self.joining.try_heard)
+        if self.network.reachable is None:
+            nursery.start_soon(self.reach.echo)
+            nursery.start_soon(
+                self.reach.run,
+                own_rng(self._rng),
+                lambda: self.membership.live,
+                self._reachability_found,
+            )
         nursery.start_soon(self._tell_of_checkpoints)
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
@@ -228,14 +239,17 @@ class Node:
             moved=self.network.moved if isinstance(self.network, RealNetwork) else (),
         )
 
-    def _make_services(self) -> None:
+    def _profile(self) -> Profile:
         metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        return Profile(self.config.name, self.network.addresses, metadata)
+
+    def _make_services(self) -> None:
         self.membership = Membership(
             self.network,
             self._clock,
             own_rng(self._rng),
             self.signer,
-            Profile(self.config.name, self.network.addresses, metadata),
+            self._profile(),
             self.config.swarm.preset,
             publish=self._publish_membership,
             refuse=self._refuse,
@@ -253,6 +267,7 @@ class Node:
             observe=self._observe,
             make=self._make_kademlia,
         )
+        self.reach = Reach(self.network, self._clock, counters=self._refused)
         self.joining = Joining(
             self.network,
             self._clock,
@@ -387,6 +402,26 @@ class Node:
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
         await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
+
+    # Whether others reach this node
+
+    def _reachability_found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
+        if self.stopping.is_set():
+            return
+        for address in found:
+            self.network.announce(address)
+        if found:
+            self.membership.update(self._profile())
+        self.discovery.appear(self.network.addresses, client=verdict is False)
+        self._publish(
+            ReachabilityFound(
+                at=self._clock.wall(),
+                reachable=verdict,
+                asked=asked,
+                of=OTHERS,
+                addresses=tuple(address.short for address in self.network.addresses),
+            )
+        )
 
     # Peers met before
 

@@ -51,6 +51,10 @@ class Stream(Protocol):
     @property
     def peer(self) -> PeerId: ...
 
+    @property
+    def source(self) -> Address | None:
+        """Where the other end of the connection is, seen from here; None where that is not known."""
+
     async def send(self, message: Data, *payload: Data) -> None:
         """The pieces of `payload` arrive as one; their memory must not change until this returns."""
 
@@ -101,6 +105,13 @@ class Network(Protocol):
     @property
     def counters(self) -> Mapping[str, int]:
         """What was refused and dropped, by reason."""
+
+    @property
+    def reachable(self) -> bool | None:
+        """Whether others can reach this node, where that is known beforehand; None: they have to be asked."""
+
+    def announce(self, address: Address) -> None:
+        """Others have reached this node there: it is one of `addresses` from now on."""
 
     @property
     def local(self) -> LocalNetwork | None:

@@ -273,6 +273,7 @@ class SimNetwork:
         self._medium = medium
         self._peer = peer
         self._address = address
+        self._addresses: tuple[Address, ...] = (address,)
         self._counters: Counter[str] = Counter()
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
@@ -289,7 +290,15 @@ class SimNetwork:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        return (self._address,)
+        return self._addresses
+
+    @property
+    def reachable(self) -> bool | None:
+        """An address of its own, with no translator before it, is one that others reach."""
+        return True if self._medium.links.at(self._peer).nat is None else None
+
+    def announce(self, address: Address) -> None:
+        self._addresses = tuple(dict.fromkeys((*self._addresses, address.of(self._peer))))
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -482,7 +491,9 @@ class SimNetwork:
         def counter(peer: PeerId) -> Callable[[int], None]:
             return lambda sent_bytes: medium.count_traffic(peer, protocol, sent_bytes)
 
-        return stream_pair(there, back, (counter(self._peer), counter(target._peer)))
+        near, far = stream_pair(there, back, (counter(self._peer), counter(target._peer)))
+        near.source, far.source = target._address, self._address
+        return near, far
 
     async def _meet(self, peer: PeerId) -> "SimNetwork":
         """Wait for the handshake; the network at the other end."""

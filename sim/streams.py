@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import trio
 
+from crypto.contact import Address
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from crypto.noise import Data
@@ -219,6 +220,7 @@ class SimStream:
         self._incoming = incoming
         self._outgoing = outgoing
         self._count = count
+        self.source: Address | None = None
         self.is_stalled = False
         self.stalls = 0
 

@@ -37,6 +37,7 @@ class EventScreen:
         self._steps: dict[str, int] = {}
         self._capacity: Event | None = None
         self._has_started = False
+        self._reachable: bool | None = None
 
     def lines(self, event: Event) -> list[str]:
         """The lines for one event; none for kinds that are nobody's news."""
@@ -86,6 +87,15 @@ class EventScreen:
         if event.get("found_by") == "beacon":
             detail += "  (heard on the local network)"
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
+
+    def _reachability(self, event: Event) -> list[str]:
+        # Only a change is news, and that others get through is what everybody expects.
+        before, self._reachable = self._reachable, event["reachable"]
+        if event["reachable"] is False and before is not False:
+            return [_at(event, f"{event['asked']} others could not reach this node: python -m node doctor")]
+        if event["reachable"] and before is False:
+            return [_at(event, "others reach this node now")]
+        return []
 
     def _joined(self, event: Event) -> list[str]:
         self._names[event["peer"]] = event["name"]
@@ -192,6 +202,7 @@ _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "CapacityMeasured": EventScreen._measured,
     "JoinTried": EventScreen._join_tried,
+    "ReachabilityFound": EventScreen._reachability,
     "MemberJoined": EventScreen._joined,
     "MemberSuspected": EventScreen._suspected,
     "MemberRefuted": EventScreen._refuted,

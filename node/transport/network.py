@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from crypto.contact import Address
+from crypto.contact import ADDRESSES_MAX, Address
 from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
@@ -117,6 +117,16 @@ class RealNetwork:
     @property
     def local(self) -> Multicast | None:
         return self._local
+
+    @property
+    def reachable(self) -> bool | None:
+        return None
+
+    def announce(self, address: Address) -> None:
+        """As the seam says, unless a person has said what to tell, or there are too many."""
+        address = address.of(self.peer)
+        if not self._announce and address not in self._addresses and len(self._addresses) < ADDRESSES_MAX:
+            self._addresses = (*self._addresses, address)
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         if peer != self.peer:

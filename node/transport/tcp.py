@@ -25,6 +25,7 @@ from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.locks import acquire
 from node.transport.pool import Pool
 from node.transport.records import RecordReader, RecordWriter
+from node.transport.sockets import address_of
 
 CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
@@ -114,6 +115,13 @@ class SecureStream:
     @property
     def peer(self) -> PeerId:
         return self._peer
+
+    @property
+    def source(self) -> Address | None:
+        try:
+            return address_of(self._transport.socket.getpeername())
+        except OSError:
+            return None  # it is over
 
     def limit(self, message_bytes_max: int) -> None:
         """The longest message that is taken from now on."""
