@@ -277,7 +277,7 @@ def make_network(identity: Identity, cipher: str) -> RealNetwork:
         clock=RealClock(),
         entropy=os.urandom,
         listen=[(HOST, 0)],
-        cipher=cipher,
+        suites=(cipher,),
     )
 
 

@@ -68,10 +68,11 @@ class Listen:
 
 @dataclass(frozen=True)
 class Swarm:
-    """Which swarm, and for what kind of network its timers are set."""
+    """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private."""
 
     name: str = "default"
     preset: Preset = "lan"
+    key_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class _ListenTable(msgspec.Struct, frozen=True):
 class _SwarmTable(msgspec.Struct, frozen=True):
     name: str | None = None
     preset: Preset | None = None
+    key_file: str | None = None
 
 
 class _ResourcesTable(msgspec.Struct, frozen=True):
@@ -225,6 +227,11 @@ def _read_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _read_optional_path(text: str) -> Path | None:
+    """Empty is none, as not to give it."""
+    return _read_path(text) if text else None
+
+
 @dataclass(frozen=True)
 class Rule:
     """One setting: its flag (and environment name), its key in the file, and how its text is read."""
@@ -255,6 +262,7 @@ RULES = (
     Rule("announce", ("listen", "announce"), parse_address, many=True),
     Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
     Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "local")),
+    Rule("key_file", ("swarm", "key_file"), _read_optional_path),
     Rule("device", ("resources", "device"), _read_device),
     Rule("memory", ("resources", "memory"), read_memory),
     Rule("cores", ("resources", "cores"), _read_cores),
@@ -389,7 +397,7 @@ def _build(values: Mapping[str, Any]) -> Config:
         **top,
         join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
         listen=Listen(**dict(section(addresses="listen", announce="announce"))),
-        swarm=Swarm(**dict(section(name="swarm", preset="preset"))),
+        swarm=Swarm(**dict(section(name="swarm", preset="preset", key_file="key_file"))),
         resources=Resources(
             **dict(
                 section(

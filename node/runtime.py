@@ -64,6 +64,7 @@ from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
+from node.storage.swarm_keys import load_swarm_keys
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 
@@ -147,8 +148,8 @@ class Node:
             storage = FolderStorage(self.config.data_dir)
             stack.enter_context(lock(self.config.data_dir))
         keys = keys_of(storage, self._entropy)
-        nursery = await stack.enter_async_context(_cancelled_at_exit())
         self.network = self._network or self._real_network(keys)
+        nursery = await stack.enter_async_context(_cancelled_at_exit())
         self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage)
         self.peer = keys.identity.peer
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
@@ -182,6 +183,10 @@ class Node:
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
 
+    def _swarm_keys(self) -> tuple[bytes, ...]:
+        key_file = self.config.swarm.key_file
+        return () if key_file is None else load_swarm_keys(key_file)
+
     def _real_network(self, keys: NodeKeys) -> RealNetwork:
         listen = self.config.listen
         return RealNetwork(
@@ -193,13 +198,14 @@ class Node:
             listen=[(address.host, address.port) for address in listen.addresses],
             announce=listen.announce,
             beacon_port=BEACON_PORT if self.config.join.lan else None,
+            keys=self._swarm_keys(),
         )
 
     def _neighbours(self, local: LocalNetwork) -> Neighbours:
         return Neighbours(
             local,
             self.peer,
-            Swarm(self.config.swarm.name),
+            Swarm(self.config.swarm.name, self._swarm_keys()),
             self._clock,
             own_rng(self._rng),
             self._entropy,

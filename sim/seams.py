@@ -35,8 +35,8 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
+from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
-from node.transport.tcp import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from sim.alarm import Alarm
 from sim.executor import SimExecutor, sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox

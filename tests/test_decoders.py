@@ -21,7 +21,8 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
-from crypto.noise import PeerHandshake
+from crypto.noise import SUITES, PeerHandshake, identity_payload
+from crypto.swarm import Swarm
 from gossip.swim import PROTOCOL
 from node.runs import requests as wire
 from node.runs.manifest import check_run
@@ -43,12 +44,20 @@ def fact(body: bytes) -> Fact:
 
 
 def handshake(data: bytes) -> None:
-    # The initiator: any 32 bytes are a good first message, but the second must be authentic.
-    initiator = PeerHandshake(
-        initiator=True, identity=IDENTITY, static=bytes(32), ephemeral=bytes(range(32)), swarm="home"
+    # The responder, whose first bytes anybody may send.
+    responder = PeerHandshake(
+        initiator=False,
+        proof=identity_payload(IDENTITY, bytes(32)),
+        static=bytes(32),
+        swarm=Swarm("home"),
+        suites=SUITES,
+        entropy=bytes,
     )
-    initiator.start()
-    initiator.receive(data)
+    responder.start()
+    while len(data) >= responder.wanted:
+        taken, data = data[: responder.wanted], data[responder.wanted :]
+        responder.receive(taken)
+    raise RemoteProtocolError("it ended too early")
 
 
 def payload(data: bytes) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from crypto.identity import SEED_BYTES, Identity
 from node.errors import UsageError
@@ -63,6 +64,19 @@ def keys_of(storage: Storage, entropy: Callable[[int], bytes]) -> NodeKeys:
 def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None:
     """A secret of `size_bytes`, None where there is none. Raises UsageError."""
     path = storage.file(name)
+    data = read_secret(path, size_bytes, _RESTORE)
+    if data is not None and len(data) != size_bytes:
+        found = f"{len(data)} bytes" if len(data) <= size_bytes else f"more than {size_bytes} bytes"
+        raise UsageError(f"key file {short_path(path)} holds {found}; a key has {size_bytes}", _RESTORE)
+    return data
+
+
+def read_secret(path: Path, bytes_max: int, remedy: str) -> bytes | None:
+    """What a file holds that only its owner may read, or its first `bytes_max` + 1 bytes; None: no file.
+
+    Raises:
+        UsageError: others may read it, or it is no file, for which `remedy` says what to do.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe must not hang us
     except FileNotFoundError:
@@ -70,22 +84,21 @@ def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"key file {short_path(path)}: {reason}", f"chmod 600 {short_path(path)}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         # The opened file is examined, not the path again: nothing can be swapped in between.
-        status = os.fstat(file.fileno())
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"key file {short_path(path)}: not a file", _RESTORE)
+            raise UsageError(f"key file {short_path(path)}: not a file", remedy)
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o077:
             raise UsageError(
                 f"key file {short_path(path)} is open to others (mode {mode:04o})",
                 f"chmod 600 {short_path(path)}",
             )
-        data = file.read(size_bytes + 1)
-    if len(data) != size_bytes:
-        found = f"{len(data)} bytes" if len(data) <= size_bytes else f"more than {size_bytes} bytes"
-        raise UsageError(f"key file {short_path(path)} holds {found}; a key has {size_bytes}", _RESTORE)
-    return data
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(bytes_max + 1)
+    finally:
+        os.close(descriptor)
 
 
 _RESTORE = "restore it from a backup, or move it away to start as a new peer"

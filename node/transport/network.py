@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `tcp` the secure
-streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and
-raised nowhere; a bug in one of our own handlers comes out of `run`.
+It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `handshake` who is
+there, `tcp` the secure streams, `router` the protocols, `book` the addresses. What strangers do wrong is
+counted here and raised nowhere; a bug in one of our own handlers comes out of `run`.
 """
 
 from collections import Counter
@@ -15,17 +15,26 @@ from crypto.contact import ADDRESSES_MAX, Address
 from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import Session, suites_named
+from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
+from node.transport.handshake import (
+    HANDSHAKE_SECONDS,
+    Credentials,
+    Outsider,
+    accept,
+    default_suites,
+    dial,
+)
 from node.transport.inbox import QueueInbox
 from node.transport.listen import Place, bind_all, dialable
 from node.transport.multicast import Multicast
 from node.transport.pool import Pool
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
 from node.transport.sockets import UdpSockets, address_of
-from node.transport.tcp import HANDSHAKE_SECONDS, Assembly, Credentials, SecureStream, accept, dial
+from node.transport.tcp import Assembly, SecureStream
 from node.transport.udp import Datagrams
 
 INBOUND_MAX = 512
@@ -49,7 +58,8 @@ class RealNetwork:
     ends, all streams end.
 
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity; `beacon_port` is that of the local
+    `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
+    `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
     network's beacons, usually `multicast.BEACON_PORT`, None for no local network. After the start `ports`
     says where it listens, in the order of `listen`.
     """
@@ -64,11 +74,13 @@ class RealNetwork:
         entropy: Callable[[int], bytes],
         listen: Sequence[Place] = (("0.0.0.0", 0),),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
+        keys: Sequence[bytes] = (),
+        suites: Sequence[str] = (),
         beacon_port: int | None = None,
-        cipher: str = "AESGCM",
     ) -> None:
         self._identity = identity
-        self._credentials = Credentials(identity, static, swarm, entropy, cipher)
+        chosen = suites_named(suites) if suites else default_suites()
+        self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
         self._listen = tuple(listen)
         self._announce = tuple(announce)
@@ -174,7 +186,7 @@ class RealNetwork:
         self.ports = tuple(each.port for each in bound)
         places = [(each.host, each.port) for each in bound]
         self._addresses = tuple(address.of(self.peer) for address in dialable(places, self._announce))
-        swarm, boot = self._credentials.swarm, int(self._clock.wall() * 1000)
+        swarm, boot = self._credentials.swarm.name, int(self._clock.wall() * 1000)
         sockets = UdpSockets([each.udp for each in bound], self._counters)
         datagrams = Datagrams(
             sockets,
@@ -302,9 +314,9 @@ class RealNetwork:
     async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
         self._half_open += 1
         try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                session = await accept(transport, self._credentials)
-            return self._make_stream(transport, session)
+            return self._make_stream(transport, await accept(transport, self._credentials))
+        except Outsider:
+            self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):

@@ -15,7 +15,7 @@ from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node.services.joining import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
 from node.storage.remembered import REMEMBERED_MAX
-from node.transport.tcp import CONNECT_SECONDS
+from node.transport.handshake import CONNECT_SECONDS
 from sim.network.instants import after, ticks
 from sim.network.links import Links
 from sim.seams import HANDSHAKE_TRIPS

@@ -92,7 +92,7 @@ def test_who_would_not_try_counts_for_nothing_and_is_left_alone_for_a_while() ->
 def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
     for reason, seconds in (("", LATER_SECONDS), ("timeout", DOUBT_SECONDS)):
         core = Reachability(Random(1), 0.0)
-        asked = []
+        asked: list[PeerId] = []
         now = 0.0
         while len(asked) < 5:
             now = core.deadline
@@ -129,12 +129,12 @@ def test_an_address_counts_once_three_different_networks_have_dialled_it() -> No
     core = Reachability(Random(1), 0.0)
     for number in range(3):  # three identities of one network
         core.answered(0, peer(number), Report(0, make_address(f"10.0.0.{number}", 1), ((outside, ""),)))
-    assert core.addresses == ()
+    assert not core.addresses
     for number in range(3):
         core.answered(1, peer(10 + number), report(1, number, "", outside))
     assert core.addresses == (outside,)
     core.answered(2, peer(20), report(2, 20, "timeout", outside))
-    assert core.addresses == ()
+    assert not core.addresses
 
 
 @given(

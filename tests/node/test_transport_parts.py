@@ -1,6 +1,5 @@
 """The transport's parts that need no sockets: inbox, address book, records, hellos, handlers."""
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from crypto.contact import make_address
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.identity import Identity, PeerId
+from crypto.identity import PeerId
 from crypto.noise import CipherState
 from node.transport.book import OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
 from node.transport.inbox import QueueInbox
@@ -27,7 +26,7 @@ from node.transport.records import (
     RecordWriter,
 )
 from node.transport.router import HELLO_BYTES_MAX, Answer, Hello, Router
-from node.transport.tcp import Assembly, Credentials
+from node.transport.tcp import Assembly
 from tests.node.nets import PING, echo
 
 
@@ -240,9 +239,3 @@ def test_a_second_handler_for_a_protocol_is_our_own_bug() -> None:
     with pytest.raises(LocalProtocolError):
         router.inbox("no slash")
     assert len(encode(Hello("identify", PING))) < HELLO_BYTES_MAX
-
-
-def test_a_handshake_uses_a_fresh_ephemeral_key_each_time() -> None:
-    credentials = Credentials(Identity(b"a" * 32), b"s" * 32, "test", os.urandom)
-    first, second = (credentials.handshake(initiator=True, cipher="AESGCM").start() for _ in range(2))
-    assert first != second

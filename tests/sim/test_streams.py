@@ -9,7 +9,7 @@ import trio
 
 from node.errors import StreamClosed, Unreachable
 from node.seams import Stream
-from node.transport.tcp import CONNECT_SECONDS, HANDSHAKE_SECONDS
+from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from sim.executor import SimExecutor
 from sim.network.clocks import LocalClock
 from sim.network.links import Links

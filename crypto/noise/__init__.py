@@ -1,0 +1,56 @@
+"""Noise: two strangers agree on keys and prove who they are. Bytes in, bytes out.
+
+    ciphers      one key, one counter
+    symmetric    what a handshake has mixed so far
+    kem          ML-KEM-768, where this installation has it
+    handshake    any pattern of the tables; what its payloads mean is not its concern
+    identity     libp2p's signed payload: an Ed25519 key vouches for an X25519 one
+    suites       what two peers may meet in, in which order
+    offers       how they settle on one, and what binds that
+    peers        a stream's handshake, from the first byte to a `Session`
+
+After the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
+with a libp2p node, whose prologue is empty and whose cipher is always ChaChaPoly. How bytes get onto a wire
+is not here: see `node.transport`.
+"""
+
+from crypto.noise.ciphers import CIPHERS, KEY_BYTES, NONCE_MAX, TAG_BYTES, CipherState, Data
+from crypto.noise.handshake import (
+    HYBRIDS,
+    NOISE_BYTES_MAX,
+    PATTERNS,
+    Handshake,
+    PrivateKey,
+    load_private_key,
+    static_public_key,
+)
+from crypto.noise.identity import PAYLOAD_BYTES_MAX, check_identity_payload, identity_payload
+from crypto.noise.peers import NoCommonSuite, PeerHandshake, Session, WrongIdentity
+from crypto.noise.suites import SUITES, Suite, preferred, suites_named
+
+__all__ = [
+    "CIPHERS",
+    "HYBRIDS",
+    "KEY_BYTES",
+    "NOISE_BYTES_MAX",
+    "NONCE_MAX",
+    "PATTERNS",
+    "PAYLOAD_BYTES_MAX",
+    "SUITES",
+    "TAG_BYTES",
+    "CipherState",
+    "Data",
+    "Handshake",
+    "NoCommonSuite",
+    "PeerHandshake",
+    "PrivateKey",
+    "Session",
+    "Suite",
+    "WrongIdentity",
+    "check_identity_payload",
+    "identity_payload",
+    "load_private_key",
+    "preferred",
+    "static_public_key",
+    "suites_named",
+]

@@ -1,0 +1,79 @@
+"""One key, one counter: AES-256-GCM or ChaCha20-Poly1305 as Noise has them (revision 34, 5.1 and 12).
+12).
+
+What is encrypted, and when the key changes, is not decided here.
+"""
+
+from typing import Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+
+KEY_BYTES = 32
+TAG_BYTES = 16
+NONCE_MAX = 2**64 - 1
+"""Reserved for rekeying (section 5.1): a cipher state that has come so far is spent."""
+CIPHERS = ("AESGCM", "ChaChaPoly")
+
+_ORDERS = {"AESGCM": "big", "ChaChaPoly": "little"}
+
+Data = bytes | bytearray | memoryview
+
+
+class _Aead(Protocol):
+    """What both AEADs of `cryptography` offer."""
+
+    def encrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
+    def encrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
+    def decrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
+    def decrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
+
+
+class CipherState:
+    """One direction's key and message counter (section 5.1).
+
+    The counter moves only on success, so a message that was refused leaves the state as it was.
+    """
+
+    def __init__(self, cipher: str, key: bytes) -> None:
+        self._aead: _Aead = AESGCM(key) if cipher == "AESGCM" else ChaCha20Poly1305(key)
+        self._big_endian = _ORDERS[cipher] == "big"
+        self._counter = 0
+
+    def encrypt(self, plaintext: Data, associated: bytes = b"") -> bytes:
+        """The ciphertext: `TAG_BYTES` longer than `plaintext`."""
+        ciphertext = self._aead.encrypt(self._nonce(), plaintext, associated)
+        self._counter += 1
+        return ciphertext
+
+    def encrypt_into(self, plaintext: Data, buffer: Data) -> None:
+        """As `encrypt` without associated data, into a buffer of exactly the ciphertext's length."""
+        self._aead.encrypt_into(self._nonce(), plaintext, None, buffer)
+        self._counter += 1
+
+    def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:
+        """The plaintext, or RemoteProtocolError if anybody touched it."""
+        try:
+            plaintext = self._aead.decrypt(self._nonce(), ciphertext, associated)
+        except InvalidTag:
+            raise RemoteProtocolError("a message that does not decrypt") from None
+        self._counter += 1
+        return plaintext
+
+    def decrypt_into(self, ciphertext: Data, buffer: Data) -> None:
+        """As `decrypt` without associated data, into a buffer of exactly the plaintext's length.
+
+        The buffer's content is worthless after a refusal.
+        """
+        try:
+            self._aead.decrypt_into(self._nonce(), ciphertext, None, buffer)
+        except InvalidTag:
+            raise RemoteProtocolError("a message that does not decrypt") from None
+        self._counter += 1
+
+    def _nonce(self) -> bytes:
+        if self._counter >= NONCE_MAX:
+            raise LocalProtocolError("this cipher state is spent; open a new connection")
+        return bytes(4) + self._counter.to_bytes(8, "big" if self._big_endian else "little")

@@ -1,0 +1,54 @@
+"""Which ciphers and key agreements two peers may meet in: names, numbers on the wire, an order of preference.
+
+All share X25519 and SHA-256. How two peers settle on one is `offers`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from crypto.errors import LocalProtocolError
+from crypto.noise import kem
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`number` is what stands on the wire and is never given to another; `hybrid` adds ML-KEM-768."""
+
+    number: int
+    name: str
+    cipher: str
+    hybrid: bool
+
+    def pattern(self, *, private: bool) -> str:
+        """Its handshake in an open or a private swarm."""
+        if self.hybrid:
+            return "XXhfs+psk3" if private else "XXhfs"
+        return "XXpsk3" if private else "XX"
+
+
+SUITES = (
+    Suite(1, "AESGCM", "AESGCM", hybrid=False),
+    Suite(2, "ChaChaPoly", "ChaChaPoly", hybrid=False),
+    Suite(3, "MLKEM768-AESGCM", "AESGCM", hybrid=True),
+    Suite(4, "MLKEM768-ChaChaPoly", "ChaChaPoly", hybrid=True),
+)
+
+
+def preferred(*, has_aes: bool) -> tuple[Suite, ...]:
+    """All that work here, best first: what keeps a secret longest, then what this CPU is quicker with.
+
+    `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without
+    them it is several times as slow.
+    """
+    first = "AESGCM" if has_aes else "ChaChaPoly"
+    works = [suite for suite in SUITES if not suite.hybrid or kem.is_offered()]
+    return tuple(sorted(works, key=lambda suite: (not suite.hybrid, suite.cipher != first)))
+
+
+def suites_named(names: Iterable[str]) -> tuple[Suite, ...]:
+    """Suites by name, in that order; LocalProtocolError for one that does not exist or work here."""
+    by_name = {suite.name: suite for suite in SUITES if not suite.hybrid or kem.is_offered()}
+    try:
+        return tuple(by_name[name] for name in names)
+    except KeyError as unknown:
+        raise LocalProtocolError(f"no suite {unknown} here, only {', '.join(by_name)}") from None

@@ -1,0 +1,230 @@
+"""The handshake of a stream: connect and shake hands, or answer who did. Ends in a `Session`.
+
+What is said, and what of it is refused, is `crypto.noise.peers`; here are the socket and the deadline. What
+follows on the connection is `tcp`'s.
+
+In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
+connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
+"""
+
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from crypto.noise import (
+    NoCommonSuite,
+    PeerHandshake,
+    PrivateKey,
+    Session,
+    Suite,
+    WrongIdentity,
+    identity_payload,
+    load_private_key,
+    preferred,
+    static_public_key,
+)
+from crypto.swarm import Swarm
+from node.errors import Unreachable, WrongPeer
+
+CONNECT_SECONDS = 5.0
+"""TCP's first retries are after one and three seconds: two lost packets are survived."""
+HANDSHAKE_SECONDS = 5.0
+FLIGHT_BYTES_MAX = 2**11
+"""What is read at once: the longest flight has 1,400 bytes. As much again, and one message, may be held."""
+IGNORED_BYTES_MAX = 2**16
+"""What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
+silent one; who sends more gets no more of our time, and its own kernel waits."""
+UNSENT_BYTES_MAX = 2**20
+"""What the kernel takes beyond what the network does: one write, while the next is encrypted. trio's own
+16 KiB is for who multiplexes; measured for 64 MiB, it makes seven times the writes and half the time more."""
+KEEPALIVE_SECONDS = 30
+"""A peer that vanished is noticed by the kernel, after a few times this."""
+
+_CPU_FILE = "/proc/cpuinfo"
+_CPU_BYTES = 2**14
+"""The first processor's part of that file, and more."""
+
+
+class Outsider(RemoteProtocolError):
+    """Somebody who did not show a key of our private swarm."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What this node proves in handshakes, and the suites it takes, best first.
+
+    `static` is an X25519 private key of 32 bytes.
+    """
+
+    identity: Identity
+    static: bytes
+    swarm: Swarm
+    entropy: Callable[[int], bytes]
+    suites: tuple[Suite, ...]
+
+    @cached_property
+    def _loaded(self) -> PrivateKey:
+        return load_private_key(self.static)
+
+    @cached_property
+    def _proof(self) -> bytes:
+        """Signed once: it says the same in each handshake."""
+        return identity_payload(self.identity, static_public_key(self._loaded))
+
+    def handshake(self, *, initiator: bool, expected: PeerId | None = None) -> PeerHandshake:
+        return PeerHandshake(
+            initiator=initiator,
+            proof=self._proof,
+            static=self._loaded,
+            swarm=self.swarm,
+            suites=self.suites,
+            entropy=self.entropy,
+            expected=expected,
+        )
+
+
+def default_suites() -> tuple[Suite, ...]:
+    """All that work here, the best for this machine first."""
+    return preferred(has_aes=_has_aes())
+
+
+def _has_aes() -> bool:
+    """Whether the CPU has instructions for AES, where that can be told by reading one file."""
+    try:
+        with open(_CPU_FILE) as file:
+            text = file.read(_CPU_BYTES)
+    except OSError:
+        return True  # not Linux: a desktop of the last ten years
+    return re.search(r"\baes\b", text) is not None
+
+
+async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:
+    """Connect and shake hands; `address.peer`, if set, must be who answers.
+
+    Raises:
+        WrongPeer, Unreachable: with the reason and a sentence for a person.
+    """
+    transport = await _connect(address)
+    session = None
+    try:
+        with trio.fail_after(HANDSHAKE_SECONDS):
+            handshake = credentials.handshake(initiator=True, expected=address.peer)
+            session = await _shake_hands(transport, handshake)
+    except trio.TooSlowError:
+        detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
+        raise Unreachable("timeout", detail + _about_key(credentials)) from None
+    except WrongIdentity as error:
+        raise WrongPeer("wrong key", str(error)) from None
+    except NoCommonSuite as error:
+        raise Unreachable("refused", f"{address.short} answers, but {error}") from None
+    except (RemoteProtocolError, trio.BrokenResourceError):
+        detail = f"{address.short} answers, but is of another swarm or not a peerloom node"
+        raise Unreachable("refused", detail + _about_key(credentials)) from None
+    finally:
+        if session is None:
+            transport.socket.close()
+    return transport, session
+
+
+async def accept(transport: trio.SocketStream, credentials: Credentials) -> Session:
+    """The other side of `dial`, for a connection that came in; takes at most `HANDSHAKE_SECONDS`.
+
+    Raises:
+        Outsider: nobody who knows a key of our private swarm is there. RemoteProtocolError,
+        trio.BrokenResourceError: no peer of this swarm is. trio.TooSlowError: nobody said enough in time.
+    """
+    _set_options(transport)
+    handshake = credentials.handshake(initiator=False)
+    refusal = f"nothing that shows it in {HANDSHAKE_SECONDS:g} s"
+    with trio.move_on_after(HANDSHAKE_SECONDS):
+        try:
+            return await _shake_hands(transport, handshake)
+        except RemoteProtocolError as error:
+            if handshake.knows_swarm:
+                raise
+            refusal = str(error)
+            await _ignore(transport)
+    if handshake.knows_swarm:
+        raise trio.TooSlowError
+    raise Outsider(refusal)
+
+
+def _about_key(credentials: Credentials) -> str:
+    """What a person should look at who cannot get into a private swarm: nobody there will say it."""
+    return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
+
+
+async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -> Session:
+    outgoing, came = handshake.start(), b""
+    while handshake.session is None:
+        if outgoing:
+            await transport.send_all(outgoing)
+        wanted = handshake.wanted
+        while len(came) < wanted:
+            # Whole flights at a time; of the last message no byte too much, for what follows is a stream's.
+            more = await transport.receive_some(wanted - len(came) if handshake.is_last else FLIGHT_BYTES_MAX)
+            if not more:
+                raise RemoteProtocolError("the connection ended inside the handshake")
+            came += more
+        taken, came = came[:wanted], came[wanted:]
+        outgoing = handshake.receive(taken)
+    if came:
+        raise RemoteProtocolError("bytes that come before it is their turn")
+    if outgoing:
+        await transport.send_all(outgoing)
+    return handshake.session
+
+
+async def _ignore(transport: trio.SocketStream) -> None:
+    """Take what comes, and forget it, until the other side hangs up or we are cancelled."""
+    left = IGNORED_BYTES_MAX
+    with suppress(trio.BrokenResourceError):
+        while left > 0:
+            data = await transport.receive_some(left)
+            if not data:
+                return
+            left -= len(data)
+        await trio.sleep_forever()
+
+
+async def _connect(address: Address) -> trio.SocketStream:
+    try:
+        with trio.fail_after(CONNECT_SECONDS):
+            transport = await trio.open_tcp_stream(address.host, address.port)
+    except trio.TooSlowError:
+        raise Unreachable("timeout", f"{address.short} did not answer in {CONNECT_SECONDS:g} s") from None
+    except socket.gaierror:
+        raise Unreachable("unknown", f"no machine is known by the name {address.host}") from None
+    except OSError as error:
+        raise _no_connection(address, error) from None
+    _set_options(transport)
+    return transport
+
+
+def _no_connection(address: Address, error: OSError) -> Unreachable:
+    """trio wraps what the attempts raised: one error as the cause, several as a group in the cause."""
+    cause = error.__cause__
+    causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
+    if any(isinstance(each, ConnectionRefusedError) for each in causes):
+        return Unreachable("refused", f"{address.host} is up, but no node listens on port {address.port}")
+    reason = getattr(causes[0], "strerror", None) or "no way there"
+    return Unreachable("timeout", f"{address.short} cannot be reached: {reason}")
+
+
+def _set_options(transport: trio.SocketStream) -> None:
+    # A connection that is gone already refuses options; the next read will tell.
+    with suppress(OSError):
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
+        transport.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+            transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)

@@ -1,0 +1,115 @@
+"""The key file of a private swarm: what it may look like, and what is said where it does not."""
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.swarm import SWARM_KEYS_MAX
+from node.config import Config, resolve
+from node.errors import Unreachable, UsageError
+from node.runtime import Node
+from node.storage.swarm_keys import KEY_FILE_BYTES_MAX, load_swarm_keys, read_swarm_key
+from node.transport import handshake
+from tests.node.nets import make_network
+
+KEYS = [bytes(range(start, start + 32)) for start in range(SWARM_KEYS_MAX + 1)]
+
+
+def key_file(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
+    path = folder / "swarm.key"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(mode)
+    return path
+
+
+def test_keys_are_read_in_order_in_hex_and_base64_with_comments(tmp_path: Path) -> None:
+    text = f"# since March\n\n{KEYS[0].hex()}\n  {base64.b64encode(KEYS[1]).decode()}  # the one before\r\n"
+    text += KEYS[2].hex().upper()
+    assert load_swarm_keys(key_file(tmp_path, text)) == tuple(KEYS[:3])
+
+
+@given(st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1))
+def test_every_key_is_read_from_both_ways_to_write_it(key: bytes) -> None:
+    assert read_swarm_key(key.hex()) == read_swarm_key(base64.b64encode(key).decode()) == key
+
+
+@given(st.text(max_size=70))
+def test_what_is_no_key_is_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(ValueError, match="a key") as refusal:
+        read_swarm_key(text)
+    assert len(text) < 3 or text not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{KEYS[0].hex()}\nsecret word\n", ":2: not a key; want 32 bytes"),
+        (f"# one\n{KEYS[0].hex()[:-2]}", ":2: not a key"),
+        (b"\xff\xfe\n", ":1: not a key"),
+        ("\n" + "00" * 32, ":2: a key of one byte repeated"),
+        (f"{KEYS[0].hex()}\n#\n{base64.b64encode(KEYS[0]).decode()}", ":3: the key of line 1 again"),
+        ("# nothing yet\n", "holds no key"),
+        ("\n".join(key.hex() for key in KEYS), "holds 5 keys; at most 4"),
+        ("#" * (KEY_FILE_BYTES_MAX + 1), "more than 16384 bytes"),
+    ],
+)
+def test_a_wrong_key_file_is_refused_with_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
+    path = key_file(tmp_path, text)
+    with pytest.raises(UsageError) as refusal:
+        load_swarm_keys(path)
+    assert words in refusal.value.what
+    assert "secret word" not in f"{refusal.value.what}{refusal.value.do}"
+
+
+def test_a_missing_key_file_says_how_to_make_one(tmp_path: Path) -> None:
+    path = tmp_path / "my swarm.key"
+    with pytest.raises(UsageError, match="there is none") as refusal:
+        load_swarm_keys(path)
+    assert refusal.value.do is not None
+    command = refusal.value.do.partition(": ")[2]
+    assert os.system(command) == 0
+    assert len(load_swarm_keys(path)) == 1
+
+
+def test_a_key_file_that_others_may_read_is_refused_with_chmod(tmp_path: Path) -> None:
+    path = key_file(tmp_path, KEYS[0].hex(), mode=0o640)
+    with pytest.raises(UsageError, match=r"open to others \(mode 0640\)") as refusal:
+        load_swarm_keys(path)
+    assert refusal.value.do == f"chmod 600 {path}"
+    with pytest.raises(UsageError, match="not a file"):
+        load_swarm_keys(tmp_path)
+
+
+def test_the_config_names_the_key_file_from_where_it_lies(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('[swarm]\nkey_file = "home.key"\n')
+    assert Config.load(file).swarm.key_file == tmp_path / "home.key"
+    file.write_text('[swarm]\nkey_file = ""\n')
+    assert Config.load(file).swarm.key_file is None
+    assert resolve({}, {"PEERLOOM_KEY_FILE": "/run/home.key"}).swarm.key_file == Path("/run/home.key")
+
+
+async def test_a_node_with_a_key_file_is_met_by_members_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = key_file(tmp_path, KEYS[0].hex())
+    environment = {"PEERLOOM_KEY_FILE": str(path), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
+    environment |= {"PEERLOOM_LISTEN": "127.0.0.1:0", "PEERLOOM_SWARM": "test"}
+    async with Node(resolve({}, environment)) as node:
+        member, outsider = make_network("m", keys=[KEYS[0]]), make_network("o", keys=[KEYS[1]])
+        address = node.network.addresses[0]
+        assert await member.identify(address) == node.peer
+        monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
+        with pytest.raises(Unreachable):
+            await outsider.identify(address)
+
+
+async def test_a_node_does_not_start_openly_where_its_key_file_is_wrong(tmp_path: Path) -> None:
+    environment = {"PEERLOOM_KEY_FILE": str(tmp_path / "none"), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
+    with pytest.raises(UsageError, match="there is none"):
+        async with Node(resolve({}, environment | {"PEERLOOM_LISTEN": "127.0.0.1:0"})):
+            pass
