@@ -282,6 +282,7 @@ class Node:
             found=self._found,
             is_alone=lambda: len(self.membership.live) < 2,
             is_member=lambda peer: peer in self.membership.live,
+            counters=self._refused,
         )
         self.checkpoints = Checkpoints(self.seams, self.signer, self._blobs, refuse=self._refuse)
         self.copies = Copies(

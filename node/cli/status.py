@@ -24,6 +24,9 @@ TRAFFIC = (
     "messages_by_stream",
     "streams_opened",
     "streams_served",
+    "beacons_sent",
+    "beacons_heard",
+    "dial_backs",
 )
 """Counters of what went well; all others count something refused or dropped."""
 

@@ -6,7 +6,7 @@ network is tried when it is heard, unless it is a member already: so two swarms 
 become one.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -40,6 +40,7 @@ class Joining:
         found: Callable[[Sequence[PeerId]], None],
         is_alone: Callable[[], bool],
         is_member: Callable[[PeerId], bool],
+        counters: Counter[str],
     ) -> None:
         self._network = network
         self._clock = clock
@@ -48,6 +49,7 @@ class Joining:
         self._found = found
         self._is_alone = is_alone
         self._is_member = is_member
+        self._counters = counters
         self._heard: OrderedDict[PeerId, tuple[Address, ...]] = OrderedDict()
         self._stirred = trio.Event()
 
@@ -117,6 +119,10 @@ class Joining:
             peer, outcome, detail = None, "self", "this is this node's own address"
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
+        if found_by and outcome != "ok":
+            # What a stranger's beacon says is no news before somebody answers there.
+            self._counters["beacons_led_nowhere"] += 1
+            return peer
         self._publish(
             JoinTried(
                 at=self._clock.wall(),

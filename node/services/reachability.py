@@ -25,7 +25,7 @@ REPORTS_MAX = 16
 """Kept, the newest; more than are asked within an hour."""
 BELIEVED_SECONDS = 3_600.0
 SOON_SECONDS = 5.0
-"""Between two questions while nothing is known."""
+"""Between two questions while nothing is known; twice as long after each peer that could not be asked."""
 LATER_SECONDS = 1_200.0
 """Between two questions of a node that is reached: so the newest three are always younger than an hour."""
 DOUBT_SECONDS = 300.0
@@ -58,7 +58,8 @@ class Reachability:
         self._rng = rng
         self._reports: OrderedDict[PeerId, Report] = OrderedDict()
         self._unasked: OrderedDict[PeerId, float] = OrderedDict()
-        self.deadline = now + SOON_SECONDS
+        self._pause = SOON_SECONDS
+        self.deadline = now + self._pause
 
     @property
     def asked(self) -> int:
@@ -96,7 +97,7 @@ class Reachability:
         self._forget(now)
         if now < self.deadline:
             return None
-        self.deadline = now + SOON_SECONDS
+        self.deadline = now + self._pause
         willing = [peer for peer in peers if peer not in self._unasked]
         fresh = [peer for peer in willing if peer not in self._reports]
         if fresh:
@@ -107,6 +108,7 @@ class Reachability:
 
     def answered(self, now: float, peer: PeerId, report: Report) -> None:
         """`peer` has said what it found."""
+        self._pause = SOON_SECONDS
         self._reports.pop(peer, None)
         self._reports[peer] = report
         while len(self._reports) > REPORTS_MAX:
@@ -117,6 +119,9 @@ class Reachability:
     def failed(self, now: float, peer: PeerId) -> None:
         """`peer` could not be asked, or did not try."""
         self._unasked[peer] = now
+        # In a swarm of older versions nobody answers for a long time.
+        self._pause = min(2 * self._pause, DOUBT_SECONDS)
+        self.deadline = now + self._pause
         while len(self._unasked) > UNASKED_MAX:
             self._unasked.popitem(last=False)
 

@@ -1,8 +1,10 @@
 """What runs in a namespace of `test_namespaces`: a network that beacons, hears and echoes.
 
-python -m tests.node.namespaced LETTER         be there, and answer
+python -m tests.node.namespaced LETTER echo    be there, and answer
 python -m tests.node.namespaced LETTER visit   go to each address of the first neighbour that is heard, say
                                                for each what came back, as lines of JSON, and end
+python -m tests.node.namespaced LETTER move    at the first of them, for each line of standard input, say how
+                                               many of a hundred datagrams came back
 """
 
 import json
@@ -25,7 +27,10 @@ EVERYWHERE = [("0.0.0.0", 0), ("::", 0)]
 GIVE_UP_SECONDS = 40.0
 
 
-async def live(letter: str, *, visits: bool) -> None:
+DATAGRAMS = 100
+
+
+async def live(letter: str, task: str) -> None:
     network = make_network(letter, listen=EVERYWHERE, beacon_port=BEACON_PORT)
     inbox = network.inbox(PING)
     heard_send, heard = trio.open_memory_channel[tuple[Address, ...]](8)
@@ -43,9 +48,11 @@ async def live(letter: str, *, visits: bool) -> None:
         )
         nursery.start_soon(neighbours.run)
         with trio.move_on_after(GIVE_UP_SECONDS):
-            if visits:
+            if task == "visit":
                 for address in await heard.receive():
                     await visit(address)
+            elif task == "move":
+                await exchange((await heard.receive())[0])
             else:
                 while True:
                     for sender, message in await inbox.take(trio.current_time() + GIVE_UP_SECONDS):
@@ -66,5 +73,21 @@ async def visit(address: Address) -> None:
         sys.stdout.write(json.dumps({"host": address.host, "back": back}) + "\n")
 
 
+async def exchange(address: Address) -> None:
+    """One peer all the time, however this machine's address changes in between."""
+    mover: RealNetwork = make_network("m", listen=EVERYWHERE)
+    inbox = mover.inbox(PING)
+    async with running(mover):
+        peer = await mover.identify(address)
+        mover.learn(peer, [address])
+        while await trio.to_thread.run_sync(sys.stdin.readline):
+            back = set()
+            for number in range(DATAGRAMS):
+                mover.send(peer, PING, b"%d" % number)
+                back.update(await inbox.take(trio.current_time() + 1))
+            sys.stdout.write(json.dumps({"back": len(back)}) + "\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    trio.run(lambda: live(sys.argv[1], visits="visit" in sys.argv[2:]))
+    trio.run(live, sys.argv[1], sys.argv[2])

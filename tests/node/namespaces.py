@@ -29,9 +29,9 @@ class Machine:
     host_6: str
 
     def start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        """Run `python -m module` there; its standard output is a pipe."""
+        """Run `python -m module` there; its standard input and output are pipes."""
         program = ["ip", "netns", "exec", self.name, sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ip(self, *arguments: str) -> None:
         """`ip` inside of it."""

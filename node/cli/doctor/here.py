@@ -188,7 +188,7 @@ async def _port(scene: Scene, address: Address) -> str:
         held = [text for text in scene.status["addresses"] if text.endswith(f":{address.port}")]
         if held or address.port == 0:
             scene.ports[address] = address.port
-            return f"held by this node, which tells {', '.join(scene.status['addresses'])}"
+            return "held by this node"
     bound = await bind(address.host, address.port)
     bound.close()
     scene.ports[address] = bound.port
@@ -198,7 +198,10 @@ async def _port(scene: Scene, address: Address) -> str:
 
 
 async def _addresses(scene: Scene) -> str:
+    await trio.lowlevel.checkpoint()
     listen = scene.config.listen
+    if scene.status is not None:
+        return f"this node tells {', '.join(scene.status['addresses'])}"
     places = [(address.host, port) for address, port in scene.ports.items()]
     if not places:
         raise Skipped("there is nowhere to listen")
@@ -246,7 +249,7 @@ async def _udp() -> str:
         with trio.move_on_after(ANSWER_SECONDS):
             while (await other.recvfrom(2 * DATAGRAM_BYTES))[0] != data:
                 pass
-            return f"a datagram of {DATAGRAM_BYTES} bytes to ourselves"
+            return f"a datagram of {DATAGRAM_BYTES:,} bytes to ourselves"
     raise Failed("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
 
 

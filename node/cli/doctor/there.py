@@ -183,10 +183,10 @@ async def _datagram_size(visit: Visit) -> str:
     await _expect_datagrams(visit)
     if await _echo(visit, _filling_bytes()) is None:
         raise Failed(
-            f"a datagram of {DATAGRAM_BYTES} bytes did not come back",
+            f"a datagram of {DATAGRAM_BYTES:,} bytes did not come back",
             "some link on the way takes no whole packets: set its MTU to 1,280 or more",
         )
-    return f"{DATAGRAM_BYTES} bytes come back whole"
+    return f"{DATAGRAM_BYTES:,} bytes come back whole"
 
 
 async def _latency(visit: Visit) -> str:
