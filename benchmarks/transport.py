@@ -10,25 +10,38 @@ number of bytes and no more.
 import multiprocessing
 import os
 import socket
-import ssl
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import trio
 from _figures import Goal, arguments, leave, report
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from _pipes import (
+    ANSWER_SECONDS,
+    BULK_BYTES,
+    ECHO_BYTES,
+    HOST,
+    PING_BYTES,
+    Line,
+    Pipe,
+    PipeLine,
+    PlainPipe,
+    TlsPipe,
+    TrioPipe,
+    ask_plain,
+    ask_trio,
+    certificate,
+    serve_plain,
+    serve_trio,
+    tls_context,
+)
 
 from crypto.contact import make_address
 from crypto.encoding import decode, encode
@@ -40,14 +53,14 @@ from node.transport.network import RealNetwork
 from partition.codec import Array, pack, unpack
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
 
-BULK_BYTES = 64 * 2**20
-ECHO_BYTES = 16 * 2**20
 DIGEST_THREADS = 2
 """As a stage that was given both cores has it: while one end digests, the other waits."""
-PING_BYTES = 64
-PINGS, CONNECTS = 30, 5
+PINGS, CONNECTS, DATAGRAMS = 100, 5, 30
+TIMES = {"ping": PINGS, "connect": CONNECTS, "reopen": CONNECTS, "datagram": DATAGRAMS}
 ECHO_GOAL, BULK_GOAL, STALL_GOAL_SECONDS = 2.5, 0.5, 0.005
-HOST = "127.0.0.1"
+BULK_CPU_GOAL, PING_GOAL, CONNECT_CPU_GOAL_SECONDS = 2.2, 1.3, 0.003
+KNOWN_PEER_CPU_GOAL_SECONDS = 60e-6
+"""One side of a datagram there and back, above what the same takes on trio's sockets."""
 
 PLAIN, TRIO, TLS = "plain sockets", "trio sockets", "trio.SSLStream, TLS 1.3"
 CIPHERS = {"peerloom, AES-256-GCM": "AESGCM", "peerloom, ChaCha20-Poly1305": "ChaChaPoly"}
@@ -56,213 +69,6 @@ SERVER = Identity(b"s" * 32)
 CLIENT = Identity(b"c" * 32)
 
 Figures = dict[str, list[float]]
-
-
-class Line(Protocol):
-    """One case, connected: what is measured of it, and its far side's CPU seconds so far."""
-
-    async def bulk(self) -> None: ...
-    async def echo(self) -> None: ...
-    async def ping(self) -> None: ...
-    async def connect(self) -> None: ...
-    async def far_cpu_seconds(self) -> float: ...
-
-
-# --- bytes without messages: sockets and TLS -------------------------------------------------------
-
-
-class Pipe(Protocol):
-    """A connection that carries bytes."""
-
-    async def send_all(self, data: memoryview) -> None: ...
-    async def receive_into(self, view: memoryview) -> None:
-        """Fill `view`; EOFError: the other side has closed."""
-
-    def close(self) -> None: ...
-
-
-class PlainPipe:
-    """A blocking socket: async in form only."""
-
-    def __init__(self, plain: socket.socket) -> None:
-        self._socket = plain
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    async def send_all(self, data: memoryview) -> None:
-        self._socket.sendall(data)
-
-    async def receive_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            count = self._socket.recv_into(view[at:])
-            if not count:
-                raise EOFError
-            at += count
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class TrioPipe:
-    """A trio socket, read straight into the buffer."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
-
-    async def send_all(self, data: memoryview) -> None:
-        await self._stream.send_all(data)
-
-    async def receive_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            count = await self._stream.socket.recv_into(view[at:])
-            if not count:
-                raise EOFError
-            at += count
-
-    def close(self) -> None:
-        self._stream.socket.close()
-
-
-class TlsPipe:
-    """TLS over a trio socket."""
-
-    def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
-        self._stream = stream
-
-    async def send_all(self, data: memoryview) -> None:
-        await self._stream.send_all(data)
-
-    async def receive_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            data = await self._stream.receive_some(len(view) - at)
-            if not data:
-                raise EOFError
-            view[at : at + len(data)] = data
-            at += len(data)
-
-    def close(self) -> None:
-        self._stream.transport_stream.socket.close()
-
-
-class PipeLine:
-    """`Line` over bytes: a letter says what follows."""
-
-    def __init__(self, pipe: Pipe, again: Callable[[], Awaitable[Pipe]]) -> None:
-        self._pipe, self._again = pipe, again
-        self._bulk = memoryview(os.urandom(BULK_BYTES))
-        self._sent = self._bulk[:ECHO_BYTES]
-        self._back = memoryview(bytearray(ECHO_BYTES))
-
-    async def bulk(self) -> None:
-        await self._pipe.send_all(memoryview(b"b"))
-        await self._pipe.send_all(self._bulk)
-        await self._pipe.receive_into(self._back[:1])
-
-    async def echo(self) -> None:
-        await self._pipe.send_all(memoryview(b"e"))
-        await self._pipe.send_all(self._sent)
-        await self._pipe.receive_into(self._back)
-
-    async def ping(self) -> None:
-        await _ping(self._pipe)
-
-    async def connect(self) -> None:
-        pipe = await self._again()
-        await _ping(pipe)
-        pipe.close()
-
-    async def far_cpu_seconds(self) -> float:
-        await self._pipe.send_all(memoryview(b"c"))
-        await self._pipe.receive_into(self._back[:8])
-        return float(np.frombuffer(self._back[:8])[0])
-
-
-async def _ping(pipe: Pipe) -> None:
-    await pipe.send_all(memoryview(b"p" + bytes(PING_BYTES)))
-    await pipe.receive_into(memoryview(bytearray(PING_BYTES)))
-
-
-async def serve_pipe(pipe: Pipe) -> None:
-    """The far side of `PipeLine`. It takes an activation whole before it answers, as a stage must."""
-    memory = memoryview(bytearray(PING_BYTES))
-    try:
-        while True:
-            await pipe.receive_into(memory[:1])
-            letter = bytes(memory[:1])
-            if letter in b"be" and len(memory) < BULK_BYTES:
-                memory = memoryview(bytearray(BULK_BYTES))
-            match letter:
-                case b"b":
-                    await pipe.receive_into(memory)
-                    await pipe.send_all(memory[:1])
-                case b"e":
-                    await pipe.receive_into(memory[:ECHO_BYTES])
-                    await pipe.send_all(memory[:ECHO_BYTES])
-                case b"p":
-                    await pipe.receive_into(memory[:PING_BYTES])
-                    await pipe.send_all(memory[:PING_BYTES])
-                case b"c":
-                    await pipe.send_all(memoryview(np.float64(time.process_time()).tobytes()))
-    except (EOFError, OSError, trio.BrokenResourceError):
-        pipe.close()
-
-
-def serve_plain(connection: Connection) -> None:
-    """Blocking sockets, a thread for each."""
-    listener = socket.create_server((HOST, 0))
-    connection.send(listener.getsockname()[1])
-    while True:
-        accepted, _ = listener.accept()
-        threading.Thread(target=trio.run, args=(serve_pipe, PlainPipe(accepted)), daemon=True).start()
-
-
-async def serve_trio(connection: Connection, context: ssl.SSLContext | None) -> None:
-    """Trio sockets, and TLS over them where there is a context."""
-
-    async def serve(stream: trio.SocketStream) -> None:
-        if context is None:
-            await serve_pipe(TrioPipe(stream))
-        else:
-            await serve_pipe(TlsPipe(trio.SSLStream(stream, context, server_side=True)))
-
-    listeners = await trio.open_tcp_listeners(0, host=HOST)
-    connection.send(listeners[0].socket.getsockname()[1])
-    await trio.serve_listeners(serve, listeners)
-
-
-def certificate(folder: Path) -> Path:
-    """A self-signed certificate and its key in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, HOST)])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    path = folder / "tls.pem"
-    path.write_bytes(
-        signed.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    return path
-
-
-def tls_context(path: Path, *, server: bool) -> ssl.SSLContext:
-    """TLS 1.3 only; nobody's name is checked, which costs nothing here."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    if server:
-        context.load_cert_chain(path)
-    else:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 # --- our streams -----------------------------------------------------------------------------------
@@ -310,8 +116,9 @@ async def receive_activation(stream: Stream, signer: Signer) -> Array:
 class StreamLine:
     """`Line` over our streams, one for each kind of conversation."""
 
-    def __init__(self, network: RealNetwork, streams: dict[str, Stream]) -> None:
+    def __init__(self, network: RealNetwork, port: int, cipher: str, streams: dict[str, Stream]) -> None:
         self._network, self._streams = network, streams
+        self._address, self._cipher = make_address(HOST, port), cipher
         self._signer = IdentitySigner(CLIENT, "benchmark")
         self._bulk = os.urandom(BULK_BYTES)
         rng = np.random.default_rng(1)
@@ -339,11 +146,40 @@ class StreamLine:
         await self._streams["pings"].receive()
 
     async def connect(self) -> None:
-        await (await self._network.open(SERVER.peer, _protocol("pings"))).aclose()
+        """A new connection each time, whatever is idle."""
+        await self._network.identify(self._address)
+
+    async def reopen(self) -> None:
+        """A stream, on a connection that is idle after the last one."""
+        await (await self._network.open(SERVER.peer, _protocol("once"))).aclose()
+
+    async def datagram(self) -> None:
+        """A message there and back, with a peer that is known."""
+        await ask_by_datagram(self._network)
+
+    async def new_peer(self) -> float:
+        """The same from a node that nobody has heard of: seconds from its first word to the answer."""
+        network = make_network(Identity(os.urandom(32)), self._cipher)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(network.run)
+            network.learn(SERVER.peer, [self._address])
+            begun = time.perf_counter()
+            await ask_by_datagram(network)
+            seconds = time.perf_counter() - begun
+            nursery.cancel_scope.cancel()
+        return seconds
 
     async def far_cpu_seconds(self) -> float:
         await self._streams["cpu"].send(b"")
         return float(await self._streams["cpu"].receive())
+
+
+async def ask_by_datagram(network: RealNetwork) -> None:
+    """A message to the far side and back; whoever loses one on loopback waits for nothing."""
+    network.send(SERVER.peer, _protocol("datagrams"), bytes(PING_BYTES))
+    inbox = network.inbox(_protocol("datagrams"))
+    ((_, answer),) = await inbox.take(trio.current_time() + ANSWER_SECONDS)
+    assert answer == bytes(PING_BYTES)
 
 
 def _protocol(name: str) -> str:
@@ -378,6 +214,17 @@ async def tell_cpu(stream: Stream) -> None:
         await stream.send(str(time.process_time()).encode())
 
 
+async def say_nothing(stream: Stream) -> None:
+    """The far side of a stream that is opened and closed."""
+
+
+async def answer_datagrams(network: RealNetwork) -> None:
+    inbox = network.inbox(_protocol("datagrams"))
+    while True:
+        for sender, message in await inbox.take(trio.current_time() + 3_600):
+            network.send(sender, _protocol("datagrams"), message)
+
+
 CONVERSATIONS = {
     "bulk": take_bulk,
     "frames": echo_frames,
@@ -392,8 +239,10 @@ async def serve_streams(connection: Connection, cipher: str) -> None:
     network = make_network(SERVER, cipher)
     for name, conversation in CONVERSATIONS.items():
         network.handle(_protocol(name), conversation)
+    network.handle(_protocol("once"), say_nothing)
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)
+        nursery.start_soon(answer_datagrams, network)
         connection.send(network.port)
 
 
@@ -441,26 +290,27 @@ async def connect_pipe(case: str, port: int, pem: Path) -> Pipe:
 async def connect_line(case: str, port: int, pem: Path, nursery: trio.Nursery) -> Line:
     if case not in CIPHERS:
         again = partial(connect_pipe, case, port, pem)
-        return PipeLine(await again(), again)
+        return PipeLine(await again(), again, ask_plain(port) if case == PLAIN else ask_trio(port))
     network = make_network(CLIENT, CIPHERS[case])
     await nursery.start(network.run)
     network.learn(SERVER.peer, [make_address(HOST, port)])
-    return StreamLine(
-        network, {name: await network.open(SERVER.peer, _protocol(name)) for name in CONVERSATIONS}
-    )
+    network.inbox(_protocol("datagrams"))
+    streams: dict[str, Stream] = {
+        name: await network.open(SERVER.peer, _protocol(name)) for name in CONVERSATIONS
+    }
+    return StreamLine(network, port, CIPHERS[case], streams)
 
 
-async def timed(line: Line, figures: Figures, name: str, times: int = 1) -> None:
-    """One measurement of `times` times; for a single one the CPU seconds of both ends too."""
-    call = getattr(line, name)
-    far = await line.far_cpu_seconds() if times == 1 else 0.0
+async def timed(line: Line, figures: Figures, name: str) -> None:
+    """One measurement, of as many times as it takes to be seen; and the CPU seconds of both ends."""
+    call, times = getattr(line, name), TIMES.get(name, 1)
+    far = await line.far_cpu_seconds()
     near, begun = time.process_time(), time.perf_counter()
     for _ in range(times):
         await call()
     figures.setdefault(name, []).append((time.perf_counter() - begun) / times)
-    if times == 1:
-        near = time.process_time() - near
-        figures.setdefault(f"{name} cpu", []).append(near + await line.far_cpu_seconds() - far)
+    near = time.process_time() - near
+    figures.setdefault(f"{name} cpu", []).append((near + await line.far_cpu_seconds() - far) / times)
 
 
 class LongestStep(trio.abc.Instrument):
@@ -499,21 +349,29 @@ async def measure(ports: dict[str, int], pem: Path, rounds: int) -> tuple[dict[s
             for case, line in lines.items():
                 # The first round warms up: buffers, windows, caches.
                 figures = found[case] if number else {}
-                await timed(line, figures, "bulk")
-                await timed(line, figures, "echo")
+                for name in ("bulk", "echo", "ping", "connect", "datagram"):
+                    await timed(line, figures, name)
                 if isinstance(line, StreamLine):
                     await timed(line, figures, "payload")
-                await timed(line, figures, "ping", PINGS)
-                await timed(line, figures, "connect", CONNECTS)
+                    await timed(line, figures, "reopen")
+                    figures.setdefault("new peer", []).append(await line.new_peer())
         stall_seconds = await longest_stall_seconds(lines[OURS], rounds)
         nursery.cancel_scope.cancel()
     return found, stall_seconds
 
 
-def ratio(found: dict[str, Figures], case: str, name: str, plain_name: str | None = None) -> float:
+def ratio(
+    found: dict[str, Figures], case: str, name: str, plain_name: str | None = None, *, beside: str = PLAIN
+) -> float:
     """How many times as long as plain sockets, or as much: the median over the rounds."""
-    pairs = zip(found[case][name], found[PLAIN][plain_name or name], strict=True)
-    return statistics.median(ours / plain for ours, plain in pairs)
+    pairs = zip(found[case][name], found[beside][plain_name or name], strict=True)
+    return statistics.median(ours / other for ours, other in pairs)
+
+
+def known_peer_seconds(found: dict[str, Figures]) -> float:
+    """CPU of one side for a datagram there and back with a known peer, above trio's sockets."""
+    pairs = zip(found[OURS]["datagram cpu"], found[TRIO]["datagram cpu"], strict=True)
+    return statistics.median(ours - raw for ours, raw in pairs) / 2
 
 
 def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
@@ -528,9 +386,15 @@ def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
         "echo_time_of_plain": round(ratio(found, case, "echo"), 2),
         "echo_cpu_of_plain": round(ratio(found, case, "echo cpu"), 2),
         "round_trip_ms": round(1000 * middle["ping"], 3),
+        "round_trip_of_trio": round(ratio(found, case, "ping", beside=TRIO), 2),
         "connect_ms": round(1000 * middle["connect"], 2),
+        "connect_cpu_ms": round(1000 * middle["connect cpu"], 2),
+        "datagram_ms": round(1000 * middle["datagram"], 3),
+        "datagram_cpu_ms": round(1000 * middle["datagram cpu"], 3),
     }
     if "payload" in middle:
+        figures["reopen_ms"] = round(1000 * middle["reopen"], 2)
+        figures["datagram_new_peer_ms"] = round(1000 * middle["new peer"], 2)
         figures["payload_echo_time_of_plain"] = round(ratio(found, case, "payload", "echo"), 2)
     return figures
 
@@ -550,6 +414,20 @@ def main() -> int:
             ECHO_GOAL,
         ),
         Goal("bulk, speed of plain sockets", 1 / ratio(found, OURS, "bulk"), ">=", BULK_GOAL),
+        Goal("bulk, CPU of plain sockets", ratio(found, OURS, "bulk cpu"), "<=", BULK_CPU_GOAL),
+        Goal("round trip, time of trio's sockets", ratio(found, OURS, "ping", beside=TRIO), "<=", PING_GOAL),
+        Goal(
+            "connect, CPU seconds of both ends",
+            statistics.median(found[OURS]["connect cpu"]),
+            "<=",
+            CONNECT_CPU_GOAL_SECONDS,
+        ),
+        Goal(
+            "datagram there and back with a known peer, CPU seconds of a side above trio's sockets",
+            known_peer_seconds(found),
+            "<=",
+            KNOWN_PEER_CPU_GOAL_SECONDS,
+        ),
         Goal("longest step of the event loop, seconds", stall_seconds, "<=", STALL_GOAL_SECONDS),
     ]
     return report("transport", [row(found, case) for case in cases], goals, as_json=flags.json)

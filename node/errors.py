@@ -9,6 +9,7 @@
     Unreachable                  no path to a peer; the caller tries elsewhere
         WrongPeer                somebody else answered at the address
     StreamClosed                 the other side, or we, closed a stream
+        StreamEnded              the other side said that it sends no more, and all that it sent has come
     StageFailed                  a stage process died or refused
         PayloadRefused           what others sent cannot be used; the stage goes on
 
@@ -31,6 +32,7 @@ __all__ = [
     "RunFailed",
     "StageFailed",
     "StreamClosed",
+    "StreamEnded",
     "Unreachable",
     "UsageError",
     "WrongPeer",
@@ -87,6 +89,11 @@ class WrongPeer(Unreachable):
 
 class StreamClosed(Exception):
     """The stream is over; nothing more can be sent or received on it."""
+
+
+class StreamEnded(StreamClosed):
+    """The other side has said that it sends no more. Nothing of what it sent is missing, unlike where a
+    connection was cut; where it only said that, and has not closed, this side may still send."""
 
 
 class StageFailed(Exception):

@@ -46,10 +46,17 @@ class Stream(Protocol):
 
     A message may have a payload: bytes that nobody decodes, such as tensors, and that are not copied on
     the way. Raises `node.errors.StreamClosed` from all but `aclose` once either side has closed.
+
+    Cancelled, a `receive` has taken nothing; a `send` either has not begun, or the stream is closed. So a
+    deadline for either is a cancel scope around it.
     """
 
     @property
     def peer(self) -> PeerId: ...
+
+    @property
+    def protocol(self) -> str:
+        """The name by which it was opened."""
 
     @property
     def source(self) -> Address | None:
@@ -65,7 +72,12 @@ class Stream(Protocol):
         """The next message and its payload: read-only, empty for none, in memory that is used again once
         nothing refers to it. A longer payload than `payload_bytes_max` ends the stream."""
 
-    async def aclose(self) -> None: ...
+    async def send_eof(self) -> None:
+        """Say that nothing more is sent here; the other side gets `node.errors.StreamEnded` after the last
+        message, and may still answer."""
+
+    async def aclose(self) -> None:
+        """Send and receive no more. What was sent arrives; then the other side gets `StreamEnded`."""
 
 
 def own_rng(rng: Random) -> Random:
@@ -132,8 +144,9 @@ class Network(Protocol):
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; `addresses` are known once it has started."""
 
-    async def open(self, peer: PeerId, protocol: str) -> Stream:
-        """Open a stream to a known peer. Raises `node.errors.Unreachable`."""
+    async def open(self, peer: PeerId, protocol: str, *others: str) -> Stream:
+        """Open a stream to a known peer, by the first of the names that it speaks: several are versions of
+        one protocol, the newest first. Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:
         """Who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""

@@ -23,18 +23,18 @@ large for a packet travels by a stream.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import trio
 
 from crypto.contact import Address
+from crypto.datagrams import protocol_bytes
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.identity import PeerId
-from crypto.noise import Data
+from crypto.identity import PeerId, short_peer
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
+from node.transport.connections import GRACE_SECONDS
 from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.alarm import Alarm
@@ -49,6 +49,7 @@ from sim.network.places import RIGHT
 from sim.network.queues import Carrier, Parcel
 from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_entropy, seeded_rng
+from sim.storage import MemoryStorage
 from sim.streams import Line, SimStream, stream_pair
 
 EPOCH_SECONDS = 1_800_000_000.0
@@ -280,9 +281,12 @@ class SimNetwork:
         self._held: list[tuple[PeerId, str, bytes]] = []
         self._handlers: dict[str, Handler] = {}
         self._known: dict[PeerId, None] = {}
-        self._streams: dict[SimStream, None] = {}
+        self._impostors: dict[PeerId, PeerId] = {}
+        # With whether the other side opened it.
+        self._streams: dict[SimStream, bool] = {}
         self._nursery: trio.Nursery | None = None
         self.local = SimLocal(address, partial(medium.near, peer)) if medium.has_local else None
+        self._scope = trio.CancelScope()
 
     @property
     def peer(self) -> PeerId:
@@ -302,23 +306,44 @@ class SimNetwork:
 
     @property
     def counters(self) -> Mapping[str, int]:
+        self.miss()
         return self._counters
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve streams until cancelled; then the peer is dead."""
+        """Serve streams until cancelled; handlers get a moment, then the peer is dead."""
+        leaving = trio.Event()
         try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
+            async with trio.open_nursery() as outer:
+                self._scope = outer.cancel_scope
+                self._nursery = await outer.start(self._keep_serving, leaving)
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    leaving.set()
         finally:
             self._nursery = None
-            self.die()
+            self.die(is_cut=False)
+
+    async def _keep_serving(
+        self, leaving: trio.Event, *, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.shield = True
+            task_status.started(nursery)
+            await leaving.wait()
+            nursery.cancel_scope.deadline = trio.current_time() + GRACE_SECONDS
+            for stream, is_served in self._streams.items():
+                if is_served:
+                    stream.leave()
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Only an address that is really the peer's makes it reachable."""
-        if peer != self._peer and any(self._medium.peer_at(address) == peer for address in addresses):
+        there = [self._medium.peer_at(address) for address in addresses]
+        if peer != self._peer and peer in there:
             self._known[peer] = None
+        elif impostors := [each for each in there if each is not None]:
+            self._impostors[peer] = impostors[0]
 
     def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
         if len(message) > ONE_SHOT_BYTES_MAX:
@@ -410,23 +435,43 @@ class SimNetwork:
             self._medium.count("missed", number)
 
     def handle(self, protocol: str, handler: Handler) -> None:
+        protocol_bytes(protocol)
         if protocol in self._handlers:
             raise LocalProtocolError(f"{protocol} has a handler already")
         self._handlers[protocol] = handler
 
-    async def open(self, peer: PeerId, protocol: str) -> SimStream:
+    async def open(self, peer: PeerId, protocol: str, *others: str) -> SimStream:
         if peer not in self._known:
-            await trio.lowlevel.checkpoint()
-            raise Unreachable("unknown", "no address of this peer is known")
+            await self._meet_impostor(peer)
         target = await self._meet(peer)
-        if not self.alive or target._nursery is None or protocol not in target._handlers:
-            raise Unreachable("refused", f"the peer does not speak {protocol}")
+        names = (protocol, *others)
+        chosen = next((name for name in names if name in target._handlers), None)
+        if not self.alive or target._nursery is None or chosen is None:
+            target._counters["streams_refused_protocol"] += 1
+            raise Unreachable("refused", f"{short_peer(peer)} does not speak {' or '.join(names)}")
         target._known[self._peer] = None
-        near, far = self._join(target, protocol)
-        self._streams[near] = None
-        target._streams[far] = None
-        target._nursery.start_soon(target._serve, target._handlers[protocol], far)
+        near, far = self._join(target, chosen)
+        self._add(near, is_served=False)
+        target._add(far, is_served=True)
+        target._nursery.start_soon(target._serve, target._handlers[chosen], far)
         return near
+
+    def _add(self, stream: SimStream, *, is_served: bool) -> None:
+        self._counters["streams_served" if is_served else "streams_opened"] += 1
+        self._streams[stream] = is_served
+        stream.offended = self._offended
+
+    def _offended(self) -> None:
+        self._counters["streams_broken"] += 1
+
+    async def _meet_impostor(self, peer: PeerId) -> None:
+        """Who is not where it is said to be; somebody else may be."""
+        other = self._impostors.get(peer)
+        if other is None:
+            await trio.lowlevel.checkpoint()
+            raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
+        await self._meet(other)
+        raise WrongPeer("wrong key", f"wanted {short_peer(peer)}, found {short_peer(other)}")
 
     async def identify(self, address: Address) -> PeerId:
         peer = self._medium.peer_at(address)
@@ -435,7 +480,8 @@ class SimNetwork:
             raise Unreachable("refused", f"nobody answers at {address.short}")
         await self._meet(peer)
         if address.peer not in (None, peer):
-            raise WrongPeer("wrong key", f"another peer answers at {address.short}")
+            wanted = short_peer(address.peer or peer)
+            raise WrongPeer("wrong key", f"wanted {wanted}, found {short_peer(peer)}")
         self._known[peer] = None
         return peer
 
@@ -452,16 +498,17 @@ class SimNetwork:
             elif not is_cut and stream.is_stalled:
                 stream.resume()
 
-    def die(self) -> None:
-        """See `Medium.kill`."""
+    def die(self, *, is_cut: bool = True) -> None:
+        """See `Medium.kill`; `is_cut`: without a word."""
         self.alive = False
         self.pace.still_until = 0.0  # a kernel closes what a stopped process had open
         for stream in list(self._streams):
-            stream.close()
+            stream.close(is_cut=is_cut)
         self._streams.clear()
         self._held.clear()
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
+            self._scope.cancel()
 
     def _meets(self, peer: PeerId) -> bool:
         """Whether packets pass both ways."""
@@ -470,7 +517,7 @@ class SimNetwork:
 
     def _break(self, stream: SimStream) -> None:
         self._streams.pop(stream, None)
-        stream.close()
+        stream.close(is_cut=True)
 
     def _give_up(self, stream: SimStream, stalls: int) -> None:
         """It has stalled for too long, if it is still the same stall."""
@@ -527,41 +574,6 @@ class SimNetwork:
         finally:
             self._streams.pop(stream, None)
             stream.close()
-
-
-class MemoryStorage:
-    """Storage that lives as long as this object: keep it to restart a peer with its memory."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
-
-    def read(self, name: str) -> bytes | None:
-        return self._blobs.get(name)
-
-    def write(self, name: str, data: bytes) -> None:
-        self._blobs[name] = bytes(data)
-
-    def delete(self, name: str) -> None:
-        self._blobs.pop(name, None)
-
-    def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        blob = self._blobs.get(name)
-        return None if blob is None else blob[offset : offset + length]
-
-    def copy_in(self, name: str, path: Path) -> None:
-        self._blobs[name] = path.read_bytes()
-
-    def write_soon(self, name: str, data: bytes | memoryview) -> None:
-        self._blobs[name] = bytes(data)
-
-    def sync(self, names: Iterable[str]) -> None:
-        """What it holds survives as long as it does."""
-
-    def spill(self, data: Data) -> memoryview:
-        return memoryview(bytes(data))
-
-    def sizes(self, under: str) -> dict[str, int]:
-        return {name: len(blob) for name, blob in self._blobs.items() if name.startswith(f"{under}/")}
 
 
 def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStorage | None = None) -> Seams:

@@ -1,7 +1,7 @@
 """Streams of the simulated network: in memory, ordered, with latency, bandwidth and back-pressure.
 
-A stream is TCP below, which hides loss: it loses nothing, and has no jitter. A side that closes is noticed
-by the other one trip later, after everything that was sent before.
+A stream is TCP below, which hides loss: it loses nothing, and has no jitter. A side that closes, or sends no
+more, is noticed by the other one trip later, after everything that was sent before.
 
 Where the access of either peer is limited, a message travels as segments through the same queues as
 datagrams (`sim.network.queues`), and all streams of a peer share them. A stream has as much under way as
@@ -23,7 +23,8 @@ from crypto.contact import Address
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from crypto.noise import Data
-from node.errors import StreamClosed
+from node.errors import StreamClosed, StreamEnded
+from node.locks import Turn
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from sim.alarm import Alarm
 from sim.executor import stand_still
@@ -87,6 +88,8 @@ class _Pipe:
         self._queue: deque[tuple[float, bytes, bytes]] = deque()
         self._queued_bytes = 0
         self._is_ended = self._is_dropped = self._is_stalled = False
+        self._is_cut = self._is_leaving = False
+        self._why = ""
         self._ends_at = math.inf
         self._broken_at = math.inf
         self._reader = Alarm()
@@ -100,7 +103,7 @@ class _Pipe:
             await self._writers.park()
         now = _now()
         if self._is_ended or self._broken_at <= now:
-            raise StreamClosed("the stream is closed")
+            raise StreamClosed("this side sends no more" if self._is_ended else "the other side closed it")
         if self._is_dropped:
             return  # on its way to a reader that has gone, which the writer cannot know yet
         self._queued_bytes += len(message) + len(payload)
@@ -113,20 +116,25 @@ class _Pipe:
         while True:
             due = self._queue[0][0] if self._queue else self._ends_at
             # Always a checkpoint, also when a message waits already.
-            await self._reader.sleep_until(max(-math.inf if self._is_dropped else due, pace.still_until))
+            is_over = self._is_dropped or self._is_leaving
+            await self._reader.sleep_until(max(-math.inf if is_over else due, pace.still_until))
             now = _now()
             if pace.still_until > now:
                 continue
-            if self._is_dropped or (not self._queue and self._ends_at <= now):
-                raise StreamClosed("the stream is closed")
+            if self._is_dropped or self._is_leaving:
+                raise StreamClosed("this side closed it" if self._is_dropped else "this node is leaving")
+            if not self._queue and self._ends_at <= now:
+                raise StreamClosed("the connection broke") if self._is_cut else StreamEnded(self._why)
             if self._queue and self._queue[0][0] <= now:
                 _, message, payload = self._queue.popleft()
                 self._queued_bytes -= len(message) + len(payload)
                 self._writers.unpark_all()
                 return message, payload
 
-    def end(self) -> None:
-        """The writer closes: the reader finds out after the last message."""
+    def end(self, why: str, *, is_cut: bool = False) -> None:
+        """The writer sends no more: the reader finds out after the last message, why and whether it was
+        cut."""
+        self._why, self._is_cut = why, self._is_cut or is_cut
         if not self._is_ended:
             self._is_ended = True
             self._writers.unpark_all()
@@ -143,6 +151,11 @@ class _Pipe:
             self._reader.ring()
             self._writers.unpark_all()
             self._give_notice()
+
+    def leave(self) -> None:
+        """The reader takes nothing more, but has not closed."""
+        self._is_leaving = True
+        self._reader.ring()
 
     def stall(self) -> None:
         """Nothing more leaves, in neither direction."""
@@ -215,18 +228,29 @@ class SimStream:
     """`node.seams.Stream` of the simulation: one end of it. `count` is told what each message adds to its
     peer's traffic."""
 
-    def __init__(self, peer: PeerId, incoming: _Pipe, outgoing: _Pipe, count: Callable[[int], None]) -> None:
+    def __init__(
+        self, peer: PeerId, protocol: str, incoming: _Pipe, outgoing: _Pipe, count: Callable[[int], None]
+    ) -> None:
         self._peer = peer
+        self._protocol = protocol
         self._incoming = incoming
         self._outgoing = outgoing
         self._count = count
         self.source: Address | None = None
+        self._receiving = Turn()
+        self._is_closed = False
+        self.offended: Callable[[], None] = lambda: None
+        """Is called where the other side breaks the protocol."""
         self.is_stalled = False
         self.stalls = 0
 
     @property
     def peer(self) -> PeerId:
         return self._peer
+
+    @property
+    def protocol(self) -> str:
+        return self._protocol
 
     async def send(self, message: Data, *payload: Data) -> None:
         whole = b"".join(payload)
@@ -235,6 +259,7 @@ class SimStream:
                 f"a message of {len(message)} bytes and a payload of {len(whole)}, at most"
                 f" {MESSAGE_BYTES_MAX} and {PAYLOAD_BYTES_MAX} allowed"
             )
+        self._check_open()
         await self._outgoing.put(bytes(message), whole)
         self._count(math.ceil((len(message) + len(whole)) * STREAM_OVERHEAD))
 
@@ -243,20 +268,39 @@ class SimStream:
         return message
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        message, payload = await self._incoming.get()
+        await self._receiving.take()
+        try:
+            message, payload = await self._incoming.get()
+        finally:
+            self._receiving.give()
         if len(payload) > payload_bytes_max:
-            self.close()
+            self.close(is_cut=True)
+            self.offended()
             raise StreamClosed(f"a payload of {len(payload)} bytes, at most {payload_bytes_max} allowed")
         return message, memoryview(payload)
+
+    async def send_eof(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._check_open()
+        self._outgoing.end("the other side sends no more")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamClosed("this side closed it")
 
     async def aclose(self) -> None:
         self.close()
         await trio.lowlevel.checkpoint()
 
-    def close(self) -> None:
-        """As `aclose`, where nothing can be awaited: a peer that dies."""
-        self._outgoing.end()
+    def close(self, *, is_cut: bool = False) -> None:
+        """As `aclose`, where nothing can be awaited; `is_cut`: not in order, as where a peer dies."""
+        self._is_closed = True
+        self._outgoing.end("the other side closed it", is_cut=is_cut)
         self._incoming.drop()
+
+    def leave(self) -> None:
+        """The peer is leaving: it takes no new message, but may finish its answer."""
+        self._incoming.leave()
 
     def stall(self) -> None:
         """A split lies between both ends. `stalls` counts how often."""
@@ -278,8 +322,8 @@ def stream_pair(
     """Both ends of a new stream: the one where `there` begins, and the one where it ends."""
     outgoing, incoming = _Pipe(there), _Pipe(back)
     return (
-        SimStream(there.receiver.peer, incoming, outgoing, counts[0]),
-        SimStream(there.sender.peer, outgoing, incoming, counts[1]),
+        SimStream(there.receiver.peer, there.protocol, incoming, outgoing, counts[0]),
+        SimStream(there.sender.peer, there.protocol, outgoing, incoming, counts[1]),
     )
 
 

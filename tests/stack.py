@@ -40,8 +40,9 @@ from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
+from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 
 Reply = TypeVar("Reply", bound=api.Reply)

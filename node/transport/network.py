@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `handshake` who is
-there, `tcp` the secure streams, `router` the protocols, `book` the addresses. What strangers do wrong is
-counted here and raised nowhere; a bug in one of our own handlers comes out of `run`.
+It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `connections` the
+streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and raised
+nowhere; a bug in one of our own handlers comes out of `run`.
 """
 
 from collections import Counter
@@ -13,49 +13,31 @@ import trio
 
 from crypto.contact import ADDRESSES_MAX, Address
 from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
-from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.identity import Identity, PeerId, short_peer
-from crypto.noise import Session, suites_named
+from crypto.errors import LocalProtocolError
+from crypto.identity import Identity, PeerId
+from crypto.noise import suites_named
 from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
 from node.transport.book import AddressBook
-from node.transport.handshake import (
-    HANDSHAKE_SECONDS,
-    Credentials,
-    Outsider,
-    accept,
-    default_suites,
-    dial,
-)
+from node.transport.connections import Connections
+from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
 from node.transport.listen import Place, bind_all, dialable
 from node.transport.multicast import Multicast
-from node.transport.pool import Pool
-from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Hello, Router, greet
-from node.transport.sockets import UdpSockets, address_of
-from node.transport.tcp import Assembly, SecureStream
+from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
+from node.transport.sockets import UdpSockets
+from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
 
-INBOUND_MAX = 512
-"""Connections from others at once; each costs a buffer of 128 KiB."""
-INBOUND_PER_PEER_MAX = 64
-"""So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
-HALF_OPEN_MAX = 64
-"""Handshakes at once: each costs us about a millisecond of computing that nobody has paid for yet."""
-OPEN_SECONDS = 20.0
-"""All addresses of a peer together."""
 ONE_SHOT_SENDERS = 8
 ONE_SHOT_QUEUE_MAX = 256
 ONE_SHOT_QUEUE_BYTES_MAX = 32 * 2**20
 
-_REASONS = ("wrong key", "refused", "timeout", "unknown")
-"""Of several failures the one that says most."""
-
 
 class RealNetwork:
     """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
-    ends, all streams end.
+    is cancelled, handlers get a moment, then all streams end, in order.
 
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
     `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
@@ -89,14 +71,9 @@ class RealNetwork:
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
         self._book = AddressBook()
-        self._assembly = Assembly()
-        self._pool = Pool()
-        # All that are open, so that none outlives `run`; a dict for its order.
-        self._streams: dict[SecureStream, None] = {}
+        self._connections = Connections(self._credentials, self._book, self._router, self._counters)
         self._addresses: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
-        self._inbound = self._half_open = 0
-        self._inbound_by_peer: Counter[PeerId] = Counter()
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
         )
@@ -166,17 +143,11 @@ class RealNetwork:
                 # Only names to look up, or only the other address family: TCP knows both.
                 self._queue_one_shot(peer, protocol, message)
 
-    async def open(self, peer: PeerId, protocol: str) -> SecureStream:
-        stream = await self._open(peer, Hello("stream", protocol))
-        self._counters["streams_opened"] += 1
-        return stream
+    async def open(self, peer: PeerId, protocol: str, *others: str) -> SecureStream:
+        return await self._connections.open(peer, protocol, *others)
 
     async def identify(self, address: Address) -> PeerId:
-        with trio.move_on_after(OPEN_SECONDS):
-            stream = await self._reach(address, Hello("identify", ""))
-            await stream.aclose()
-            return stream.peer
-        raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
+        return await self._connections.identify(address)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen until cancelled; `started` once `addresses` are known. Raises UsageError: cannot listen."""
@@ -198,22 +169,26 @@ class RealNetwork:
         listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(each.tcp)) for each in bound]
         try:
             self._datagrams = datagrams
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(datagrams.receive_forever)
-                nursery.start_soon(partial(trio.serve_listeners, self._serve, listeners))
-                for _ in range(ONE_SHOT_SENDERS):
-                    nursery.start_soon(self._send_one_shots)
-                if self._beacon_port is not None:
-                    self._local = Multicast(places, self._counters, port=self._beacon_port)
-                    await nursery.start(self._local.run)
-                task_status.started()
+            async with trio.open_nursery() as outer:
+                serving = await outer.start(self._connections.run)
+                try:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(datagrams.receive_forever)
+                        serve = partial(trio.serve_listeners, handler_nursery=serving)
+                        nursery.start_soon(serve, self._connections.serve, listeners)
+                        for _ in range(ONE_SHOT_SENDERS):
+                            nursery.start_soon(self._send_one_shots)
+                        if self._beacon_port is not None:
+                            self._local = Multicast(places, self._counters, port=self._beacon_port)
+                            await nursery.start(self._local.run)
+                        task_status.started()
+                finally:
+                    self._connections.leave()
         finally:
             self._datagrams = self._local = None
             sockets.close()
             for each in bound:
                 each.close()
-            for stream in tuple(self._streams):
-                stream.close()
 
     # --- datagrams and messages --------------------------------------------------------------------
 
@@ -239,109 +214,9 @@ class RealNetwork:
             peer, protocol, message = await self._one_shots_out.receive()
             try:
                 with trio.fail_after(ONE_SHOT_SECONDS):
-                    stream = await self._open(peer, Hello("message", protocol))
-                    try:
-                        await stream.send(message)
-                    finally:
-                        await stream.aclose()
+                    await self._connections.send(peer, protocol, message)
                 self._counters["messages_by_stream"] += 1
             except (Unreachable, StreamClosed, trio.TooSlowError):
                 self._counters["messages_by_stream_failed"] += 1
             finally:
                 self._one_shot_bytes -= len(message)
-
-    # --- streams out -------------------------------------------------------------------------------
-
-    async def _open(self, peer: PeerId, hello: Hello) -> SecureStream:
-        """Try one address after the other; the failure that says most is the one that is raised."""
-        addresses = self._book.for_stream(peer)
-        if not addresses:
-            raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
-        failures: list[Unreachable] = []
-        with trio.move_on_after(OPEN_SECONDS):
-            for address in addresses:
-                try:
-                    return await self._reach(address.of(peer), hello)
-                except Unreachable as failure:
-                    failures.append(failure)
-        if not failures:
-            raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
-        raise min(failures, key=lambda failure: _REASONS.index(failure.reason))
-
-    async def _reach(self, address: Address, hello: Hello) -> SecureStream:
-        """One address: connect, shake hands, be welcomed."""
-        transport, session = await dial(address, self._credentials)
-        stream = self._make_stream(transport, session)
-        welcomed = False
-        try:
-            self._book.prove(session.peer, address_of(transport.socket.getpeername()))
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                await greet(stream, hello)
-            welcomed = True
-        except trio.TooSlowError:
-            raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
-        except (StreamClosed, OSError):
-            raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
-        finally:
-            if not welcomed:
-                stream.close()
-        return stream
-
-    def _make_stream(self, transport: trio.SocketStream, session: Session) -> SecureStream:
-        stream = SecureStream(
-            transport, session, self._assembly, self._pool, self._counters, self._streams.pop
-        )
-        self._streams[stream] = None
-        return stream
-
-    # --- streams in --------------------------------------------------------------------------------
-
-    async def _serve(self, transport: trio.SocketStream) -> None:
-        """One connection that came in, from its first byte to its end."""
-        if self._inbound >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
-            self._counters["connections_over_limit"] += 1
-            transport.socket.close()
-            return
-        self._inbound += 1
-        try:
-            stream = await self._shake_hands(transport)
-            if stream is not None:
-                await self._serve_peer(stream)
-        finally:
-            self._inbound -= 1
-            transport.socket.close()
-
-    async def _shake_hands(self, transport: trio.SocketStream) -> SecureStream | None:
-        self._half_open += 1
-        try:
-            return self._make_stream(transport, await accept(transport, self._credentials))
-        except Outsider:
-            self._counters["handshakes_by_outsiders"] += 1
-        except RemoteProtocolError:
-            self._counters["handshakes_refused"] += 1
-        except (trio.BrokenResourceError, OSError):
-            self._counters["handshakes_broken"] += 1
-        except trio.TooSlowError:
-            self._counters["handshakes_timed_out"] += 1
-        finally:
-            self._half_open -= 1
-        return None
-
-    async def _serve_peer(self, stream: SecureStream) -> None:
-        by_peer, peer = self._inbound_by_peer, stream.peer
-        busy = by_peer[peer] >= INBOUND_PER_PEER_MAX
-        by_peer[peer] += 1
-        try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
-                hello = await self._router.welcome(stream, busy=busy)
-        except (RemoteProtocolError, StreamClosed, trio.TooSlowError):
-            self._counters["hellos_refused"] += 1
-        else:
-            if hello is not None:
-                self._counters["streams_served"] += 1
-                await self._router.serve(stream, hello)
-        finally:
-            by_peer[peer] -= 1
-            if not by_peer[peer]:
-                del by_peer[peer]
-            await stream.aclose()

@@ -5,10 +5,13 @@ records; a record is two bytes of length and a ciphertext of at most 65,535 byte
 a record of its own, so that nothing waits for the next one, and so does its payload, so that every
 record of it is decrypted straight to its place. What is long leaves in chunks of many records, each
 chunk for one write, encrypted into one buffer that is used again and again.
+
+A mark is a head alone, whose first length no message can have: what a side says about the conversation.
 """
 
 import io
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from itertools import chain
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
@@ -25,6 +28,7 @@ CHUNK_BYTES_MAX = 2**20
 
 _LENGTH_BYTES = 4
 _HEAD_BYTES = 2 * _LENGTH_BYTES
+_NO_PAYLOAD = bytes(_LENGTH_BYTES)
 _RECORD_HEADER_BYTES = 2
 _RECORD_BYTES_MAX = _RECORD_HEADER_BYTES + NOISE_BYTES_MAX
 _CHUNK_RECORDS = CHUNK_BYTES_MAX // _RECORD_BYTES_MAX
@@ -35,6 +39,17 @@ _LONG_READ_BYTES = CHUNK_BYTES_MAX
 sixth less time, since fewer system calls and turns of the event loop bring the same bytes."""
 
 _NOTHING = memoryview(b"")
+_NO_LENGTH = 2**32 - 1
+_SMALL_BYTES_MAX = RECORD_PLAIN_BYTES_MAX - _HEAD_BYTES
+
+
+class Mark(IntEnum):
+    """What is said between messages. Each conversation has exactly one CLOSE from each side."""
+
+    END = 0
+    """I send no more in this conversation, and still read."""
+    CLOSE = 1
+    """I neither send nor read any more; once both have said so, the connection may carry another."""
 
 
 class RecordWriter:
@@ -43,6 +58,20 @@ class RecordWriter:
     def __init__(self, cipher: CipherState) -> None:
         self._cipher = cipher
         self._chunk: bytearray | None = None
+
+    def whole(self, message: bytes) -> bytes | None:
+        """All the bytes to write for a message without payload that fits a record; None if it does not."""
+        if len(message) > _SMALL_BYTES_MAX:
+            return None
+        sealed = self._cipher.encrypt(len(message).to_bytes(_LENGTH_BYTES, "big") + _NO_PAYLOAD + message)
+        return len(sealed).to_bytes(_RECORD_HEADER_BYTES, "big") + sealed
+
+    def mark(self, mark: Mark) -> bytes:
+        """The bytes to write for a mark."""
+        sealed = self._cipher.encrypt(
+            _NO_LENGTH.to_bytes(_LENGTH_BYTES, "big") + mark.to_bytes(_LENGTH_BYTES, "big")
+        )
+        return len(sealed).to_bytes(_RECORD_HEADER_BYTES, "big") + sealed
 
     def chunks(self, message: Data, *payload: Data) -> Iterator[memoryview]:
         """The bytes to write for a message and the pieces of its payload, which arrive as one.
@@ -122,7 +151,7 @@ class RecordReader:
         self._cipher = cipher
         self._pool = pool
         self.message_bytes_max = message_bytes_max
-        self._own_buffer = memoryview(bytearray(_READ_BYTES))
+        self._own_buffer = _NOTHING
         self._buffer = self._own_buffer
         self._start = self._end = 0
         self._long: _LongMessage | None = None
@@ -137,8 +166,16 @@ class RecordReader:
         borrowed = 0 if self._buffer is self._own_buffer else len(self._buffer)
         return borrowed + (0 if self._long is None else self._long.come_bytes)
 
+    def release(self) -> None:
+        """Give the own buffer back too, between two messages: an idle connection holds none."""
+        if not self.inside and self._buffer is self._own_buffer:
+            self._own_buffer = self._buffer = _NOTHING
+            self._start = self._end = 0
+
     def space(self) -> memoryview:
         """Where the next bytes go; never empty."""
+        if not self._own_buffer:
+            self._own_buffer = self._buffer = memoryview(bytearray(_READ_BYTES))
         if self._long is None:
             self._give_back()
         elif self._buffer is self._own_buffer and self._long.missing_bytes > _LONG_READ_BYTES:
@@ -163,11 +200,12 @@ class RecordReader:
         """`count` bytes were written to the beginning of `space`."""
         self._end += count
 
-    def next_message(self, payload_bytes_max: int = 0) -> tuple[bytes, memoryview] | None:
-        """The next whole message and its payload, None if more bytes are needed.
+    def next_message(self, payload_bytes_max: int = 0) -> "tuple[bytes, memoryview] | Mark | None":
+        """The next whole message and its payload, or a mark; None if more bytes are needed.
 
         Raises RemoteProtocolError, which ends the stream: a payload of more than `payload_bytes_max` too.
         """
+        whole: tuple[bytes, memoryview] | Mark | None
         while (record := self._next_record()) is not None:
             if self._long is None:
                 whole = self._begin(self._cipher.decrypt(record), payload_bytes_max)
@@ -193,9 +231,13 @@ class RecordReader:
             self._start = self._end = 0
         return self._buffer[body:end]
 
-    def _begin(self, plain: bytes, payload_bytes_max: int) -> tuple[bytes, memoryview] | None:
+    def _begin(self, plain: bytes, payload_bytes_max: int) -> "tuple[bytes, memoryview] | Mark | None":
         message_bytes = int.from_bytes(plain[:_LENGTH_BYTES], "big")
         payload_bytes = int.from_bytes(plain[_LENGTH_BYTES:_HEAD_BYTES], "big")
+        if message_bytes == _NO_LENGTH:
+            if len(plain) != _HEAD_BYTES or payload_bytes > Mark.CLOSE:
+                raise RemoteProtocolError("a mark that nobody knows")
+            return Mark(payload_bytes)
         if message_bytes > self.message_bytes_max or payload_bytes > payload_bytes_max:
             raise RemoteProtocolError(
                 f"a message of {message_bytes} bytes and a payload of {payload_bytes}, at most"

@@ -1,10 +1,12 @@
 """Who gets what came: a handler per protocol for streams, an inbox per protocol for messages.
 
-A stream's first message names the protocol, the answer is one number. Never a text: what a
-stranger writes does not reach a screen.
+A conversation's first message names the protocol, or several in order of preference, so that two versions
+of a program understand each other in one round trip; the answer is numbers. Never a text: what a stranger
+writes does not reach a screen.
 """
 
 from collections import Counter
+from collections.abc import Container
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,11 +20,15 @@ from node.errors import StreamClosed, Unreachable
 from node.seams import Handler
 from node.transport.inbox import QueueInbox
 from node.transport.records import MESSAGE_BYTES_MAX
-from node.transport.tcp import SecureStream
+from node.transport.streams import SecureStream
+from node.transport.tcp import Connection
 
-HELLO_BYTES_MAX = 256
+PROTOCOLS_MAX = 4
+"""Versions of one protocol that an opener speaks at once."""
+HELLO_BYTES_MAX = 512
+"""Four of the longest names."""
 ONE_SHOT_BYTES_MAX = 2**20
-"""A message too long for a datagram that goes by a stream of its own; more belongs on an opened stream."""
+"""A message too long for a datagram that goes over a connection; more belongs on an opened stream."""
 ONE_SHOT_SECONDS = 30.0
 """From the first address tried to the last byte; such a message is as little awaited as a datagram."""
 
@@ -31,33 +37,50 @@ ACCEPTED, UNKNOWN_PROTOCOL, BUSY = 0, 1, 2
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The opener's first message. `kind`: a stream for a handler, one message for the inbox, or only
-    the question who is there."""
+    the question who is there. `protocols` are names in order of preference: versions of one protocol."""
 
     kind: Literal["stream", "message", "identify"]
-    protocol: Annotated[str, msgspec.Meta(max_length=PROTOCOL_BYTES_MAX)]
+    protocols: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=PROTOCOL_BYTES_MAX)], ...],
+        msgspec.Meta(max_length=PROTOCOLS_MAX),
+    ]
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """`chosen` is the number of the name in the hello."""
+
     code: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    chosen: Annotated[int, msgspec.Meta(ge=0, lt=PROTOCOLS_MAX)] = 0
 
 
-async def greet(stream: SecureStream, hello: Hello) -> None:
-    """Say what the stream is for and wait for the answer.
+async def greet(connection: Connection, hello: Hello) -> str:
+    """Say what the conversation is for and wait for the answer: the name that the other side chose.
 
     Raises:
-        Unreachable: "refused", with what the other side has against it. StreamClosed: it hung up.
+        Unreachable: "refused", with what the other side has against it; it may be asked for something else.
+        StreamClosed: it hung up, or what it said is no answer.
     """
-    stream.limit(HELLO_BYTES_MAX)
-    await stream.send(encode(hello))
+    connection.limit(HELLO_BYTES_MAX)
+    await connection.send(encode(hello))
+    received = await connection.receive(0)
+    connection.limit(MESSAGE_BYTES_MAX)
+    if not isinstance(received, tuple):
+        raise connection.end("a mark instead of an answer")
     try:
-        answer: Answer = decode(await stream.receive(), Answer, bytes_max=HELLO_BYTES_MAX)
+        answer: Answer = decode(received[0], Answer, bytes_max=HELLO_BYTES_MAX)
     except RemoteProtocolError as error:
-        raise StreamClosed(f"not an answer: {error}") from None
-    stream.limit(MESSAGE_BYTES_MAX)
+        raise connection.offended(error) from None
     if answer.code == UNKNOWN_PROTOCOL:
-        raise Unreachable("refused", f"{short_peer(stream.peer)} does not speak {hello.protocol}")
+        wanted = " or ".join(hello.protocols)
+        raise Unreachable("refused", f"{short_peer(connection.peer)} does not speak {wanted}")
     if answer.code != ACCEPTED:
-        raise Unreachable("refused", f"{short_peer(stream.peer)} has too many streams of ours open")
+        connection.end("the other side is busy")
+        raise Unreachable("refused", f"{short_peer(connection.peer)} has too many streams of ours open")
+    if not hello.protocols:
+        return ""
+    if answer.chosen >= len(hello.protocols):
+        raise connection.end("the other side chose a protocol that was not named")
+    return hello.protocols[answer.chosen]
 
 
 class Router:
@@ -88,43 +111,54 @@ class Router:
         else:
             inbox.put(sender, message)
 
-    async def welcome(self, stream: SecureStream, *, busy: bool) -> Hello | None:
-        """Read and answer the hello of a new stream; None where it was refused.
+    async def welcome(self, connection: Connection, *, busy: bool) -> tuple[Hello, str] | None:
+        """Read and answer a hello: what is wanted, by which of the names; None where it was refused.
 
         Raises:
             RemoteProtocolError, StreamClosed: what came was no hello.
         """
-        stream.limit(HELLO_BYTES_MAX)
-        hello: Hello = decode(await stream.receive(), Hello, bytes_max=HELLO_BYTES_MAX)
-        code = BUSY if busy else ACCEPTED if self._knows(hello) else UNKNOWN_PROTOCOL
-        stream.limit(ONE_SHOT_BYTES_MAX if hello.kind == "message" else MESSAGE_BYTES_MAX)
+        connection.limit(HELLO_BYTES_MAX)
+        received = await connection.receive(0)
+        if not isinstance(received, tuple):
+            raise RemoteProtocolError("a mark instead of a hello")
+        hello: Hello = decode(received[0], Hello, bytes_max=HELLO_BYTES_MAX)
+        chosen = self._choose(hello)
+        code = BUSY if busy else UNKNOWN_PROTOCOL if chosen is None else ACCEPTED
+        connection.limit(ONE_SHOT_BYTES_MAX if hello.kind == "message" else MESSAGE_BYTES_MAX)
         if code != ACCEPTED:
             self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
-        await stream.send(encode(Answer(code)))
-        return hello if code == ACCEPTED else None
+        await connection.send(encode(Answer(code, chosen or 0)))
+        if code != ACCEPTED or chosen is None:
+            return None
+        return hello, hello.protocols[chosen] if hello.protocols else ""
 
-    async def serve(self, stream: SecureStream, hello: Hello) -> None:
-        """Do what the hello asked for. What a stranger can cause is counted; our own bugs come out."""
-        if hello.kind == "message":
-            await self._take_one_shot(stream, hello.protocol)
-        elif hello.kind == "stream":
-            try:
-                await self._handlers[hello.protocol](stream)
-            except* RemoteProtocolError:
-                self._counters["streams_broken"] += 1
-            except* Unreachable:
-                self._counters["streams_ended_early"] += 1
-            except* StreamClosed:
-                pass  # how a conversation ends; what broke one was counted where it broke
+    async def serve(self, stream: SecureStream) -> None:
+        """Have its handler serve a stream. What a stranger can cause is counted; our own bugs come out."""
+        try:
+            await self._handlers[stream.protocol](stream)
+        except* RemoteProtocolError:
+            self._counters["streams_broken"] += 1
+        except* Unreachable:
+            self._counters["streams_ended_early"] += 1
+        except* StreamClosed:
+            pass  # how a conversation ends; what broke one was counted where it broke
 
-    async def _take_one_shot(self, stream: SecureStream, protocol: str) -> None:
+    async def take_one_shot(self, connection: Connection, protocol: str) -> bool:
+        """Take the one message that a hello has announced; False if it did not come."""
         try:
             with trio.fail_after(ONE_SHOT_SECONDS):
-                self.deliver(stream.peer, protocol, await stream.receive())
+                received = await connection.receive(0)
         except (StreamClosed, trio.TooSlowError):
+            received = None
+        if not isinstance(received, tuple):
             self._counters["messages_cut_short"] += 1
+            return False
+        self.deliver(connection.peer, protocol, received[0])
+        return True
 
-    def _knows(self, hello: Hello) -> bool:
-        if hello.kind == "message":
-            return hello.protocol in self._inboxes
-        return hello.kind == "identify" or hello.protocol in self._handlers
+    def _choose(self, hello: Hello) -> int | None:
+        """The number of the first name that is known here; 0 where no name is asked for."""
+        if hello.kind == "identify":
+            return 0
+        known: Container[str] = self._inboxes if hello.kind == "message" else self._handlers
+        return next((number for number, name in enumerate(hello.protocols) if name in known), None)

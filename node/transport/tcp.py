@@ -1,31 +1,44 @@
-"""Secure streams over TCP: `SecureStream`, one connection each, after the handshake.
+"""`Connection`: messages and marks over one TCP connection, after its handshake.
 
-On the wire: what `handshake.py` says, then records as in `records.py`.
-
-TCP's end is not authenticated: an attacker can cut a stream between two messages, never inside one
-unnoticed. A protocol to which "that was all" matters says so in a message of its own.
+On the wire: what `handshake.py` says, then records as in `records.py`. Whose turn it is and what a mark
+means is not here: see `streams.py`. The socket is used directly and not through trio's, which rests before
+and after every call; here a call rests when it has to wait, or after so many that had not.
 """
 
-import math
+import socket
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
 from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
 from crypto.noise import Data, Session
 from node.errors import StreamClosed
-from node.locks import acquire
 from node.transport.pool import Pool
-from node.transport.records import RecordReader, RecordWriter
+from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
 from node.transport.sockets import address_of
 
 STALL_SECONDS = 60.0
 """How long a sender may pause inside a message, which it had whole before it began."""
 ASSEMBLY_BYTES_MAX = 2**30
 """Half-received messages of all streams together: sixteen of the longest."""
+CALLS_WITHOUT_REST_MAX = 16
+"""Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
+after each takes as long as the call."""
+VANISHED_SECONDS = 45.0
+"""The kernel has repeated itself for so long without any answer: the other machine is gone. Looked at every
+few seconds, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by TCP_USER_TIMEOUT,
+which also ends a connection whose other side answers, but does not read."""
+REPEATED_MIN = 2
+"""One packet may always be on its way."""
+
+_TCP_INFO_BYTES = 60
+_RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
+"""Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
+
+Received = tuple[bytes, memoryview] | Mark
 
 
 class Assembly:
@@ -42,12 +55,11 @@ class Assembly:
             raise RemoteProtocolError("more half-received messages than this node has room for")
 
 
-class SecureStream:
-    """`node.seams.Stream` over one TCP connection.
+class Connection:
+    """One at a time may send, and one receive. A `send` that is cancelled after it began ends the connection;
+    a `receive` that is cancelled has taken nothing, and the next goes on where it was.
 
-    Several tasks may send and receive; each message stays whole. A `send` that is cancelled after it
-    began, or a `receive` inside a message, closes the connection; between messages nothing is lost.
-    `ended(stream)` is called once, when it is over.
+    `ended(connection)` is called once, when it is over; `why` says why.
     """
 
     def __init__(
@@ -57,28 +69,34 @@ class SecureStream:
         assembly: Assembly,
         pool: Pool,
         counters: Counter[str],
-        ended: Callable[["SecureStream"], None],
+        ended: Callable[["Connection"], None],
     ) -> None:
-        self._transport = transport
-        self._peer = session.peer
+        # The stream over it is not used any more, and can neither close nor warn.
+        self._socket = socket.socket(fileno=transport.socket.detach())
+        self._socket.setblocking(False)
+        self.peer = session.peer
+        self.why: str | None = None
         self._writer = RecordWriter(session.sending)
         self._reader = RecordReader(session.receiving, pool)
         self._assembly = assembly
         self._counters = counters
         self._tell_ended = ended
         self._counted_bytes = 0
-        self._sending = trio.Lock()
-        self._receiving = trio.Lock()
-        self._ended: str | None = None
+        self._calls = 0
+        self._is_drained = True
+        self._is_woken = False
+        self._stalls_at = 0.0
+        self._owed = b""
 
     @property
-    def peer(self) -> PeerId:
-        return self._peer
+    def inside(self) -> bool:
+        """Whether part of a message has come."""
+        return self._reader.inside
 
     @property
     def source(self) -> Address | None:
         try:
-            return address_of(self._transport.socket.getpeername())
+            return address_of(self._socket.getpeername())
         except OSError:
             return None  # it is over
 
@@ -86,112 +104,223 @@ class SecureStream:
         """The longest message that is taken from now on."""
         self._reader.message_bytes_max = message_bytes_max
 
+    # --- sending -----------------------------------------------------------------------------------
+
     async def send(self, message: Data, *payload: Data) -> None:
-        """Send one message of at most `records.MESSAGE_BYTES_MAX`; returns when the kernel has it.
-
-        The pieces of `payload` arrive as one, of at most `records.PAYLOAD_BYTES_MAX`. They are encrypted
-        out of the caller's memory, which must not change until this returns.
-
-        Raises:
-            StreamClosed: it is over. LocalProtocolError: the message or the payload is too long.
-        """
-        # Cancelled before the first byte is encrypted, a send costs nothing.
-        await acquire(self._sending)
+        """As `SecureStream.send`, by one task at a time."""
+        await self._rest()
+        whole = self._writer.whole(message) if type(message) is bytes and not payload else None
         begun = False
         try:
-            self._check_open()
-            for chunk in self._writer.chunks(message, *payload):
+            if whole is not None:
                 begun = True
-                await self._transport.send_all(chunk)
+                await self._write(whole)
+            else:
+                for chunk in self._writer.chunks(message, *payload):
+                    if begun:
+                        await trio.lowlevel.checkpoint()
+                    begun = True
+                    await self._write(chunk)
             begun = False
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise self._end("the connection broke while sending") from None
+        except (OSError, trio.ClosedResourceError):
+            raise self.end("the connection broke while sending") from None
         finally:
-            self._sending.release()
             if begun:
-                self._end("a send was cut short")
+                self.end("a send was cut short")
 
-    async def receive(self) -> bytes:
-        """The next message, which must have no payload.
+    def say(self, mark: Mark) -> None:
+        """Send a mark, as much of it as the kernel takes now; `settle` sends the rest."""
+        if self.why is None:
+            self._owed += self._writer.mark(mark)
+            try:
+                self._owed = self._owed[self._socket.send(self._owed) :]
+            except BlockingIOError:
+                pass  # `settle` waits until it can
+            except OSError:
+                self.end("the connection broke while sending")
 
-        Raises:
-            StreamClosed: it is over, with the reason.
-        """
-        message, _ = await self.receive_with_payload(0)
-        return message
-
-    async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        """The next message and its payload, empty for none, read-only.
-
-        The payload's memory is used again once nothing refers to it; who keeps a small part of it for
-        long had better copy that. A longer payload than allowed ends the stream before it is taken.
-
-        Raises:
-            StreamClosed: it is over, with the reason.
-        """
-        # Cancelled before the message is taken or not at all, so that none is lost.
-        await acquire(self._receiving)
+    async def settle(self) -> None:
+        """Send what is left of marks."""
+        owed, self._owed = self._owed, b""
+        settled = not owed
         try:
-            self._check_open()
-            message = self._next_message(payload_bytes_max)
-            if message is not None:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            while message is None:
-                await self._fill()
-                message = self._next_message(payload_bytes_max)
+            if owed:
+                await self._write(owed)
+                settled = True
+        except (OSError, trio.ClosedResourceError):
+            raise self.end("the connection broke while sending") from None
+        finally:
+            if not settled:
+                self.end("a mark was cut short")
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        while True:
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return
+            data = data[sent:]
+            await self._wait(trio.lowlevel.wait_writable)
+
+    # --- receiving ---------------------------------------------------------------------------------
+
+    async def receive(self, payload_bytes_max: int) -> Received | None:
+        """The next message with its payload, or a mark; None after `wake`.
+
+        Raises:
+            StreamClosed: it is over, with the reason.
+        """
+        await self._rest()
+        try:
+            while (received := self._next(payload_bytes_max)) is None:
+                if not await self._fill():
+                    return None
         except RemoteProtocolError as error:
-            self._counters["streams_broken"] += 1
-            raise self._end(f"the other side broke the protocol: {error}") from None
+            raise self.offended(error) from None
         except trio.TooSlowError:
             self._counters["streams_stalled"] += 1
-            raise self._end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
+            raise self.end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
         except (OSError, trio.ClosedResourceError):
-            raise self._end("the connection broke") from None
-        finally:
-            self._receiving.release()
-        return message
+            raise self.end("the connection broke") from None
+        return received
 
-    async def aclose(self) -> None:
-        """Close, at once; whoever waits in `send` or `receive` gets StreamClosed. May be repeated."""
-        self.close()
-        await trio.lowlevel.checkpoint()
-
-    def close(self) -> None:
-        """As `aclose`, for code that may not wait."""
-        self._end("this side closed it")
-
-    def _next_message(self, payload_bytes_max: int) -> tuple[bytes, memoryview] | None:
-        message = self._reader.next_message(payload_bytes_max)
-        difference = self._reader.held_bytes - self._counted_bytes
-        self._counted_bytes += difference
-        self._assembly.change(difference)
-        return message
-
-    async def _fill(self) -> None:
-        inside = self._reader.inside
-        # Straight into the buffer: receive_some would copy every byte once more.
-        space = self._reader.space()
+    def take(self) -> Received | None:
+        """As `receive`, but only of what has come already. Raises StreamClosed."""
         try:
-            with trio.fail_after(STALL_SECONDS if inside else math.inf):
-                count = await self._transport.socket.recv_into(space)
-        except trio.Cancelled:
-            if inside:
-                self._end("a receive was cut short inside a message")
-            raise
-        if count == 0:
-            raise self._end("the connection ended inside a message" if inside else "the other side closed it")
+            received = self._next(PAYLOAD_BYTES_MAX)
+            if received is None and self.why is None:
+                space = self._reader.space()
+                self._filled(self._socket.recv_into(space), len(space))
+                received = self._next(PAYLOAD_BYTES_MAX)
+        except BlockingIOError:
+            return None
+        except RemoteProtocolError as error:
+            raise self.offended(error) from None
+        except OSError:
+            raise self.end("the connection broke") from None
+        return received
+
+    def offended(self, error: RemoteProtocolError) -> StreamClosed:
+        """End it for what the other side did wrong, and count that."""
+        self._counters["streams_broken"] += 1
+        return self.end(f"the other side broke the protocol: {error}")
+
+    def _next(self, payload_bytes_max: int) -> Received | None:
+        if self.why is not None:
+            raise StreamClosed(self.why)
+        received = self._reader.next_message(payload_bytes_max)
+        difference = self._reader.held_bytes - self._counted_bytes
+        if difference:
+            self._counted_bytes += difference
+            self._assembly.change(difference)
+        return received
+
+    async def _fill(self) -> bool:
+        """More bytes; False after `wake`."""
+        inside = self._reader.inside
+        # After a read that took all there was, the next would find nothing; but a long message goes on.
+        if self._is_drained and not inside and not await self._wait_for_bytes(inside=False):
+            return False
+        # Straight into the buffer: to receive bytes would copy every one once more.
+        space = self._reader.space()
+        while True:
+            try:
+                count = self._socket.recv_into(space)
+                break
+            except BlockingIOError:
+                if not await self._wait_for_bytes(inside=inside):
+                    return False
+        self._filled(count, len(space))
+        return True
+
+    async def _wait_for_bytes(self, *, inside: bool) -> bool:
+        if self._is_woken:
+            self._is_woken = False
+            return False
+        if not inside:
+            return await self._wait(trio.lowlevel.wait_readable)
+        with trio.move_on_at(self._stalls_at) as scope:
+            return await self._wait(trio.lowlevel.wait_readable)
+        assert scope.cancelled_caught
+        raise trio.TooSlowError
+
+    def _filled(self, count: int, room: int) -> None:
+        if not count:
+            inside = self._reader.inside
+            raise self.end("the connection ended inside a message" if inside else "the other side closed it")
+        self._is_drained = count < room
         self._reader.filled(count)
+        self._stalls_at = trio.current_time() + STALL_SECONDS
 
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            raise StreamClosed(self._ended)
+    # --- waiting and ending ------------------------------------------------------------------------
 
-    def _end(self, why: str) -> StreamClosed:
+    async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> bool:
+        """Until the socket is ready; False after `wake`."""
+        self._calls = 0
+        try:
+            await ready(self._socket)
+        except trio.ClosedResourceError:
+            if self.why is not None:
+                raise
+            return False
+        return True
+
+    async def _rest(self) -> None:
+        self._calls += 1
+        if self._calls > CALLS_WITHOUT_REST_MAX:
+            self._calls = 0
+            await trio.lowlevel.checkpoint()
+
+    def wake(self) -> None:
+        """Have a `receive` that waits return None: something has changed."""
+        if self.why is None:
+            self._is_woken = True
+            trio.lowlevel.notify_closing(self._socket)
+
+    def release(self) -> None:
+        """It rests between two conversations: hold as little as can be."""
+        self._reader.release()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it stands, and nothing is left to be sent."""
+        return self.why is None and not self._owed
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come, neither bytes nor an end."""
+        if self.why is not None or self._reader.inside:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @property
+    def has_vanished(self) -> bool:
+        """Whether the kernel has repeated itself for long and heard nothing; only Linux can say."""
+        if self.why is not None or sys.platform != "linux":
+            return False
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return False
+        repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
+        silent_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
+        return repeated >= REPEATED_MIN and silent_seconds >= VANISHED_SECONDS
+
+    def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""
-        if self._ended is None:
-            self._ended = why
+        if self.why is None:
+            self.why = why
             self._assembly.change(-self._counted_bytes)
             self._counted_bytes = 0
-            self._transport.socket.close()
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
             self._tell_ended(self)
-        return StreamClosed(self._ended)
+        return StreamClosed(self.why)

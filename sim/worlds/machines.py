@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from node.services.capacity import Capacity
 from sim.scenario import Scenario
-from sim.seams import MemoryStorage
 from sim.seeds import draw_share, seeded_identity
+from sim.storage import MemoryStorage
 from sim.worlds.roster import capacity
 
 SPEEDS = (0.5, 2.0)

@@ -38,8 +38,9 @@ from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, 
 from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.scenario import Scenario
-from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_entropy, seeded_rng
+from sim.storage import MemoryStorage
 from sim.watch import Broken, Observed
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction

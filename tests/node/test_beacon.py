@@ -33,8 +33,9 @@ from node.transport.multicast import Multicast, interfaces_of
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
+from sim.storage import MemoryStorage
 from tests.node.nets import make_network, running
 
 SWARM = Swarm("test")

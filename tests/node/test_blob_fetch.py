@@ -35,7 +35,8 @@ from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, MemoryStorage, simulated_seams
+from sim.seams import Medium, simulated_seams
+from sim.storage import MemoryStorage
 from tests.node.nets import acquaint, make_network, running
 from tests.stack import simulate
 

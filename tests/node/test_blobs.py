@@ -16,7 +16,7 @@ from node.storage import blobs as blobs_file
 from node.storage import folder
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, NoRoom, hash_of
 from node.storage.folder import FolderStorage
-from sim.seams import MemoryStorage
+from sim.storage import MemoryStorage
 
 Make = Callable[[], Storage]
 

@@ -18,7 +18,7 @@ from node.storage import spill
 from node.storage.folder import FolderStorage
 from partition.codec import Payload, pack, typed, unpack
 from sim.executor import SimExecutor
-from sim.seams import MemoryStorage
+from sim.storage import MemoryStorage
 from tests.stack import assert_equal, manifest, reference, simulate, swarm, train, weights
 
 

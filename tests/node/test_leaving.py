@@ -12,8 +12,9 @@ from node.services.capacity import Capacity
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
+from sim.storage import MemoryStorage
 
 
 def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:

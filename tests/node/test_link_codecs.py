@@ -57,7 +57,7 @@ class TimedNetwork:
 
     peer = NEAR
 
-    async def open(self, peer: PeerId, protocol: str) -> "TimedNetwork":
+    async def open(self, peer: PeerId, protocol: str, *others: str) -> "TimedNetwork":
         return self
 
     async def send(self, message: bytes, *payload: memoryview) -> None:

@@ -45,8 +45,9 @@ from node.transport.network import RealNetwork
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
-from sim.seams import Medium, MemoryStorage, SimClock
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
+from sim.storage import MemoryStorage
 from tests.node.nets import acquaint, make_network, running, until, unused_address
 
 OWN = make_address("198.51.100.7", 9747)
@@ -175,13 +176,12 @@ async def ask(network: RealNetwork, other: PeerId, message: object) -> Dialled:
         await stream.aclose()
 
 
-async def test_a_node_that_listens_is_dialled_back_by_a_fresh_connection() -> None:
+async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
     async with reaching("a", "b") as ((alice, bob), _, _):
         found = await ask_dial_back(alice, RealClock(), bob.peer)
         address = make_address("127.0.0.1", alice.port)
         assert found.outcomes == ((address, ""),)
         assert found.there == make_address("127.0.0.1", bob.port)
-        assert bob.counters["streams_served"] == alice.counters["streams_served"] == 1
 
 
 async def test_only_ports_are_asked_for_so_nobody_else_can_be_dialled() -> None:

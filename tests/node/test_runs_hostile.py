@@ -45,7 +45,7 @@ from partition.stage import OptimizerSettings
 from partition.steps.messages import Open, StageCommit, StageRoutes, StepCommit, Sync
 from partition.steps.replica import Replica
 from sim.executor import SimExecutor
-from sim.seams import MemoryStorage
+from sim.storage import MemoryStorage
 from tests.stack import Swarm, manifest, prepare, simple_cnn, simulate, swarm, train
 
 LAYERS = len(simple_cnn().graph.layers)
@@ -443,7 +443,7 @@ class SlowNetwork:
         self.sent: list[bytes] = []
         self.opened = 0
 
-    async def open(self, peer: PeerId, protocol: str) -> "SlowNetwork":
+    async def open(self, peer: PeerId, protocol: str, *others: str) -> "SlowNetwork":
         del peer, protocol
         self.opened += 1
         return self

@@ -16,8 +16,9 @@ from crypto.noise import preferred
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Stream
 from node.transport import handshake, tcp
-from node.transport.network import INBOUND_PER_PEER_MAX
+from node.transport.connections import INBOUND_PER_PEER_MAX
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
+from node.transport.streams import SecureStream
 from tests.node.nets import (
     BULK,
     PING,
@@ -110,15 +111,16 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
     async with running(alice, bob):
         acquaint(alice, bob)
         stream = await alice.open(bob.peer, BULK)
-        chunks = stream._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
+        connection, held = stream.connection, bob._connections._assembly
+        chunks = connection._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
         for _ in range(2):
-            await stream._transport.send_all(next(chunks))
-        await until(lambda: bob._assembly._bytes > 2**20)
+            await connection._write(next(chunks))
+        await until(lambda: held._bytes > 2**20)
         # What has come is held, and a buffer to read through; not what was only said to come.
-        assert bob._assembly._bytes < 4 * 2**20
-        stream.close()
+        assert held._bytes < 4 * 2**20
+        connection.end("cut")
         await until(lambda: bool(endings))
-        assert bob._assembly._bytes == 0
+        assert held._bytes == 0
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
@@ -192,13 +194,15 @@ async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
-async def test_a_receive_cancelled_inside_a_message_closes_the_stream() -> None:
-    async with half_sent_message() as stream:
+async def test_a_receive_cancelled_inside_a_message_loses_nothing_and_the_next_goes_on() -> None:
+    go_on = trio.Event()
+    async with half_sent_message(go_on=go_on) as stream:
         with trio.move_on_after(0.05) as scope:
             await stream.receive()
         assert scope.cancelled_caught
-        with pytest.raises(StreamClosed, match="inside a message"):
-            await stream.receive()
+        assert stream.connection.inside
+        go_on.set()
+        assert await stream.receive() == bytes(1_000)
 
 
 async def test_a_stream_that_ends_inside_a_message_is_closed_with_that_reason() -> None:
@@ -215,16 +219,21 @@ async def test_a_sender_that_stalls_inside_a_message_is_given_up(monkeypatch: py
 
 
 @asynccontextmanager
-async def half_sent_message(*, hang_up: bool = False) -> AsyncIterator[tcp.SecureStream]:
-    """A stream on which the other side sends the first half of a message."""
+async def half_sent_message(
+    *, hang_up: bool = False, go_on: trio.Event | None = None
+) -> AsyncIterator[SecureStream]:
+    """A stream on which the other side sends the first half of a message, and the rest on `go_on`."""
     alice, bob = make_network("a"), make_network("b")
 
     async def send_half(stream: Stream) -> None:
-        assert isinstance(stream, tcp.SecureStream)
-        chunk = next(stream._writer.chunks(bytes(1_000)))
-        await stream._transport.send_all(chunk[:500])
+        assert isinstance(stream, SecureStream)
+        chunk = next(stream.connection._writer.chunks(bytes(1_000)))
+        await stream.connection._write(chunk[:500])
         if not hang_up:
-            await trio.sleep_forever()
+            await (trio.Event() if go_on is None else go_on).wait()
+            await stream.connection._write(chunk[500:])
+            await stream.receive()
+        stream.connection.end("cut")
 
     bob.handle(BULK, send_half)
     async with running(alice, bob):
@@ -238,7 +247,7 @@ async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_count
     async with running(alice, bob):
         acquaint(alice, bob)
         stream = await alice.open(bob.peer, BULK)
-        await stream._transport.send_all(b"\x00\x20" + os.urandom(32))
+        await stream.connection._write(b"\x00\x20" + os.urandom(32))
         with pytest.raises(StreamClosed):
             await stream.receive()
         await until(lambda: bob.counters["streams_broken"] == 1)
@@ -343,17 +352,17 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
             await alice.open(bob.peer, BULK)
         for stream in streams:
             await stream.aclose()
-        await until(lambda: not bob._inbound)
+        await until(lambda: bob._connections._inbound_by_peer[alice.peer] < INBOUND_PER_PEER_MAX)
         await (await alice.open(bob.peer, BULK)).aclose()
 
 
 async def test_half_open_handshakes_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.transport.network.HALF_OPEN_MAX", 2)
+    monkeypatch.setattr("node.transport.connections.HALF_OPEN_MAX", 2)
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
-        await until(lambda: bob._half_open == 2)
+        await until(lambda: bob._connections._half_open == 2)
         with pytest.raises(Unreachable):
             await alice.identify(bob.addresses[0])
         assert bob.counters["connections_over_limit"] == 1

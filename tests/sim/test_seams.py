@@ -23,8 +23,9 @@ from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.seams import EPOCH_SECONDS, Medium, MemoryStorage, SimClock, SimNetwork, simulated_seams
+from sim.seams import EPOCH_SECONDS, Medium, SimClock, SimNetwork, simulated_seams
 from sim.seeds import seeded_peer
+from sim.storage import MemoryStorage
 from sim.streams import WINDOW_BYTES_MAX
 from tests.partition.graphs import GraphBuilder
 

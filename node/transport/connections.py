@@ -1,0 +1,346 @@
+"""All TCP connections of one node, both ways: dialled, used again, served, and ended in order.
+
+`open` rides what a handshake made: today a connection for each conversation at a time, where one that has
+ended in order on both sides carries the next to that peer. Which addresses a peer has is the caller's.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, short_peer
+from crypto.noise import Session
+from node.errors import StreamClosed, Unreachable
+from node.transport.book import AddressBook
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, Outsider, accept, dial
+from node.transport.idle import IDLE_SECONDS, IdleConnections
+from node.transport.pool import Pool
+from node.transport.router import Hello, Router, greet
+from node.transport.sockets import address_of
+from node.transport.streams import SecureStream
+from node.transport.tcp import Assembly, Connection
+
+INBOUND_MAX = 512
+"""Connections from others at once; each in use costs a buffer of 128 KiB."""
+INBOUND_PER_PEER_MAX = 64
+"""So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
+HALF_OPEN_MAX = 64
+"""Handshakes at once: each costs us about a millisecond of computing that nobody has paid for yet."""
+REFUSALS_MAX = 16
+"""Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
+OPEN_SECONDS = 20.0
+"""All addresses of a peer together."""
+INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
+"""Twice what its opener keeps it for: who is left waiting longer has been forgotten."""
+LOOK_SECONDS = 10.0
+"""How often connections are looked at: idle for too long, or the other machine gone."""
+GRACE_SECONDS = 0.5
+"""What handlers get to finish their answers when the node leaves, and streams to end in order."""
+
+_REASONS = ("wrong key", "refused", "timeout", "unknown")
+"""Of several failures the one that says most."""
+
+
+class Connections:
+    """`run` must be running to serve, and to keep connections for another conversation."""
+
+    def __init__(
+        self, credentials: Credentials, book: AddressBook, router: Router, counters: Counter[str]
+    ) -> None:
+        self._credentials = credentials
+        self._book = book
+        self._router = router
+        self._counters = counters
+        self._assembly = Assembly()
+        self._pool = Pool()
+        self._idle = IdleConnections()
+        # Every one that stands, with the stream it carries; a dict for its order.
+        self._open: dict[Connection, SecureStream | None] = {}
+        # Served ones that wait for another hello, the longest first.
+        self._waiting: dict[Connection, None] = {}
+        self._half_open = 0
+        self._inbound: dict[Connection, None] = {}
+        self._inbound_by_peer: Counter[PeerId] = Counter()
+        self._leaving: trio.Event | None = None
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until `leave`, and a grace for what is open; `started` with where to serve connections.
+
+        Being cancelled is put off until then: a handler may finish its answer.
+        """
+        self._leaving = leaving = trio.Event()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.shield = True
+                self._nursery = nursery
+                watch = await nursery.start(self._watch)
+                task_status.started(nursery)
+                await leaving.wait()
+                watch.cancel()
+                nursery.cancel_scope.deadline = trio.current_time() + GRACE_SECONDS
+                self._send_away(nursery)
+        finally:
+            self._nursery = self._leaving = None
+            for connection in tuple(self._open):
+                connection.end("this node has left")
+
+    def leave(self) -> None:
+        """Have `run` end."""
+        if self._leaving is not None:
+            self._leaving.set()
+
+    @property
+    def _is_staying(self) -> bool:
+        return self._leaving is not None and not self._leaving.is_set()
+
+    def _send_away(self, nursery: trio.Nursery) -> None:
+        self._idle.clear()
+        for connection in tuple(self._waiting):
+            connection.end("this node is leaving")
+        for stream in tuple(self._open.values()):
+            if stream is None:
+                continue
+            stream.leave()
+            if not stream.is_served:
+                nursery.start_soon(self._part, stream)
+
+    async def _watch(self, *, task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+        with trio.CancelScope() as scope:
+            task_status.started(scope)
+            while True:
+                await trio.sleep(LOOK_SECONDS)
+                self._idle.expire(trio.current_time())
+                for connection in tuple(self._open):
+                    if connection.has_vanished:
+                        self._counters["connections_vanished"] += 1
+                        connection.end("the other machine is gone")
+
+    # --- out ---------------------------------------------------------------------------------------
+
+    async def open(self, peer: PeerId, *protocols: str) -> SecureStream:
+        """A stream by the first of the names that the peer speaks. Raises Unreachable."""
+        connection, protocol = await self._greet_peer(peer, Hello("stream", protocols))
+        self._counters["streams_opened"] += 1
+        stream = self._open[connection] = SecureStream(connection, protocol, self._closed)
+        return stream
+
+    async def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
+        """One message for the peer's inbox. Raises Unreachable, StreamClosed."""
+        connection, _ = await self._greet_peer(peer, Hello("message", (protocol,)))
+        await connection.send(message)
+        self._keep(connection)
+
+    async def identify(self, address: Address) -> PeerId:
+        """Who answers at an address, always by a new handshake. Raises Unreachable."""
+        with trio.move_on_after(OPEN_SECONDS):
+            connection, _ = await self._dial(address, Hello("identify", ()))
+            self._keep(connection)
+            return connection.peer
+        raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
+
+    async def _greet_peer(self, peer: PeerId, hello: Hello) -> tuple[Connection, str]:
+        with trio.move_on_after(OPEN_SECONDS):
+            connection = self._idle.take(peer)
+            if connection is not None:
+                try:
+                    protocol = await self._greet(connection, hello)
+                    self._counters["connections_used_again"] += 1
+                    return connection, protocol
+                except (StreamClosed, trio.TooSlowError):
+                    # Nothing but a hello can have come there: to ask again does nothing twice.
+                    self._counters["connections_stale"] += 1
+                    self._idle.drop(peer)
+            return await self._dial_peer(peer, hello)
+        raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
+
+    async def _dial_peer(self, peer: PeerId, hello: Hello) -> tuple[Connection, str]:
+        """Try one address after the other; the failure that says most is the one that is raised."""
+        addresses: Sequence[Address] = self._book.for_stream(peer)
+        if not addresses:
+            raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
+        failures: list[Unreachable] = []
+        for address in addresses:
+            try:
+                return await self._dial(address.of(peer), hello)
+            except Unreachable as failure:
+                failures.append(failure)
+        raise min(failures, key=lambda failure: _REASONS.index(failure.reason))
+
+    async def _dial(self, address: Address, hello: Hello) -> tuple[Connection, str]:
+        """One address: connect, shake hands, be welcomed."""
+        transport, session = await dial(address, self._credentials)
+        try:
+            place = transport.socket.getpeername()
+        except OSError:
+            place = None  # it has hung up, as the greeting will tell
+        connection = self._make(transport, session)
+        if place is not None:
+            self._book.prove(session.peer, address_of(place))
+        try:
+            return connection, await self._greet(connection, hello)
+        except trio.TooSlowError:
+            raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
+        except StreamClosed:
+            raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
+
+    async def _greet(self, connection: Connection, hello: Hello) -> str:
+        understood = False
+        try:
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                protocol = await greet(connection, hello)
+            understood = True
+        except Unreachable:
+            understood = True
+            self._keep(connection)
+            raise
+        finally:
+            if not understood:
+                connection.end("the greeting was cut short")
+        return protocol
+
+    def _make(self, transport: trio.SocketStream, session: Session) -> Connection:
+        connection = Connection(transport, session, self._assembly, self._pool, self._counters, self._ended)
+        self._open[connection] = None
+        return connection
+
+    def _keep(self, connection: Connection) -> None:
+        """It is free: keep it for another conversation with that peer."""
+        if connection.why is not None:
+            return
+        self._open[connection] = None
+        if self._is_staying:
+            self._idle.put(connection, trio.current_time())
+        else:
+            connection.end("nobody keeps it")
+
+    def _ended(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
+        self._idle.forget(connection)
+        if connection in self._inbound:
+            del self._inbound[connection]
+            by_peer, peer = self._inbound_by_peer, connection.peer
+            by_peer[peer] -= 1
+            if not by_peer[peer]:
+                del by_peer[peer]
+
+    def _closed(self, stream: SecureStream) -> None:
+        """A stream that was opened here was closed here."""
+        if stream.connection.why is not None:
+            return
+        if self._is_staying and self._nursery is not None:
+            if stream.finish_now():
+                self._keep(stream.connection)
+            else:
+                self._nursery.start_soon(self._part, stream)
+        elif self._nursery is None:
+            stream.connection.end("this side closed it")
+
+    async def _part(self, stream: SecureStream) -> None:
+        if await stream.finish():
+            self._keep(stream.connection)
+        else:
+            stream.connection.end("the other side did not close in time")
+
+    # --- in ----------------------------------------------------------------------------------------
+
+    async def serve(self, transport: trio.SocketStream) -> None:
+        """One connection that came in, from its first byte to its end."""
+        if self._half_open + len(self._inbound) >= INBOUND_MAX:
+            self._make_room(next(iter(self._waiting), None))
+        if self._half_open + len(self._inbound) >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
+            self._counters["connections_over_limit"] += 1
+            transport.socket.close()
+            return
+        try:
+            connection = await self._shake_hands(transport)
+        finally:
+            transport.socket.close()
+        if connection is not None:
+            await self._serve_peer(connection)
+
+    async def _shake_hands(self, transport: trio.SocketStream) -> Connection | None:
+        self._half_open += 1
+        try:
+            session = await accept(transport, self._credentials)
+            connection = self._make(transport, session)
+            self._inbound[connection] = None
+            self._inbound_by_peer[session.peer] += 1
+            return connection
+        except Outsider:
+            self._counters["handshakes_by_outsiders"] += 1
+        except RemoteProtocolError:
+            self._counters["handshakes_refused"] += 1
+        except (trio.BrokenResourceError, OSError):
+            self._counters["handshakes_broken"] += 1
+        except trio.TooSlowError:
+            self._counters["handshakes_timed_out"] += 1
+        finally:
+            self._half_open -= 1
+        return None
+
+    def _make_room(self, waiting: Connection | None) -> None:
+        """End one that waits for another hello; its opener will dial again if it has one."""
+        if waiting is not None:
+            waiting.end("others need the room")
+
+    async def _serve_peer(self, connection: Connection) -> None:
+        by_peer, peer = self._inbound_by_peer, connection.peer
+        if by_peer[peer] > INBOUND_PER_PEER_MAX:
+            self._make_room(next((each for each in self._waiting if each.peer == peer), None))
+        busy = by_peer[peer] > INBOUND_PER_PEER_MAX
+        try:
+            refusals = 0
+            for number in itertools.count():
+                welcomed = await self._welcome(connection, busy=busy, is_first=number == 0)
+                refusals = 0 if welcomed is not None else refusals + 1
+                is_over = busy or refusals > REFUSALS_MAX or connection.why is not None
+                if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
+                    break
+        finally:
+            connection.end("the conversation is over")
+
+    async def _welcome(
+        self, connection: Connection, *, busy: bool, is_first: bool
+    ) -> tuple[Hello, str] | None:
+        """What is wanted next; None if nothing, or it was refused."""
+        seconds = HANDSHAKE_SECONDS
+        if not is_first:
+            seconds = INBOUND_IDLE_SECONDS
+            connection.release()
+            self._waiting[connection] = None
+        try:
+            with trio.fail_after(seconds):
+                return await self._router.welcome(connection, busy=busy)
+        except RemoteProtocolError as error:
+            self._counters["hellos_refused"] += 1
+            connection.end(f"the other side broke the protocol: {error}")
+        except (StreamClosed, trio.TooSlowError):
+            # To say nothing more is how a connection ends that may be used again.
+            self._counters["hellos_refused"] += is_first
+            connection.end("no hello came")
+        finally:
+            self._waiting.pop(connection, None)
+        return None
+
+    async def _converse(self, connection: Connection, hello: Hello, protocol: str) -> bool:
+        """Whether the connection is free for another conversation."""
+        if hello.kind == "identify":
+            return self._is_staying
+        if hello.kind == "message":
+            return await self._router.take_one_shot(connection, protocol) and self._is_staying
+        self._counters["streams_served"] += 1
+        stream = self._open[connection] = SecureStream(connection, protocol)
+        try:
+            await self._router.serve(stream)
+        finally:
+            stream.close()
+        is_free = await stream.finish()
+        if connection.why is None:
+            self._open[connection] = None
+        return is_free and self._is_staying

@@ -1,0 +1,83 @@
+"""Connections that rest between two conversations, by peer, the latest used first. No I/O but looking.
+
+They save the next conversation with that peer a handshake; what they cost is bounded in number and time.
+"""
+
+from collections import OrderedDict
+
+from crypto.identity import PeerId
+from node.transport.tcp import Connection
+
+IDLE_SECONDS = 30.0
+"""A node asks the same peers again within seconds, or not for long."""
+IDLE_PER_PEER_MAX = 4
+"""As many questions as one part of a node puts to one peer at once."""
+IDLE_MAX = 128
+"""Of all peers: the neighbours of a busy node, and a small part of what a process may have open."""
+
+
+class IdleConnections:
+    """Bounded in number and time; what has to go is ended. `now` is monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        seconds: float = IDLE_SECONDS,
+        per_peer_max: int = IDLE_PER_PEER_MAX,
+        number_max: int = IDLE_MAX,
+    ) -> None:
+        self._seconds = seconds
+        self._per_peer_max = per_peer_max
+        self._number_max = number_max
+        # The longest idle first, with the instant it came.
+        self._since: OrderedDict[Connection, float] = OrderedDict()
+        self._by_peer: dict[PeerId, list[Connection]] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def put(self, connection: Connection, now: float) -> None:
+        """It is free from now on."""
+        connection.release()
+        self._since[connection] = now
+        of_peer = self._by_peer.setdefault(connection.peer, [])
+        of_peer.append(connection)
+        if len(of_peer) > self._per_peer_max:
+            of_peer[0].end("more idle connections than needed")
+        if len(self._since) > self._number_max:
+            next(iter(self._since)).end("more idle connections than needed")
+
+    def take(self, peer: PeerId) -> Connection | None:
+        """One to `peer` that still stands, as far as can be seen from here."""
+        while of_peer := self._by_peer.get(peer):
+            connection = of_peer[-1]
+            if connection.is_quiet:
+                self.forget(connection)
+                return connection
+            connection.end("the other side closed it while it was idle")
+        return None
+
+    def drop(self, peer: PeerId) -> None:
+        """End all to `peer`: one of them was found dead."""
+        for connection in tuple(self._by_peer.get(peer, ())):
+            connection.end("another connection to the same peer was dead")
+
+    def expire(self, now: float) -> None:
+        """End those that have been idle for too long."""
+        for connection, since in tuple(self._since.items()):
+            if since + self._seconds > now:
+                return
+            connection.end("idle for too long")
+
+    def clear(self) -> None:
+        """End all."""
+        for connection in tuple(self._since):
+            connection.end("this node is leaving")
+
+    def forget(self, connection: Connection) -> None:
+        """It is used again, or has ended; nothing if it is none of these."""
+        if self._since.pop(connection, None) is not None:
+            of_peer = self._by_peer[connection.peer]
+            of_peer.remove(connection)
+            if not of_peer:
+                del self._by_peer[connection.peer]

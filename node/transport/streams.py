@@ -1,0 +1,224 @@
+"""`SecureStream`: one conversation with a peer over a connection, and how it ends.
+
+Each side ends with a mark, CLOSE, and may say END before: "I send no more". So an end in order can be told
+from a cut, and a connection whose both sides have closed is free for another conversation.
+"""
+
+from collections.abc import Callable
+
+import trio
+
+from crypto.contact import Address
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from crypto.noise import Data
+from node.errors import StreamClosed, StreamEnded
+from node.locks import Turn
+from node.transport.records import PAYLOAD_BYTES_MAX, Mark
+from node.transport.tcp import Connection
+
+LINGER_SECONDS = 2.0
+"""How long the other side may take to close too before the connection is given up. It has no more to do than
+to end a handler; a new connection costs less than a long wait."""
+LINGER_BYTES_MAX = 2**20
+"""What the other side may still send meanwhile: what was on its way. More would be read for nothing."""
+
+_THIS_SIDE = "this side closed it"
+_OTHER_SIDE = "the other side closed it"
+_LEAVING = "this node is leaving"
+
+
+class SecureStream:
+    """`node.seams.Stream`. Several tasks may send and receive; each message stays whole.
+
+    A `send` that is cancelled after it began closes the stream; before, it costs nothing. A cancelled
+    `receive` loses nothing. `closed(stream)` is called once, when this side closes; a stream without it is
+    served here, and its server knows.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        protocol: str,
+        closed: Callable[["SecureStream"], None] | None = None,
+    ) -> None:
+        self._connection = connection
+        self._protocol = protocol
+        self._tell_closed = closed
+        self._sending = Turn()
+        self._receiving = Turn()
+        self._closed: str | None = None
+        self._is_leaving = False
+        self._said_end = self._heard_end = self._heard_close = False
+
+    @property
+    def peer(self) -> PeerId:
+        return self._connection.peer
+
+    @property
+    def protocol(self) -> str:
+        return self._protocol
+
+    @property
+    def source(self) -> Address | None:
+        return self._connection.source
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the other side has opened it."""
+        return self._tell_closed is None
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
+
+    async def send(self, message: Data, *payload: Data) -> None:
+        """Send one message of at most `records.MESSAGE_BYTES_MAX`; returns when the kernel has it.
+
+        The pieces of `payload` arrive as one, of at most `records.PAYLOAD_BYTES_MAX`. They are encrypted
+        out of the caller's memory, which must not change until this returns.
+
+        Raises:
+            StreamClosed: it is over. LocalProtocolError: the message or the payload is too long.
+        """
+        await self._sending.take()
+        try:
+            if self._closed is not None:
+                raise StreamClosed(self._closed)
+            if self._said_end:
+                raise StreamClosed("this side has said that it sends no more")
+            await self._connection.send(message, *payload)
+        finally:
+            self._sending.give()
+
+    async def send_eof(self) -> None:
+        """Say that this side sends no more; it may still receive. May be repeated. Raises StreamClosed."""
+        await self._sending.take()
+        try:
+            if self._closed is not None:
+                raise StreamClosed(self._closed)
+            if not self._said_end:
+                self._said_end = True
+                self._connection.say(Mark.END)
+                await self._connection.settle()
+        finally:
+            self._sending.give()
+
+    async def receive(self) -> bytes:
+        """The next message, which must have no payload.
+
+        Raises:
+            StreamEnded: all has come. StreamClosed: it is over, with the reason.
+        """
+        message, _ = await self.receive_with_payload(0)
+        return message
+
+    async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
+        """The next message and its payload, empty for none, read-only.
+
+        The payload's memory is used again once nothing refers to it; who keeps a small part of it for
+        long had better copy that. A longer payload than allowed ends the stream before it is taken.
+
+        Raises:
+            StreamEnded: all has come. StreamClosed: it is over, with the reason.
+        """
+        await self._receiving.take()
+        try:
+            while True:
+                self._check_receiving()
+                received = await self._connection.receive(payload_bytes_max)
+                if type(received) is tuple:
+                    return received
+                if received is not None:
+                    self._hear(received)
+        finally:
+            self._receiving.give()
+
+    def _check_receiving(self) -> None:
+        if self._heard_end and self._closed in (None, _OTHER_SIDE):
+            raise StreamEnded(self._closed or "the other side sends no more")
+        if self._closed is not None:
+            raise StreamClosed(self._closed)
+        if self._is_leaving and not self._connection.inside:
+            raise StreamClosed(_LEAVING)
+
+    def _hear(self, received: Mark | tuple[bytes, memoryview]) -> None:
+        """A mark that came, or a message where only a mark may come."""
+        if isinstance(received, Mark) and received is Mark.CLOSE and not self._heard_close:
+            self._heard_end = self._heard_close = True
+            self._closed = self._closed or _OTHER_SIDE
+        elif received is Mark.END and not self._heard_end:
+            self._heard_end = True
+        elif self._heard_end:
+            raise self._connection.offended(RemoteProtocolError("more after the end"))
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close; the other side learns it after all that was sent. Whoever waits in `send` or `receive` gets
+        StreamClosed. May be repeated."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As `aclose`, for code that may not wait."""
+        if self._closed == _THIS_SIDE:
+            return
+        self._closed = _THIS_SIDE
+        if self._sending.is_taken:
+            # Somebody is inside a message: nothing can be said any more.
+            self._connection.end(_THIS_SIDE)
+        else:
+            self._connection.say(Mark.CLOSE)
+            if self._receiving.is_taken:
+                self._connection.wake()
+        if self._tell_closed is not None:
+            self._tell_closed(self)
+
+    def leave(self) -> None:
+        """This node is leaving: what is being answered may be finished, but no new message is taken."""
+        self._is_leaving = True
+        if self._receiving.is_taken:
+            self._connection.wake()
+
+    def finish_now(self) -> bool:
+        """Close, and whether the other side is known to have closed too, by what has come already."""
+        self.close()
+        if self._receiving.is_taken:
+            return False
+        try:
+            while not self._heard_close and (received := self._connection.take()) is not None:
+                self._hear(received)
+        except StreamClosed:
+            return False
+        return self._heard_close and self._connection.is_settled
+
+    async def finish(self) -> bool:
+        """Close, and wait a little until the other side has closed too; whether the connection is free."""
+        with trio.move_on_after(LINGER_SECONDS):
+            await self._sending.take()
+            self._sending.give()
+            self.close()
+            await self._receiving.take()
+            try:
+                await self._connection.settle()
+                await self._hear_out()
+                return self._connection.why is None
+            except StreamClosed:
+                return False
+            finally:
+                self._receiving.give()
+        self.close()
+        return False
+
+    async def _hear_out(self) -> None:
+        """Until the other side closes; what it sends meanwhile is for nobody."""
+        came_bytes = 0
+        while not self._heard_close:
+            received = await self._connection.receive(PAYLOAD_BYTES_MAX)
+            if isinstance(received, tuple):
+                came_bytes += len(received[0]) + len(received[1])
+                if came_bytes > LINGER_BYTES_MAX:
+                    raise self._connection.end(_THIS_SIDE)
+            if received is not None:
+                self._hear(received)

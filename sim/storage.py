@@ -1,0 +1,41 @@
+"""The Storage seam of the simulation: blobs in memory, which survive a restart if their holder does."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from crypto.noise import Data
+
+
+class MemoryStorage:
+    """Storage that lives as long as this object: keep it to restart a peer with its memory."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    def read(self, name: str) -> bytes | None:
+        return self._blobs.get(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._blobs[name] = bytes(data)
+
+    def delete(self, name: str) -> None:
+        self._blobs.pop(name, None)
+
+    def read_part(self, name: str, offset: int, length: int) -> bytes | None:
+        blob = self._blobs.get(name)
+        return None if blob is None else blob[offset : offset + length]
+
+    def copy_in(self, name: str, path: Path) -> None:
+        self._blobs[name] = path.read_bytes()
+
+    def write_soon(self, name: str, data: bytes | memoryview) -> None:
+        self._blobs[name] = bytes(data)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """What it holds survives as long as it does."""
+
+    def spill(self, data: Data) -> memoryview:
+        return memoryview(bytes(data))
+
+    def sizes(self, under: str) -> dict[str, int]:
+        return {name: len(blob) for name, blob in self._blobs.items() if name.startswith(f"{under}/")}

@@ -1,0 +1,233 @@
+"""Connections of the real network: used again, given up, bounded, and found dead. On 127.0.0.1."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.seams import Stream
+from node.transport import connections, streams, tcp
+from node.transport.idle import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
+from node.transport.network import RealNetwork
+from node.transport.records import Mark
+from tests.node.nets import BULK, PING, acquaint, arrival, echo, make_network, running, until
+
+
+async def ask(network: RealNetwork, peer: PeerId, protocol: str = BULK) -> bytes:
+    """One question and its answer, on a stream of its own."""
+    stream = await network.open(peer, protocol)
+    await stream.send(b"question")
+    answer = await stream.receive()
+    await stream.aclose()
+    return answer
+
+
+def number_idle(network: RealNetwork) -> int:
+    return len(network._connections._idle)
+
+
+def number_open(network: RealNetwork) -> int:
+    return len(network._connections._open)
+
+
+async def answer_once(stream: Stream) -> None:
+    await stream.send(await stream.receive())
+
+
+async def test_one_conversation_after_the_other_goes_over_one_connection() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, answer_once)
+    bob.handle(PING, echo)
+    bob.inbox(PING)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        for protocol in (BULK, PING, BULK):
+            assert await ask(alice, bob.peer, protocol) == b"question"
+            await until(lambda: number_idle(alice) == 1)
+        with pytest.raises(Unreachable, match="does not speak"):
+            await alice.open(bob.peer, "/peerloom/unknown/1")
+        for length in (5_000, 6_000):
+            alice.send(bob.peer, PING, bytes(length))
+            assert await arrival(bob) == (alice.peer, bytes(length))
+            await until(lambda: number_idle(alice) == 1)
+        assert number_open(alice) == number_open(bob) == 1
+        assert alice.counters["connections_used_again"] == 4
+
+
+async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, answer_once)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        await ask(alice, bob.peer)
+        await until(lambda: number_idle(alice) == len(bob._connections._waiting) == 1)
+        for network in (alice, bob):
+            (connection,) = network._connections._open
+            assert len(connection._reader._buffer) == len(connection._reader._own_buffer) == 0
+
+
+async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, answer_once)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        opened = [await alice.open(bob.peer, BULK) for _ in range(3 * IDLE_PER_PEER_MAX)]
+        for stream in opened:
+            await stream.aclose()
+        await until(lambda: number_open(alice) == number_open(bob) == IDLE_PER_PEER_MAX)
+        assert number_idle(alice) == IDLE_PER_PEER_MAX
+
+
+def test_idle_connections_are_closed_after_a_while_at_both_ends() -> None:
+    async def main() -> None:
+        alice, bob = make_network("a"), make_network("b")
+        bob.handle(BULK, answer_once)
+        async with running(alice, bob):
+            acquaint(alice, bob)
+            await ask(alice, bob.peer)
+            await until(lambda: number_idle(alice) == 1)
+            await trio.sleep(IDLE_SECONDS - 5)
+            assert number_idle(alice) == 1
+            await trio.sleep(5 + connections.LOOK_SECONDS)
+            assert number_open(alice) == number_open(bob) == 0
+            # And it can be asked again.
+            await ask(alice, bob.peer)
+            assert alice.counters["connections_used_again"] == 0
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.03))
+
+
+def test_a_connection_whose_other_side_does_not_close_is_given_up() -> None:
+    async def answer_and_stay(stream: Stream) -> None:
+        await answer_once(stream)
+        await trio.sleep(10 * streams.LINGER_SECONDS)
+
+    async def main() -> None:
+        alice, bob = make_network("a"), make_network("b")
+        bob.handle(BULK, answer_and_stay)
+        async with running(alice, bob):
+            acquaint(alice, bob)
+            await ask(alice, bob.peer)
+            await trio.sleep(2 * streams.LINGER_SECONDS)
+            assert number_open(alice) == 0
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.03))
+
+
+class FakeConnection:
+    """As much of a connection as resting takes."""
+
+    def __init__(self, peer: PeerId, ended: Callable[["FakeConnection"], None]) -> None:
+        self.peer, self.is_quiet, self.whys = peer, True, list[str]()
+        self._ended = ended
+
+    def release(self) -> None:
+        """There is nothing to give back."""
+
+    def end(self, why: str) -> None:
+        self.whys.append(why)
+        self._ended(self)
+
+
+def test_idle_connections_are_bounded_and_the_longest_idle_goes_first() -> None:
+    idle = IdleConnections(seconds=10, per_peer_max=2, number_max=3)
+    forget: Callable[[FakeConnection], None] = idle.forget  # type: ignore[assignment]  # it only compares
+    put: Callable[[FakeConnection, float], None] = idle.put  # type: ignore[assignment]
+    peers = [PeerId(bytes((number,)) * 32) for number in range(3)]
+    first, second, third, fourth, fifth = (
+        FakeConnection(peers[number], forget) for number in (0, 0, 0, 1, 2)
+    )
+    for at, connection in enumerate((first, second, third)):
+        put(connection, float(at))
+    assert (bool(first.whys), len(idle)) == (True, 2)
+    put(fourth, 4.0)
+    put(fifth, 5.0)
+    assert (bool(second.whys), len(idle)) == (True, 3)
+    assert idle.take(peers[1]) is fourth  # type: ignore[comparison-overlap]
+    assert idle.take(peers[1]) is None
+    fifth.is_quiet = False
+    assert idle.take(peers[2]) is None
+    assert fifth.whys
+    idle.expire(11.9)
+    assert not third.whys
+    idle.expire(12.0)
+    assert third.whys
+    assert len(idle) == 0
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_a_peer_that_came_back_is_reached_without_anybody_noticing(
+    is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, answer_once)
+    async with running(alice):
+        async with running(bob):
+            acquaint(alice, bob)
+            for stream in [await alice.open(bob.peer, BULK) for _ in range(2)]:
+                await stream.aclose()
+            await until(lambda: number_idle(alice) == 2)
+        if not is_seen:
+            # As where the other machine has lost its power: nobody has told us.
+            monkeypatch.setattr(tcp.Connection, "is_quiet", True)
+        again = make_network("b", listen=("127.0.0.1", bob.port))
+        again.handle(BULK, answer_once)
+        async with running(again):
+            assert again.port == bob.port
+            assert await ask(alice, bob.peer) == b"question"
+            assert alice.counters["connections_stale"] == (not is_seen)
+            assert alice.counters["connections_used_again"] == 0
+
+
+async def test_who_only_waits_makes_room_for_who_wants_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "INBOUND_MAX", 2)
+    alice, bob, carol, dave = (make_network(letter) for letter in "abcd")
+    bob.handle(BULK, answer_once)
+    async with running(alice, bob, carol, dave):
+        acquaint(alice, bob, carol, dave)
+        for network in (alice, carol):
+            await ask(network, bob.peer)
+            await until(partial(number_waiting_is, bob, 1 if network is alice else 2))
+        await ask(dave, bob.peer)
+        assert bob.counters["connections_over_limit"] == 0
+        await until(lambda: number_open(alice) == 0 or not alice._connections._idle.take(bob.peer))
+        assert await ask(alice, bob.peer) == b"question"
+
+
+def number_waiting_is(network: RealNetwork, number: int) -> bool:
+    return len(network._connections._waiting) == number
+
+
+@pytest.mark.parametrize("marks", [(Mark.END, Mark.END), (Mark.CLOSE, Mark.CLOSE), (Mark.CLOSE, Mark.END)])
+async def test_marks_that_make_no_sense_cost_the_connection(marks: tuple[Mark, Mark]) -> None:
+    async def listen(stream: Stream) -> None:
+        while True:
+            await stream.receive()
+
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, listen)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        for mark in marks:
+            stream.connection.say(mark)
+        await until(lambda: bob.counters["streams_broken"] + bob.counters["hellos_refused"] == 1)
+        await until(lambda: number_open(bob) == 0)
+
+
+async def test_a_peer_that_asks_only_for_what_is_not_spoken_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "REFUSALS_MAX", 3)
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        for _ in range(10):
+            with pytest.raises(Unreachable, match="does not speak"):
+                await alice.open(bob.peer, BULK)
+        assert bob.counters["streams_refused_protocol"] == 10
+        assert alice.counters["connections_used_again"] == 0

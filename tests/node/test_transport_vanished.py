@@ -1,0 +1,80 @@
+"""A machine that vanishes, and one that only sleeps, in a network namespace of their own: real time, real
+kernel."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from node.errors import StreamClosed
+from node.seams import Stream
+from node.transport import connections, tcp
+from tests.node.nets import BULK, acquaint, echo, make_network, running
+
+MESSAGES = [bytes((number,)) * 2**20 for number in range(24)]
+
+
+async def when_the_wire_is_cut() -> None:
+    """Nobody says anything any more: the waiting reader is told."""
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        await stream.send(b"hello")
+        assert await stream.receive() == b"hello"
+        await trio.run_process(["ip", "link", "set", "lo", "down"])
+        await stream.send(b"anybody there?")
+        with pytest.raises(StreamClosed, match="machine is gone"):
+            await stream.receive()
+        assert alice.counters["connections_vanished"] == 1
+
+
+async def when_the_reader_sleeps() -> None:
+    """Its kernel answers: nobody is given up, and nothing is lost."""
+    taken: list[bytes] = []
+    done = trio.Event()
+
+    async def sleep_and_read(stream: Stream) -> None:
+        await trio.sleep(8 * tcp.VANISHED_SECONDS)
+        while len(taken) < len(MESSAGES):
+            taken.append(await stream.receive())
+        done.set()
+
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, sleep_and_read)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        stream = await alice.open(bob.peer, BULK)
+        for message in MESSAGES:
+            await stream.send(message)
+        await done.wait()
+        assert alice.counters["connections_vanished"] == 0
+    assert taken == MESSAGES
+
+
+def play(name: str) -> None:
+    """One of both, with a quarter of a second for a minute."""
+    tcp.VANISHED_SECONDS, connections.LOOK_SECONDS = 0.25, 0.05
+
+    async def main() -> None:
+        with trio.fail_after(20):
+            await {"cut": when_the_wire_is_cut, "sleep": when_the_reader_sleeps}[name]()
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("name", ["cut", "sleep"])
+def test_a_machine_that_vanishes_is_given_up_and_one_whose_reader_sleeps_is_not(name: str) -> None:
+    inside = ["unshare", "--map-root-user", "--net", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "ip link set lo up"]).returncode:
+        pytest.skip("no network namespaces for us on this machine")
+    code = f"from tests.node.test_transport_vanished import play; play({name!r})"
+    command = f"ip link set lo up && exec {sys.executable} -c '{code.replace(chr(39), chr(34))}'"
+    done = subprocess.run(
+        [*inside, command], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
