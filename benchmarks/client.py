@@ -27,7 +27,7 @@ def main() -> int:
     flags = arguments(__doc__ or "")
     rounds = 9 if flags.quick else 31
     with tempfile.TemporaryDirectory() as folder:
-        node = [sys.executable, "-m", "node", "--data-dir", folder, "--listen", "127.0.0.1:0"]
+        node = [sys.executable, "-m", "node", "--data-dir", folder, "--listen", "127.0.0.1:0", "--no-lan"]
         process = subprocess.Popen(node, stdout=subprocess.DEVNULL)
         try:
             until = time.monotonic() + 30

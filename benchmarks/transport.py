@@ -85,7 +85,7 @@ def make_network(identity: Identity, cipher: str) -> RealNetwork:
         "benchmark",
         clock=RealClock(),
         entropy=os.urandom,
-        listen=(HOST, 0),
+        listen=[(HOST, 0)],
         suites=(cipher,),
     )
 

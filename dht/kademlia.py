@@ -19,7 +19,7 @@ from dht import messages
 from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
 from dht.keys import KEY_BITS, Key, distance, node_key, random_key
 from dht.lookup import Lookup
-from dht.messages import Message, address_texts, readable_addresses
+from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
 from dht.records import Record, RecordStore, Refusal, check_record
 from dht.requests import Pending, Publication, Requests, Search, checked_page
 from dht.routing import Bucket, Contact, Table
@@ -54,6 +54,7 @@ class Kademlia:
         self._signer = signer
         self._rng = rng
         self._addresses = address_texts(addresses)
+        self._is_client = False
         self._searches: dict[int, Search] = {}
         self._own_records: dict[Key, tuple[Record, Timer]] = {}
         self._seeds: tuple[PeerId, ...] = ()
@@ -109,6 +110,12 @@ class Kademlia:
         return self._drain()
 
     # What local code asks for.
+
+    def appear(self, addresses: Sequence[Address], *, client: bool = False) -> None:
+        """From now on this node is at `addresses`; a `client`, whom others cannot reach, only asks: it stands
+        in no table, and keeps nothing for others."""
+        self._is_client = client
+        self._addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Enter the network by `peers`, whose addresses the network knows. Ends in `Joined`."""
@@ -198,7 +205,11 @@ class Kademlia:
         return refusal
 
     def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
-        """`sender` asked us something: a known contact is alive, a stranger is worth a ping."""
+        """`sender` asked us something: a known contact is alive, a stranger is worth a ping, and a client
+        nothing."""
+        if texts == CLIENT_ADDRESSES:
+            self.table.remove(sender)
+            return
         contact = self.table.heard(now, sender)
         if contact is not None:
             self._take_claim(contact, texts)
@@ -282,13 +293,20 @@ class Kademlia:
                 self._checking.pop(sender, None)
             case Publication() as publication if not pending.passed_over:
                 self._count(publication, answer.refused if isinstance(answer, messages.Stored) else None)
+            case Search() as search if answer.addresses == CLIENT_ADDRESSES:
+                # It may have become one since somebody named it; nothing is to be stored there.
+                search.lookup.passed_over(sender)
+                self._advance(now, search)
             case Search() as search if search.number in self._searches:
                 if isinstance(answer, messages.Nodes | messages.Values):
                     self._take_hints(now, search, pending, answer, records)
                     self._advance(now, search)
 
     def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...]) -> None:
-        """A contact answered: it may stand in the table."""
+        """A contact answered: it may stand in the table, unless it is a client."""
+        if texts == CLIENT_ADDRESSES:
+            self.table.remove(contact.peer)
+            return
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
@@ -388,6 +406,7 @@ class Kademlia:
         nearest = search.lookup.nearest
         here = len(nearest) < self.settings.k
         here = here or distance(self.key, record.key) < distance(nearest[-1].id, record.key)
+        here = here and not self._is_client
         if here:
             nearest = nearest[: self.settings.k - 1]
         tried = len(nearest) + here

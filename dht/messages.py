@@ -42,6 +42,10 @@ RECORDS_MAX = 32
 
 REASON_LENGTH_MAX = 24
 
+CLIENT_ADDRESSES = ("-",)
+"""In place of addresses: the sender cannot be reached by others, asks only, and wants to stand in no table.
+No version reads it as an address, so one that does not know it takes it for an address of a later kind."""
+
 AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
 AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]

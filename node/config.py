@@ -49,15 +49,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Join:
-    """Where to look for the first peer. `seeds` holds flags, file and seed files, in that order."""
+    """Where to look for the first peer. `seeds` holds flags, file and seed files, in that order; `lan` is the
+    local network, where nodes find each other by beacons."""
 
     seeds: tuple[Address, ...] = ()
     remember: bool = True
+    lan: bool = True
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Where this node is reached: port 0 takes any free one; `announce` replaces what others are told."""
+    """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
+    are told."""
 
     addresses: tuple[Address, ...] = (DEFAULT_LISTEN,)
     announce: tuple[Address, ...] = ()
@@ -114,6 +117,7 @@ class _JoinTable(msgspec.Struct, frozen=True):
     seeds: tuple[str, ...] | None = None
     seed_files: tuple[str, ...] | None = None
     remember: bool | None = None
+    lan: bool | None = None
 
 
 class _ListenTable(msgspec.Struct, frozen=True):
@@ -253,6 +257,7 @@ RULES = (
     Rule("join", ("join", "seeds"), parse_address, many=True),
     Rule("seed_files", ("join", "seed_files"), _read_path, many=True),
     Rule("remember", ("join", "remember"), _read_switch),
+    Rule("lan", ("join", "lan"), _read_switch),
     Rule("listen", ("listen", "addresses"), read_listen, many=True),
     Rule("announce", ("listen", "announce"), parse_address, many=True),
     Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
@@ -291,11 +296,9 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
         seed for path in values.pop("seed_files", ()) for seed in read_seed_file(path)
     )
     values["join"] = tuple(dict.fromkeys(seeds))
-    if len(values.get("listen", ())) > 1:
-        raise UsageError(
-            f"{len(values['listen'])} listen addresses; a node listens on one",
-            "0.0.0.0 is every IPv4 interface, and --announce says what others are told",
-        )
+    for name in ("listen", "announce"):
+        if len(values.get(name, ())) > ADDRESSES_MAX:
+            raise UsageError(f"{len(values[name])} addresses to {name}; at most {ADDRESSES_MAX}")
     if len(values["join"]) > SEEDS_MAX:
         raise UsageError(f"{len(values['join'])} seeds to join; at most {SEEDS_MAX} are tried")
     return _build(values)
@@ -392,7 +395,7 @@ def _build(values: Mapping[str, Any]) -> Config:
     top = dict(section(name="name", data_dir="data_dir", observer="observer"))
     return Config(
         **top,
-        join=Join(**dict(section(seeds="join", remember="remember"))),
+        join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
         listen=Listen(**dict(section(addresses="listen", announce="announce"))),
         swarm=Swarm(**dict(section(name="swarm", preset="preset", key_file="key_file"))),
         resources=Resources(

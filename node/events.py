@@ -17,7 +17,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeStarted(Event, frozen=True, kw_only=True):
-    """This node listens and serves. A swarm with keys `is_private`."""
+    """This node listens and serves. A swarm with keys `is_private`. `moved`: (port wanted, port taken
+    instead) of each that others held."""
 
     peer: PeerId
     name: str
@@ -28,6 +29,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     data_dir: str
     port_wanted: int
     port: int
+    moved: tuple[tuple[int, int], ...] = ()
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
@@ -42,13 +44,24 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
 
 
 class JoinTried(Event, frozen=True, kw_only=True):
-    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown."""
+    """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown. `found_by` is empty for an
+    address that was given or remembered, "beacon" for one heard on the local network."""
 
     address: str
     outcome: str
     detail: str
     peer: PeerId | None = None
     seconds: float = 0.0
+    found_by: str = ""
+
+
+class ReachabilityFound(Event, frozen=True, kw_only=True):
+    """Others have tried to reach this node: yes, no, or not known yet. `asked` of `of` have tried."""
+
+    reachable: bool | None
+    asked: int
+    of: int
+    addresses: tuple[str, ...]
 
 
 class MemberJoined(Event, frozen=True, kw_only=True):

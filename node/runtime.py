@@ -12,6 +12,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -22,12 +23,13 @@ from crypto.contact import Address, parse_address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import PeerId
+from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
 from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
 from node.commands import CheckpointCommands, Commands
-from node.config import Config, Join
+from node.config import Config
 from node.control import ControlServer
 from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
@@ -38,6 +40,7 @@ from node.events import (
     MemberSuspected,
     NodeStarted,
     NodeStopped,
+    ReachabilityFound,
     StrangerRefused,
 )
 from node.executor import RealExecutor
@@ -49,16 +52,20 @@ from node.runs.manifest import Run
 from node.runs.placement import Offer
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
-from node.seams import Clock, Executor, Network, RealClock, Seams, Storage, own_rng
+from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
+from node.services.neighbours import Neighbours
+from node.services.reach import Reach
+from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
 from node.storage.folder import FolderStorage, lock
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
+from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 
 SUBSCRIBER_EVENTS_MAX = 10_000
@@ -101,7 +108,7 @@ class Node:
         self.state = views.State()
         self.stopping = trio.Event()
         self._is_met = trio.Event()
-        self._seeds = Join(seeds, config.join.remember)
+        self._seeds = replace(config.join, seeds=seeds)
         self._network = network
         self._clock = clock or RealClock()
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
@@ -161,21 +168,49 @@ class Node:
             control = ControlServer(handlers, storage, self._entropy)
             await nursery.start(control.run)
         nursery.start_soon(self.joining.run)
+        if self.config.join.lan and self.network.local is not None:
+            nursery.start_soon(self._neighbours(self.network.local).run)
+            nursery.start_soon(self.joining.try_heard)
+        if self.network.reachable is None:
+            nursery.start_soon(self.reach.echo)
+            nursery.start_soon(
+                self.reach.run,
+                own_rng(self._rng),
+                lambda: self.membership.live,
+                self._reachability_found,
+            )
         nursery.start_soon(self._tell_of_checkpoints)
         nursery.start_soon(self._remember)
         nursery.start_soon(self._advertise)
 
+    def _swarm_keys(self) -> tuple[bytes, ...]:
+        key_file = self.config.swarm.key_file
+        return () if key_file is None else load_swarm_keys(key_file)
+
     def _real_network(self, keys: NodeKeys) -> RealNetwork:
-        listen, key_file = self.config.listen, self.config.swarm.key_file
+        listen = self.config.listen
         return RealNetwork(
             keys.identity,
             keys.static,
             self.config.swarm.name,
             clock=self._clock,
             entropy=self._entropy,
-            listen=(listen.addresses[0].host, listen.addresses[0].port),
+            listen=[(address.host, address.port) for address in listen.addresses],
             announce=listen.announce,
-            keys=() if key_file is None else load_swarm_keys(key_file),
+            beacon_port=BEACON_PORT if self.config.join.lan else None,
+            keys=self._swarm_keys(),
+        )
+
+    def _neighbours(self, local: LocalNetwork) -> Neighbours:
+        return Neighbours(
+            local,
+            self.peer,
+            Swarm(self.config.swarm.name, self._swarm_keys()),
+            self._clock,
+            own_rng(self._rng),
+            self._entropy,
+            counters=self._refused,
+            heard=self.joining.hear,
         )
 
     async def _measure(self) -> None:
@@ -208,16 +243,20 @@ class Node:
             data_dir=str(self.config.data_dir),
             port_wanted=wanted,
             port=self.network.addresses[0].port if self.network.addresses else wanted,
+            moved=self.network.moved if isinstance(self.network, RealNetwork) else (),
         )
 
-    def _make_services(self) -> None:
+    def _profile(self) -> Profile:
         metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        return Profile(self.config.name, self.network.addresses, metadata)
+
+    def _make_services(self) -> None:
         self.membership = Membership(
             self.network,
             self._clock,
             own_rng(self._rng),
             self.signer,
-            Profile(self.config.name, self.network.addresses, metadata),
+            self._profile(),
             self.config.swarm.preset,
             publish=self._publish_membership,
             refuse=self._refuse,
@@ -235,6 +274,7 @@ class Node:
             observe=self._observe,
             make=self._make_kademlia,
         )
+        self.reach = Reach(self.network, self._clock, counters=self._refused)
         self.joining = Joining(
             self.network,
             self._clock,
@@ -242,6 +282,8 @@ class Node:
             publish=self._publish,
             found=self._found,
             is_alone=lambda: len(self.membership.live) < 2,
+            is_member=lambda peer: peer in self.membership.live,
+            counters=self._refused,
         )
         self.checkpoints = Checkpoints(self.seams, self.signer, self._blobs, refuse=self._refuse)
         self.copies = Copies(
@@ -368,6 +410,26 @@ class Node:
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
         await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
+
+    # Whether others reach this node
+
+    def _reachability_found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
+        if self.stopping.is_set():
+            return
+        for address in found:
+            self.network.announce(address)
+        if found:
+            self.membership.update(self._profile())
+        self.discovery.appear(self.network.addresses, client=verdict is False)
+        self._publish(
+            ReachabilityFound(
+                at=self._clock.wall(),
+                reachable=verdict,
+                asked=asked,
+                of=OTHERS,
+                addresses=tuple(address.short for address in self.network.addresses),
+            )
+        )
 
     # Peers met before
 

@@ -58,6 +58,10 @@ class Stream(Protocol):
     def protocol(self) -> str:
         """The name by which it was opened."""
 
+    @property
+    def source(self) -> Address | None:
+        """Where the other end of the connection is, seen from here; None where that is not known."""
+
     async def send(self, message: Data, *payload: Data) -> None:
         """The pieces of `payload` arrive as one; their memory must not change until this returns."""
 
@@ -82,6 +86,20 @@ def own_rng(rng: Random) -> Random:
     return Random(rng.getrandbits(64))  # noqa: S311 - choices, not keys
 
 
+class LocalNetwork(Protocol):
+    """Packets to all who are near, whoever they are: unauthenticated, unordered, now and then lost."""
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where those near reach this node."""
+
+    def send(self, data: bytes) -> None:
+        """To everybody near, at most `node.transport.beacon.BEACON_BYTES_MAX`; it may come back here too."""
+
+    async def take(self, until: float) -> list[tuple[str, bytes]]:
+        """What has come, each with the host it came from, as `Inbox.take`; bounded as that is."""
+
+
 Handler = Callable[[Stream], Awaitable[None]]
 """Serves one inbound stream; the network closes the stream when it returns."""
 
@@ -99,6 +117,17 @@ class Network(Protocol):
     @property
     def counters(self) -> Mapping[str, int]:
         """What was refused and dropped, by reason."""
+
+    @property
+    def reachable(self) -> bool | None:
+        """Whether others can reach this node, where that is known beforehand; None: they have to be asked."""
+
+    def announce(self, address: Address) -> None:
+        """Others have reached this node there: it is one of `addresses` from now on."""
+
+    @property
+    def local(self) -> LocalNetwork | None:
+        """The local network, once `run` has started; None where it is not used."""
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Remember where a peer may be reached (a hint until it answers)."""

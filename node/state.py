@@ -10,6 +10,8 @@ from functools import singledispatch
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from crypto.identity import PeerId, peer_text
 from node import events
 
@@ -69,6 +71,7 @@ class State:
     joins: tuple[events.JoinTried, ...] = ()
     members: Mapping[PeerId, MemberView] = field(default_factory=lambda: MappingProxyType({}))
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
+    reachability: events.ReachabilityFound | None = None
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def alive(self) -> tuple[MemberView, ...]:
@@ -100,6 +103,14 @@ def _(event: events.CapacityMeasured, state: State) -> State:
 def _(event: events.JoinTried, state: State) -> State:
     others = tuple(join for join in state.joins if join.address != event.address)
     return replace(state, joins=(*others, event)[-JOINS_MAX:])
+
+
+@_fold.register
+def _(event: events.ReachabilityFound, state: State) -> State:
+    started = state.started
+    if started is not None:
+        started = msgspec.structs.replace(started, addresses=event.addresses)
+    return replace(state, reachability=event, started=started)
 
 
 @_fold.register
@@ -255,6 +266,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "started": rfc3339(started.at) if started else None,
         "up_seconds": round(now - started.at, 3) if started else 0.0,
         "capacity": capacity_document(state.capacity),
+        "reachability": reachability_document(state.reachability),
         "joins": [join_document(join) for join in state.joins],
         "members_alive": len(alive),
         "members_known": len(state.members),
@@ -284,6 +296,13 @@ def peers_document(state: State, now: float) -> dict[str, Any]:
     }
 
 
+def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
+    """What others say of reaching this node; None before anybody was asked, and where nobody has to be."""
+    if found is None:
+        return None
+    return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
+
+
 def join_document(join: events.JoinTried) -> dict[str, Any]:
     """One row of the join table."""
     return {
@@ -292,6 +311,7 @@ def join_document(join: events.JoinTried) -> dict[str, Any]:
         "detail": join.detail,
         "peer": peer_text(join.peer) if join.peer is not None else None,
         "seconds": round(join.seconds, 6),
+        "found_by": join.found_by,
         "at": rfc3339(join.at),
     }
 

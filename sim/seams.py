@@ -23,13 +23,13 @@ large for a packet travels by a stream.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import trio
 
 from crypto.contact import Address
-from crypto.datagrams import protocol_bytes
+from crypto.protocols import protocol_bytes
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from node.errors import StreamClosed, Unreachable, WrongPeer
@@ -40,6 +40,7 @@ from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.alarm import Alarm
 from sim.executor import SimExecutor, sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox
+from sim.local import SimLocal
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
 from sim.network.links import Links, Sender
@@ -76,11 +77,13 @@ class Medium:
     """What all simulated networks of one simulation share: who is there, at which address, and the queues.
 
     A stream over a split stalls for `stall_seconds`, then it breaks at both ends. The default has it break at
-    once: what a kernel would notice late, unless a node notices first.
+    once: what a kernel would notice late, unless a node notices first. With `has_local`, the peers of a
+    region are on one local network.
     """
 
-    def __init__(self, links: Links, *, stall_seconds: float = 0.0) -> None:
+    def __init__(self, links: Links, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
         self.links = links
+        self.has_local = has_local
         self._stall_seconds = stall_seconds
         self._networks: dict[PeerId, SimNetwork] = {}
         self._places: dict[tuple[str, int], PeerId] = {}
@@ -154,6 +157,14 @@ class Medium:
         """The network of `peer`, if it is there and alive."""
         network = self._networks.get(peer)
         return network if network is not None and network.alive else None
+
+    def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]:
+        """The local networks of those in the region of `peer` that it reaches now, and how far they are."""
+        for other, network in self._networks.items():
+            if other == peer or not network.alive or network.local is None:
+                continue
+            if self.links.region(other) == self.links.region(peer) and self.reaches(peer, other):
+                yield network.local, self.links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
         """Where a peer is, or was before it was killed."""
@@ -263,6 +274,7 @@ class SimNetwork:
         self._medium = medium
         self._peer = peer
         self._address = address
+        self._addresses: tuple[Address, ...] = (address,)
         self._counters: Counter[str] = Counter()
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
@@ -273,6 +285,7 @@ class SimNetwork:
         # With whether the other side opened it.
         self._streams: dict[SimStream, bool] = {}
         self._nursery: trio.Nursery | None = None
+        self.local = SimLocal(address, partial(medium.near, peer)) if medium.has_local else None
         self._scope = trio.CancelScope()
 
     @property
@@ -281,7 +294,15 @@ class SimNetwork:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        return (self._address,)
+        return self._addresses
+
+    @property
+    def reachable(self) -> bool | None:
+        """An address of its own, with no translator before it, is one that others reach."""
+        return True if self._medium.links.at(self._peer).nat is None else None
+
+    def announce(self, address: Address) -> None:
+        self._addresses = tuple(dict.fromkeys((*self._addresses, address.of(self._peer))))
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -517,7 +538,9 @@ class SimNetwork:
         def counter(peer: PeerId) -> Callable[[int], None]:
             return lambda sent_bytes: medium.count_traffic(peer, protocol, sent_bytes)
 
-        return stream_pair(there, back, (counter(self._peer), counter(target._peer)))
+        near, far = stream_pair(there, back, (counter(self._peer), counter(target._peer)))
+        near.source, far.source = target._address, self._address
+        return near, far
 
     async def _meet(self, peer: PeerId) -> "SimNetwork":
         """Wait for the handshake; the network at the other end."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import trio
 
+from crypto.contact import Address
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from crypto.noise import Data
@@ -235,6 +236,7 @@ class SimStream:
         self._incoming = incoming
         self._outgoing = outgoing
         self._count = count
+        self.source: Address | None = None
         self._receiving = Turn()
         self._is_closed = False
         self.offended: Callable[[], None] = lambda: None

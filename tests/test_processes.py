@@ -55,6 +55,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
         data_dir=tmp_path / "e",
         swarm=config.Swarm(name=SWARM, preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
     )
     node = Node(settings, join=[processes.nodes[NAMES[0]].address])
     steps: list[int] = []

@@ -59,6 +59,12 @@ STARTED = events.NodeStarted(
 HISTORY: list[events.Event] = [
     capacity(NOW - 7381),
     STARTED,
+    events.ReachabilityFound(
+        at=NOW - 7380, reachable=False, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
+    ),
+    events.ReachabilityFound(
+        at=NOW - 7380, reachable=True, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
+    ),
     events.JoinTried(
         at=NOW - 7379,
         address="/dns/old-box/tcp/9747",
@@ -180,6 +186,8 @@ def test_the_screen_of_a_node() -> None:
           swarm       default; joining through 2 addresses
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
+        20:10:20   3 others could not reach this node: python -m node doctor
+        20:10:20   others reach this node now
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747
         20:16:40   lab-2 ...2NASuq joined (found through join)
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms
@@ -219,6 +227,7 @@ def test_the_screen_of_status() -> None:
         """
         lab-1  ...SUKPH5   up 2 h 3 min, swarm default
           listening   192.168.1.20:9747
+          reachable   yes
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
           members     0 alive of 2 known
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747

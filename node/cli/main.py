@@ -12,6 +12,7 @@ import typer
 from node.cli import checkpoint, identity, leave, model, peers, runs, simulation, status, train
 from node.cli.demo.command import demo
 from node.cli.dispatch import DEBUG, dispatch
+from node.cli.doctor.command import doctor
 from node.cli.place import AsJson, DataDir
 from node.cli.render import show
 from node.errors import EXIT_DONE, UsageError
@@ -20,6 +21,7 @@ PROGRAM = "python -m node"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("demo")(demo)
+app.command("doctor")(doctor)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)
 app.command("id")(identity.identity)
@@ -42,11 +44,14 @@ def main(
     join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Join through this peer.")] = None,
     config: Annotated[Text, typer.Option(metavar="FILE", help="A TOML file of settings.")] = None,
     listen: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Listen here (port 0: any free one).")
+        list[str] | None, typer.Option(metavar="ADDR", help="Listen here too (port 0: any free one).")
     ] = None,
     announce: Annotated[
         list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
     ] = None,
+    no_lan: Annotated[
+        bool, typer.Option("--no-lan", help="Neither look for nodes of the local network nor tell them.")
+    ] = False,
     name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
     data_dir: DataDir = "",
     swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,
@@ -67,6 +72,7 @@ def main(
         "config": config,
         "listen": listen,
         "announce": announce,
+        "lan": False if no_lan else None,
         "name": name,
         "data_dir": data_dir or None,
         "swarm": swarm,
@@ -92,7 +98,7 @@ def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:
     command = context.invoked_subcommand
     for key, value in flags.items():
         if value not in (None, []) and key not in _ALSO_BEFORE_A_COMMAND:
-            flag = "--" + key.replace("_", "-")
+            flag = "--no-lan" if key == "lan" else "--" + key.replace("_", "-")
             do = f"{PROGRAM} {command} --json" if key == "json" else f"{PROGRAM} {command} --help"
             raise UsageError(f"{flag} before '{command}': it belongs to starting a node", do)
 

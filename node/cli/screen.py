@@ -37,6 +37,7 @@ class EventScreen:
         self._steps: dict[str, int] = {}
         self._capacity: Event | None = None
         self._has_started = False
+        self._reachable: bool | None = None
 
     def lines(self, event: Event) -> list[str]:
         """The lines for one event; none for kinds that are nobody's news."""
@@ -51,10 +52,13 @@ class EventScreen:
         self._names[event["peer"]] = event["name"]
         identity = "new identity, kept in" if event["identity_is_new"] else "identity from"
         lines = [f"{event['name']}  {short_id(event['peer'])}   {identity} {short_path(event['data_dir'])}"]
-        taken = event["port_wanted"] not in (0, event["port"])
-        for address in event["addresses"]:
-            note = f"   (port {event['port_wanted']} was taken)" if taken else ""
-            lines.append(labelled("listening", short_address(address) + note))
+        wanted = {str(port): before for before, port in event["moved"]}
+        if event["port_wanted"] not in (0, event["port"]):
+            wanted.setdefault(str(event["port"]), event["port_wanted"])
+        for address in map(short_address, event["addresses"]):
+            port = address.rpartition(":")[2]
+            note = f"   (port {wanted[port]} was taken)" if port in wanted else ""
+            lines.append(labelled("listening", address + note))
         if self._capacity is not None:
             lines.append(labelled("compute", capacity_text(self._capacity)))
         joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
@@ -84,7 +88,18 @@ class EventScreen:
         detail = event["detail"]
         if event["outcome"] == "ok" and event["peer"] is not None:
             detail = f"{_both(self._names, event['peer'])}  {seconds_text(event['seconds'])}"
+        if event.get("found_by") == "beacon":
+            detail += "  (heard on the local network)"
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
+
+    def _reachability(self, event: Event) -> list[str]:
+        # Only a change is news, and that others get through is what everybody expects.
+        before, self._reachable = self._reachable, event["reachable"]
+        if event["reachable"] is False and before is not False:
+            return [_at(event, f"{event['asked']} others could not reach this node: python -m node doctor")]
+        if event["reachable"] and before is False:
+            return [_at(event, "others reach this node now")]
+        return []
 
     def _joined(self, event: Event) -> list[str]:
         self._names[event["peer"]] = event["name"]
@@ -191,6 +206,7 @@ _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "CapacityMeasured": EventScreen._measured,
     "JoinTried": EventScreen._join_tried,
+    "ReachabilityFound": EventScreen._reachability,
     "MemberJoined": EventScreen._joined,
     "MemberSuspected": EventScreen._suspected,
     "MemberRefuted": EventScreen._refuted,

@@ -27,6 +27,9 @@ TRAFFIC = (
     "messages_by_stream",
     "streams_opened",
     "streams_served",
+    "beacons_sent",
+    "beacons_heard",
+    "dial_backs",
 )
 """Counters of what went well; all others count something refused or dropped."""
 
@@ -45,6 +48,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     up = seconds_text(document["up_seconds"])
     lines = [f"{document['name']}  {short_id(document['peer'])}   up {up}, swarm {document['swarm']}"]
     lines += [labelled("listening", short_address(address)) for address in document["addresses"]]
+    if document.get("reachability") is not None:
+        lines.append(labelled("reachable", reachable_text(document["reachability"])))
     if document["capacity"] is not None:
         lines.append(labelled("compute", capacity_text(document["capacity"])))
     alive, known = document["members_alive"], document["members_known"]
@@ -59,6 +64,15 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
     lines += _counted("refused", {name: counters[name] for name in counters if name not in TRAFFIC})
     return lines
+
+
+def reachable_text(document: Mapping[str, Any]) -> str:
+    """Of the `reachability` in a status document."""
+    if document["reachable"] is None:
+        return f"not known yet ({document['asked']} of {document['of']} others have tried)"
+    if document["reachable"]:
+        return "yes"
+    return "no: no other node gets through to this one; to others it is a client of the record table"
 
 
 def _counted(label: str, counters: Mapping[str, int]) -> list[str]:

@@ -74,6 +74,10 @@ class Discovery:
         """Let local code act on the core: `order(core, now)` returns what to send."""
         self._driver.command(lambda now: order(self._core, now))
 
+    def appear(self, addresses: Sequence[Address], *, client: bool) -> None:
+        """Where this node is, or that others cannot reach it."""
+        self._core.appear(addresses, client=client)
+
     def join(self, peers: Sequence[PeerId]) -> None:
         """Enter the DHT by these peers."""
         self._driver.command(lambda now: self._core.join(now, peers))

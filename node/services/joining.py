@@ -1,9 +1,12 @@
 """Finding the first peer: every address gets its own attempt and its own reason, and none is fatal.
 
 Seeds and remembered peers are tried side by side. While this node is alone they are tried again,
-more and more slowly; once somebody is known, SWIM and the DHT find the rest.
+more and more slowly; once somebody is known, SWIM and the DHT find the rest. A peer heard on the local
+network is tried when it is heard, unless it is a member already: so two swarms of one name that began apart
+become one.
 """
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -18,6 +21,10 @@ RETRY_SECONDS_MIN = 2.0
 RETRY_SECONDS_MAX = 60.0
 ATTEMPTS_MAX = 16
 """Addresses dialled at once."""
+HEARD_MAX = 64
+"""Peers heard on the local network that wait to be dialled; one heard again comes back."""
+HEARD_ADDRESSES_MAX = 3
+"""Of one such peer, for nothing of it is proved."""
 
 
 class Joining:
@@ -32,6 +39,8 @@ class Joining:
         publish: Callable[[JoinTried], None],
         found: Callable[[Sequence[PeerId]], None],
         is_alone: Callable[[], bool],
+        is_member: Callable[[PeerId], bool],
+        counters: Counter[str],
     ) -> None:
         self._network = network
         self._clock = clock
@@ -39,6 +48,10 @@ class Joining:
         self._publish = publish
         self._found = found
         self._is_alone = is_alone
+        self._is_member = is_member
+        self._counters = counters
+        self._heard: OrderedDict[PeerId, tuple[Address, ...]] = OrderedDict()
+        self._stirred = trio.Event()
 
     def add(self, address: Address) -> None:
         """Try this one too, from the next round on."""
@@ -58,6 +71,27 @@ class Joining:
                 pause = RETRY_SECONDS_MIN
                 await trio.sleep(RETRY_SECONDS_MAX)
 
+    def hear(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+        """A beacon says that a peer is near."""
+        if self._is_member(peer) or (peer not in self._heard and len(self._heard) >= HEARD_MAX):
+            return
+        self._heard[peer] = tuple(address.of(peer) for address in addresses[:HEARD_ADDRESSES_MAX])
+        self._stirred.set()
+
+    async def try_heard(self) -> None:
+        """Until cancelled: dial those that beacons told of, one after the other."""
+        while True:
+            while self._heard:
+                peer, addresses = self._heard.popitem(last=False)
+                if self._is_member(peer):
+                    continue  # somebody else has told of it in the meantime
+                for address in addresses:
+                    if await self._try(address, found_by="beacon") is not None:
+                        self._found([peer])
+                        break
+            self._stirred = trio.Event()
+            await self._stirred.wait()
+
     async def try_all(self) -> list[PeerId]:
         """Dial every address once; who answered, in the order of the addresses."""
         answers: dict[int, PeerId] = {}
@@ -74,7 +108,7 @@ class Joining:
                 nursery.start_soon(attempt, index, address)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 
-    async def _try(self, address: Address) -> PeerId | None:
+    async def _try(self, address: Address, *, found_by: str = "") -> PeerId | None:
         begun = self._clock.monotonic()
         peer, outcome, detail = None, "ok", ""
         try:
@@ -85,6 +119,10 @@ class Joining:
             peer, outcome, detail = None, "self", "this is this node's own address"
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
+        if found_by and outcome != "ok":
+            # What a stranger's beacon says is no news before somebody answers there.
+            self._counters["beacons_led_nowhere"] += 1
+            return peer
         self._publish(
             JoinTried(
                 at=self._clock.wall(),
@@ -93,6 +131,7 @@ class Joining:
                 detail=detail,
                 peer=peer,
                 seconds=self._clock.monotonic() - begun,
+                found_by=found_by,
             )
         )
         return peer

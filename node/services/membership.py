@@ -123,6 +123,10 @@ class Membership:
         """Let local code act on the core: `order(core, now)` returns what to send."""
         self._driver.command(lambda now: order(self._swim, now))
 
+    def update(self, profile: core.Profile) -> None:
+        """Tell others of another name, address or metadata."""
+        self._driver.command(lambda now: self._swim.update(now, profile))
+
     def join(self, peers: Sequence[PeerId]) -> None:
         """Exchange member lists with these peers."""
         self._driver.command(lambda now: self._swim.join(now, peers))

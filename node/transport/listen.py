@@ -1,4 +1,4 @@
-"""Sockets to listen on, TCP and UDP on one port number, and the addresses others should dial."""
+"""Sockets to listen on, TCP and UDP on one port number each, and the addresses others should dial."""
 
 import errno
 import ipaddress
@@ -16,75 +16,126 @@ PORT_ATTEMPTS = 11
 """The wanted port and the ten behind it: enough for several nodes on one machine."""
 BACKLOG = 128
 
+Place = tuple[str, int]
+"""Where to listen: an IP literal or a name of this machine, and a port, 0 for any."""
+
 
 @dataclass(frozen=True)
 class Bound:
-    """Both sockets of one node, and the ports that others held."""
+    """Both sockets of one place; another port than the wanted one where others held that."""
 
     tcp: socket.socket
     udp: socket.socket
     host: str
     port: int
-    taken: tuple[int, ...]
+
+    def close(self) -> None:
+        self.tcp.close()
+        self.udp.close()
+
+
+async def bind_all(places: Sequence[Place]) -> tuple[Bound, ...]:
+    """Listen on every place, as `bind` does; on all or on none.
+
+    `[::]` takes IPv4 too, unless an IPv4 address is among the places: then each family has its own.
+    """
+    found = [await _look_up(host, port) for host, port in places]
+    both_families = all(family == socket.AF_INET6 for family, _ in found)
+    bound: list[Bound] = []
+    try:
+        for (family, literal), (host, port) in zip(found, places, strict=True):
+            bound.append(_bind(family, literal, port, host=host, both_families=both_families))
+    except UsageError:
+        for each in bound:
+            each.close()
+        raise
+    return tuple(bound)
 
 
 async def bind(host: str, port: int) -> Bound:
-    """Listen on `host` (an IP literal or a name of this machine), `port` or one of the next ten; 0 is any.
+    """Listen on `host`, at `port` or one of the next ten that is free.
 
     Raises:
         UsageError: no such address here, or all the ports are taken.
     """
+    return (await bind_all([(host, port)]))[0]
+
+
+async def _look_up(host: str, port: int) -> tuple[int, str]:
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         raise UsageError(f"cannot listen on {host}: no such address", "--listen 0.0.0.0:PORT") from None
-    family, literal = found[0][0], str(found[0][4][0])
+    return int(found[0][0]), str(found[0][4][0])
+
+
+def _bind(family: int, literal: str, port: int, *, host: str, both_families: bool) -> Bound:
     wanted = [0] * PORT_ATTEMPTS if port == 0 else range(port, min(port + PORT_ATTEMPTS, PORT_MAX + 1))
     taken = []
     for number in wanted:
         try:
-            tcp, udp = _bind_pair(family, literal, number)
+            tcp, udp = _bind_pair(family, literal, number, both_families=both_families)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise UsageError(f"cannot listen on {host}:{number}: {error.strerror}") from None
             taken.append(number)
             continue
-        return Bound(tcp, udp, literal, tcp.getsockname()[1], tuple(taken))
+        return Bound(tcp, udp, literal, tcp.getsockname()[1])
     raise UsageError(f"cannot listen: ports {taken[0]} to {taken[-1]} are taken", "--listen HOST:PORT")
 
 
-def _bind_pair(family: int, host: str, port: int) -> tuple[socket.socket, socket.socket]:
-    tcp = socket.socket(family, socket.SOCK_STREAM)
-    udp = socket.socket(family, socket.SOCK_DGRAM)
+def _bind_pair(
+    family: int, host: str, port: int, *, both_families: bool
+) -> tuple[socket.socket, socket.socket]:
+    opened: list[socket.socket] = []
     try:
+        tcp = socket.socket(family, socket.SOCK_STREAM)
+        opened.append(tcp)
+        udp = socket.socket(family, socket.SOCK_DGRAM)
+        opened.append(udp)
         # A port whose last connections are still dying out may be taken again at once.
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for each in (tcp, udp):
             each.setblocking(False)
             if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both_families)
         tcp.bind((host, port))
         udp.bind((host, tcp.getsockname()[1]))
         tcp.listen(BACKLOG)
     except OSError:
-        tcp.close()
-        udp.close()
+        for each in opened:
+            each.close()
         raise
     return tcp, udp
 
 
-def dialable(host: str, port: int, announce: Sequence[Address] = ()) -> tuple[Address, ...]:
-    """Where others reach a listener: as announced, or its host, or every interface of the machine.
+def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple[Address, ...]:
+    """Where others reach what listens at `places` (IP literals): as announced, or each place, or for one
+    that is every interface, the addresses of this machine.
 
     IPv4 comes first; loopback only where there is nothing else. Link-local addresses mean nothing
     to another machine and are left out.
     """
     if announce:
         return tuple(announce)[:ADDRESSES_MAX]
+    found: dict[Address, None] = {}
+    for host, port in places:
+        for each in _hosts(host, alone=len(places) == 1):
+            found[make_address(each, port)] = None
+    usable = [address for address in found if not ipaddress.ip_address(address.host).is_loopback]
+    usable = usable or list(found)
+    usable.sort(key=lambda address: address.kind)
+    return tuple(usable[:ADDRESSES_MAX])
+
+
+def _hosts(host: str, *, alone: bool) -> list[str]:
+    """The addresses that one place stands for; `alone`, the IPv6 one stands for both families."""
     listening = ipaddress.ip_address(host)
     if not listening.is_unspecified:
-        return (make_address(host, port),)
-    families = [socket.AF_INET] if listening.version == 4 else [socket.AF_INET, socket.AF_INET6]
+        return [host]
+    families = [socket.AF_INET] if listening.version == 4 else [socket.AF_INET6]
+    if listening.version == 6 and alone:
+        families.insert(0, socket.AF_INET)
     found = [
         ipaddress.ip_address(entry.address.partition("%")[0])
         for _, entries in sorted(psutil.net_if_addrs().items())
@@ -92,7 +143,5 @@ def dialable(host: str, port: int, announce: Sequence[Address] = ()) -> tuple[Ad
         for entry in entries
         if entry.family == family
     ]
-    usable = [each for each in found if not each.is_loopback and not each.is_link_local]
-    usable.sort(key=lambda each: each.version)
-    usable = usable or [each for each in found if each.is_loopback] or [ipaddress.ip_address("127.0.0.1")]
-    return tuple(make_address(str(each), port) for each in usable[:ADDRESSES_MAX])
+    loopback = "::1" if listening.version == 6 and not alone else "127.0.0.1"
+    return [str(each) for each in found if not each.is_link_local] or [loopback]

@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from crypto.contact import Address
+from crypto.contact import ADDRESSES_MAX, Address
 from crypto.errors import LocalProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import suites_named
@@ -24,8 +24,10 @@ from node.transport.book import AddressBook
 from node.transport.connections import Connections
 from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
-from node.transport.listen import bind, dialable
+from node.transport.listen import Place, bind_all, dialable
+from node.transport.multicast import Multicast
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
+from node.transport.sockets import UdpSockets
 from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
 
@@ -38,10 +40,11 @@ class RealNetwork:
     """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
     is cancelled, handlers get a moment, then all streams end, in order.
 
-    `listen` is (host, port), port 0 for any; `announce` replaces the addresses that others are told;
+    `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
     `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
-    `suites` by name, best first, are taken in place of all that work here. After the start `port` says
-    where it listens and `taken` which ports others held.
+    `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
+    network's beacons, usually `multicast.BEACON_PORT`, None for no local network. After the start `ports`
+    says where it listens, in the order of `listen`.
     """
 
     def __init__(
@@ -52,17 +55,20 @@ class RealNetwork:
         *,
         clock: Clock,
         entropy: Callable[[int], bytes],
-        listen: tuple[str, int] = ("0.0.0.0", 0),  # noqa: S104 - a peer is there to be reached
+        listen: Sequence[Place] = (("0.0.0.0", 0),),  # noqa: S104 - a peer is there to be reached
         announce: Sequence[Address] = (),
         keys: Sequence[bytes] = (),
         suites: Sequence[str] = (),
+        beacon_port: int | None = None,
     ) -> None:
         self._identity = identity
         chosen = suites_named(suites) if suites else default_suites()
         self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
-        self._listen = listen
+        self._listen = tuple(listen)
         self._announce = tuple(announce)
+        self._beacon_port = beacon_port
+        self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
         self._book = AddressBook()
@@ -73,8 +79,7 @@ class RealNetwork:
             ONE_SHOT_QUEUE_MAX
         )
         self._one_shot_bytes = 0
-        self.port = 0
-        self.taken: tuple[int, ...] = ()
+        self.ports: tuple[int, ...] = ()
 
     @property
     def peer(self) -> PeerId:
@@ -85,8 +90,33 @@ class RealNetwork:
         return self._addresses
 
     @property
+    def port(self) -> int:
+        """The first of `ports`; 0 before the start."""
+        return self.ports[0] if self.ports else 0
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """(port wanted, port taken instead) of each that others held."""
+        pairs = zip((port for _, port in self._listen), self.ports, strict=False)
+        return tuple((wanted, port) for wanted, port in pairs if wanted not in (0, port))
+
+    @property
     def counters(self) -> Mapping[str, int]:
         return self._counters
+
+    @property
+    def local(self) -> Multicast | None:
+        return self._local
+
+    @property
+    def reachable(self) -> bool | None:
+        return None
+
+    def announce(self, address: Address) -> None:
+        """As the seam says, unless a person has said what to tell, or there are too many."""
+        address = address.of(self.peer)
+        if not self._announce and address not in self._addresses and len(self._addresses) < ADDRESSES_MAX:
+            self._addresses = (*self._addresses, address)
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         if peer != self.peer:
@@ -123,11 +153,11 @@ class RealNetwork:
         """Listen until cancelled; `started` once `addresses` are known. Raises UsageError: cannot listen."""
         if self._datagrams is not None:
             raise LocalProtocolError("this network runs already")
-        bound = await bind(*self._listen)
-        self.port, self.taken = bound.port, bound.taken
-        self._addresses = tuple(
-            address.of(self.peer) for address in dialable(bound.host, bound.port, self._announce)
-        )
+        bound = await bind_all(self._listen)
+        self.ports = tuple(each.port for each in bound)
+        places = [(each.host, each.port) for each in bound]
+        self._addresses = tuple(address.of(self.peer) for address in dialable(places, self._announce))
+        sockets = UdpSockets([each.udp for each in bound], self._counters)
         sessions = Sessions(
             self._identity,
             self._credentials.swarm,
@@ -137,9 +167,9 @@ class RealNetwork:
             counters=self._counters,
         )
         datagrams = Datagrams(
-            bound.udp, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
+            sockets, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
         )
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound.tcp))
+        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(each.tcp)) for each in bound]
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as outer:
@@ -149,16 +179,20 @@ class RealNetwork:
                         nursery.start_soon(datagrams.receive_forever)
                         nursery.start_soon(datagrams.wake_forever)
                         serve = partial(trio.serve_listeners, handler_nursery=serving)
-                        nursery.start_soon(serve, self._connections.serve, [listener])
+                        nursery.start_soon(serve, self._connections.serve, listeners)
                         for _ in range(ONE_SHOT_SENDERS):
                             nursery.start_soon(self._send_one_shots)
+                        if self._beacon_port is not None:
+                            self._local = Multicast(places, self._counters, port=self._beacon_port)
+                            await nursery.start(self._local.run)
                         task_status.started()
                 finally:
                     self._connections.leave()
         finally:
-            self._datagrams = None
-            datagrams.close()
-            bound.tcp.close()
+            self._datagrams = self._local = None
+            sockets.close()
+            for each in bound:
+                each.close()
 
     # --- datagrams and messages --------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import trio
 
+from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.noise import Data
@@ -57,6 +58,10 @@ class SecureStream:
     @property
     def protocol(self) -> str:
         return self._protocol
+
+    @property
+    def source(self) -> Address | None:
+        return self._connection.source
 
     @property
     def is_served(self) -> bool:

@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data, Session
 from node.errors import StreamClosed
 from node.transport.pool import Pool
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
+from node.transport.sockets import address_of
 
 STALL_SECONDS = 60.0
 """How long a sender may pause inside a message, which it had whole before it began."""
@@ -90,6 +92,13 @@ class Connection:
     def inside(self) -> bool:
         """Whether part of a message has come."""
         return self._reader.inside
+
+    @property
+    def source(self) -> Address | None:
+        try:
+            return address_of(self._socket.getpeername())
+        except OSError:
+            return None  # it is over
 
     def limit(self, message_bytes_max: int) -> None:
         """The longest message that is taken from now on."""

@@ -2,9 +2,9 @@
 
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import trio
 import trio.testing
@@ -12,20 +12,27 @@ import trio.testing
 from crypto.contact import Address, make_address
 from crypto.identity import Identity, PeerId
 from node.seams import RealClock, Stream
+from node.transport.listen import Place
 from node.transport.network import RealNetwork
 
 PING = "/peerloom/ping/1"
 BULK = "/peerloom/bulk/1"
+LOOPBACK: Place = ("127.0.0.1", 0)
 
 
-def make_network(letter: str, *, swarm: str = "test", **options: Any) -> RealNetwork:
+def make_network(
+    letter: str, *, swarm: str = "test", listen: Place | Sequence[Place] = LOOPBACK, **options: Any
+) -> RealNetwork:
+    """`listen` may be one place or several."""
+    places = [listen] if isinstance(listen[0], str) else listen
     return RealNetwork(
         Identity(letter.encode() * 32),
         os.urandom(32),
         swarm,
         clock=RealClock(),
         entropy=os.urandom,
-        **{"listen": ("127.0.0.1", 0)} | options,
+        listen=cast("Sequence[Place]", places),
+        **options,
     )
 
 

@@ -204,6 +204,27 @@ def test_listening_may_ask_for_any_free_port_and_joining_may_not() -> None:
             parse_address(text)
 
 
+def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("listen = {addresses = ['0.0.0.0:1', '[::]:1'], announce = ['lab.example:2']}\n")
+    listen = Config.load(file).listen
+    assert [address.short for address in listen.addresses] == ["0.0.0.0:1", "[::]:1"]
+    assert [str(address) for address in listen.announce] == ["/dns/lab.example/tcp/2"]
+    flags = {"listen": ["10.0.0.1:0", "[::1]:0"], "announce": ["a.example:1", "[fd00::1]:2"]}
+    listen = resolve(flags, {}).listen
+    assert [address.short for address in listen.addresses] == ["10.0.0.1:0", "[::1]:0"]
+    with pytest.raises(UsageError, match="9 addresses to listen; at most 8"):
+        resolve({"listen": [f"10.0.0.{number}:1" for number in range(9)]}, {})
+
+
+def test_the_local_network_is_looked_at_unless_that_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("join = {lan = false}\n")
+    assert resolve({}, {}).join.lan
+    assert not Config.load(file).join.lan
+    assert not resolve({"lan": False}, {"PEERLOOM_LAN": "true"}).join.lan
+
+
 def test_of_equally_near_words_the_one_with_the_same_letters_is_meant() -> None:
     assert nearest("--jion", ["--json", "--join"]) == "--join"
     assert nearest("--JSON", ["--json", "--join"]) == "--json"

@@ -260,15 +260,15 @@ def test_the_cpu_says_which_cipher_comes_first(
 async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 30.0)
     alice, bob = make_network("a"), make_network("b")
-    bob._doorway = Doorway(places_max=2)
+    bob._connections._doorway = Doorway(places_max=2)
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
-        await until(lambda: len(bob._doorway) == 2)
+        await until(lambda: len(bob._connections._doorway) == 2)
         assert await alice.identify(bob.addresses[0]) == bob.peer
         # Who has stood there longest had to go.
         assert await idle[0].receive_some() == b""
         assert bob.counters["handshakes_displaced"] == 1
-        assert len(bob._doorway) == 1
+        assert len(bob._connections._doorway) == 1
         for connection in idle:
             await connection.aclose()
 

@@ -16,7 +16,7 @@ from crypto.sessions.packets import payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import UsageError
 from node.seams import Network
-from node.transport.listen import dialable
+from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from tests.node.nets import PING, acquaint, arrival, make_network, raw_address, running, until, unused_address
 
@@ -181,6 +181,14 @@ async def hang_up(connection: trio.SocketStream) -> None:
     await connection.aclose()
 
 
+async def skip_without_ipv6() -> None:
+    try:
+        probe = await trio.open_tcp_listeners(0, host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    await probe[0].aclose()
+
+
 # --- ports and addresses ---------------------------------------------------------------------------
 
 
@@ -189,9 +197,60 @@ async def test_a_taken_port_is_reported_and_the_next_one_used() -> None:
     async with running(alice):
         bob = make_network("b", listen=("127.0.0.1", alice.port))
         async with running(bob):
-            assert alice.port in bob.taken
+            assert bob.moved == ((alice.port, bob.port),)
             assert bob.port in range(alice.port + 1, alice.port + 11)
             assert bob.addresses == (make_address("127.0.0.1", bob.port, bob.peer),)
+
+
+async def test_a_node_listens_at_several_addresses_of_both_families() -> None:
+    await skip_without_ipv6()
+    alice = make_network("a")
+    bob = make_network("b", listen=[("127.0.0.1", 0), ("127.0.0.2", 0), ("::1", 0)])
+    inbox = bob.inbox(PING)
+    async with running(alice, bob):
+        assert [address.host for address in bob.addresses] == ["127.0.0.1", "127.0.0.2", "::1"]
+        assert tuple(address.port for address in bob.addresses) == bob.ports
+        for number, address in enumerate(bob.addresses[:2]):
+            assert await alice.identify(address) == bob.peer
+            newcomer = make_network(str(number))
+            newcomer.inbox(PING)
+            async with running(newcomer):
+                newcomer.learn(bob.peer, [address])
+                newcomer.send(bob.peer, PING, b"here")
+                assert await inbox.take(trio.current_time() + 20) == [(newcomer.peer, b"here")]
+                # The answer comes from the address that was asked, not from any other of bob's.
+                bob.send(newcomer.peer, PING, b"there")
+                assert await arrival(newcomer) == (bob.peer, b"there")
+                assert newcomer._book.for_datagram(bob.peer, trio.current_time()) == (address.of(None),)
+        six = make_network("s", listen=("::1", 0))
+        async with running(six):
+            six.learn(bob.peer, bob.addresses[2:])
+            six.send(bob.peer, PING, b"six")
+            assert await arrival(bob) == (six.peer, b"six")
+
+
+async def test_all_addresses_of_both_families_do_not_take_each_others_port() -> None:
+    await skip_without_ipv6()
+    everywhere = "0.0.0.0"  # bound for a moment, and nobody serves there
+    first = await bind_all([(everywhere, 0), ("::", 0)])
+    try:
+        # Each port is free in the family in which the first has not taken it.
+        second = await bind_all([("::", first[0].port), (everywhere, first[1].port)])
+        assert [each.port for each in second] == [each.port for each in first]
+        for each in second:
+            each.close()
+    finally:
+        for each in first:
+            each.close()
+
+
+async def test_one_place_that_cannot_be_had_leaves_the_others_free() -> None:
+    place = unused_address()
+    with pytest.raises(UsageError, match="cannot listen"):
+        await make_network("a", listen=[(place.host, place.port), ("192.0.2.1", 0)]).run()
+    again = make_network("a", listen=(place.host, place.port))
+    async with running(again):
+        assert again.moved == ()
 
 
 async def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
@@ -209,7 +268,7 @@ async def test_announced_addresses_are_told_as_they_are() -> None:
 
 def test_listening_everywhere_announces_what_others_can_dial() -> None:
     for host in ("0.0.0.0", "::"):
-        addresses = dialable(host, 9747)
+        addresses = dialable([(host, 9747)])
         assert addresses
         assert all(address.port == 9747 and address.host not in ("0.0.0.0", "::") for address in addresses)
         assert [address.kind for address in addresses] == sorted(address.kind for address in addresses)
@@ -218,11 +277,7 @@ def test_listening_everywhere_announces_what_others_can_dial() -> None:
 
 
 async def test_a_node_on_both_families_is_reached_by_the_old_one() -> None:
-    try:
-        probe = await trio.open_tcp_listeners(0, host="::1")
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    await probe[0].aclose()
+    await skip_without_ipv6()
     alice, bob = make_network("a"), make_network("b", listen=("::", 0))
     alice.inbox(PING)
     bob.inbox(PING)

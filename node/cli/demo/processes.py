@@ -97,7 +97,8 @@ class SwarmProcesses:
             NodeEnded: it ended, or did not answer in time.
         """
         data_dir = self.folder / name
-        arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--name", name]
+        # Its neighbours are those it is told of: another demo on this machine is none of its business.
+        arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--no-lan", "--name", name]
         arguments += ["--swarm", self._swarm, "--preset", self._preset, "--device", "cpu", "--cores", "1"]
         arguments += ["--join", join] if join is not None else []
         process = self._processes[name]

@@ -1,0 +1,92 @@
+"""`python -m node doctor [ADDR]`: what works from here, step by step, with the remedy for what does not."""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.place import AsJson, DataDir
+from node.cli.render import show, show_json
+from node.errors import CheckFailed
+
+
+def doctor(
+    context: typer.Context,
+    address: Annotated[
+        str | None, typer.Argument(metavar="[ADDR]", help="Look at the way there too.")
+    ] = None,
+    data_dir: DataDir = "",
+    listen: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="As the node would listen.")
+    ] = None,
+    swarm: Annotated[str | None, typer.Option(metavar="NAME", help="The swarm of the node.")] = None,
+    no_lan: Annotated[bool, typer.Option("--no-lan", help="Leave the local network alone.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check what works on this machine, and from here to ADDR. Exit code 6 if a check failed."""
+    import trio
+
+    from crypto.contact import parse_address
+    from node import config
+    from node.cli.doctor.here import Scene, look_here
+    from node.cli.doctor.steps import Steps
+    from node.cli.doctor.there import look_there
+
+    there = None if address is None else config.read_setting("doctor", address, parse_address)
+    before: dict[str, Any] = context.obj or {}
+    flags: dict[str, Any] = {
+        "config": before.get("config"),
+        "data_dir": data_dir or before.get("data_dir"),
+        "listen": listen,
+        "swarm": swarm,
+        "lan": False if no_lan else None,
+    }
+    steps = Steps(lambda step: None if as_json else show(step_lines(step.document)))
+
+    async def look() -> None:
+        settings = config.Config()
+
+        async def read() -> str:
+            nonlocal settings
+            settings = config.resolve(flags, os.environ)
+            return f"swarm '{settings.swarm.name}', listening at " + ", ".join(
+                each.short for each in settings.listen.addresses
+            )
+
+        # With a config that nobody can read there is no saying what to look at.
+        if not await steps.check("config", read):
+            return
+        scene = Scene(settings)
+        await look_here(steps, scene)
+        if there is not None:
+            await look_there(steps, scene, there)
+
+    trio.run(look)
+    document = {
+        "schema": "peerloom/doctor/1",
+        "ok": not steps.failed,
+        "steps": [step.document for step in steps.all],
+    }
+    if as_json:
+        show_json(document)
+    else:
+        show([conclusion(len(steps.all), len(steps.failed), there is None)])
+    if steps.failed:
+        raise typer.Exit(CheckFailed.exit_code)
+
+
+def step_lines(step: Mapping[str, Any]) -> list[str]:
+    """The lines of one step of a `peerloom/doctor/1` document."""
+    lines = [f"{step['outcome']:<8} {step['name']:<20} {step['detail']}"]
+    if step["remedy"]:
+        lines.append(f"  do: {step['remedy']}")
+    return lines
+
+
+def conclusion(count: int, failed: int, is_here_only: bool) -> str:
+    """The last line."""
+    if failed:
+        return f"{failed} of {count} checks failed"
+    more = "; to look at the way to another node: python -m node doctor ADDR" if is_here_only else ""
+    return f"nothing is wrong in {count} checks{more}"

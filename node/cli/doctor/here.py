@@ -1,0 +1,292 @@
+"""What works on this machine, whoever else is there: the data folder, keys, clock, ports, both families, UDP,
+the local network, what there is to compute with."""
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import socket
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+from crypto.contact import Address
+from crypto.identity import SEED_BYTES, Identity, short_peer
+from node.cli.client import ask
+from node.cli.doctor.steps import Skipped, Steps, in_thread
+from node.config import Config
+from node.errors import NoNode, PeerloomError
+from node.paths import short_path
+from node.services.capacity import find_device
+from node.storage.folder import LOCK_NAME, FolderStorage
+from node.storage.keys import IDENTITY_NAME, STATIC_BYTES, STATIC_NAME, read_key
+from node.storage.swarm_keys import load_swarm_keys
+from node.transport.listen import bind, dialable
+from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
+
+DISK_FREE_BYTES_MIN = 2**30
+"""Blobs and checkpoints of a small model; below it a node starts, and does not keep them for long."""
+MEMORY_FREE_BYTES_MIN = 2**30
+CLOCK_SECONDS_MIN = 1_750_000_000
+"""The middle of 2025: a machine that shows less has lost its battery."""
+CLOCK_SECONDS_MAX = 4_102_444_800
+"""The year 2100."""
+CLOCK_APART_SECONDS_MAX = 60.0
+"""Between this machine and the file system of its data folder, which may be another machine's."""
+ANSWER_SECONDS = 3.0
+DATAGRAM_BYTES = 1_232
+MULTICAST_SECONDS = 1.0
+"""For packets to come back over every interface of this machine."""
+
+
+class Failed(PeerloomError):
+    """A check found a fault."""
+
+    exit_code = 6
+
+
+@dataclass
+class Scene:
+    """What is known while checks go on. `status` is that of the node that holds the data folder, if any."""
+
+    config: Config
+    beacon_port: int = BEACON_PORT
+    status: dict[str, Any] | None = None
+    ports: dict[Address, int] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.config.data_dir
+
+    def keys(self) -> tuple[bytes, ...]:
+        """Those of the swarm; none where they cannot be read, which has been said."""
+        try:
+            key_file = self.config.swarm.key_file
+            return () if key_file is None else load_swarm_keys(key_file)
+        except PeerloomError:
+            return ()
+
+
+async def look_here(steps: Steps, scene: Scene) -> None:
+    """All of it."""
+    await steps.check("data folder", partial(in_thread, partial(_folder, scene.folder)))
+    await steps.check("lock", partial(_lock, scene))
+    await steps.check("identity", partial(in_thread, partial(_identity, scene.folder)))
+    await steps.check("swarm key", partial(in_thread, partial(_swarm_key, scene.config)))
+    await steps.check("clock", partial(in_thread, partial(_clock, scene.folder)))
+    for address in scene.config.listen.addresses:
+        await steps.check(f"port {address.short}", partial(_port, scene, address))
+    await steps.check("addresses", partial(_addresses, scene))
+    await steps.check("ipv4", partial(_family, "127.0.0.1"))
+    await steps.check("ipv6", partial(_family, "::1"))
+    await steps.check("udp", _udp)
+    await steps.check("local network", partial(_local, scene))
+    await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
+
+
+def _folder(folder: Path) -> str:
+    other = "give the node another folder: python -m node --data-dir DIR"
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+        raise Failed(f"{short_path(place)} is not writable", other)
+    if not place.is_dir():
+        raise Failed(f"{short_path(place)} is no folder", other)
+    free_bytes = shutil.disk_usage(place).free
+    free = f"{free_bytes / 2**30:.1f} GB free"
+    if free_bytes < DISK_FREE_BYTES_MIN:
+        raise Failed(f"{short_path(place)} has {free}", f"make room there, or {other}")
+    if place != folder:
+        return f"{short_path(folder)} will be made at the first start, {free}"
+    probe = folder / f"doctor-{os.getpid()}"
+    try:
+        probe.write_bytes(b"ok")
+        if probe.read_bytes() != b"ok":
+            raise Failed(f"{short_path(folder)} does not keep what is written", other)
+    finally:
+        probe.unlink(missing_ok=True)
+    return f"{short_path(folder)}, writable, {free}"
+
+
+async def _lock(scene: Scene) -> str:
+    holder = await in_thread(partial(_holder, scene.folder))
+    if holder is None:
+        return "free"
+    try:
+        scene.status = await in_thread(partial(ask, scene.folder, "status", seconds=ANSWER_SECONDS))
+    except NoNode as error:
+        raise Failed(
+            f"process {holder} holds it, and no node answers: {error.what}",
+            f"is it stopped or very busy? to end it: kill {holder}",
+        ) from None
+    return f"held by this node, which runs and answers (process {holder})"
+
+
+def _holder(folder: Path) -> str | None:
+    """The process that holds the folder's lock, None where nobody does."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(descriptor, 20, 0).decode(errors="replace")
+        return text if text.isdigit() else "of an unknown number"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _identity(folder: Path) -> str:
+    if not folder.is_dir():
+        raise Skipped("made at the first start")
+    storage = FolderStorage(folder)
+    seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
+    read_key(storage, STATIC_NAME, STATIC_BYTES)
+    if seed is None:
+        raise Skipped("made at the first start")
+    return f"{short_peer(Identity(seed).peer)}, readable by this user only"
+
+
+def _swarm_key(config: Config) -> str:
+    if config.swarm.key_file is None:
+        raise Skipped(f"swarm '{config.swarm.name}' is open to all who know its name")
+    count = len(load_swarm_keys(config.swarm.key_file))
+    return f"{count} in {short_path(config.swarm.key_file)}, readable by this user only"
+
+
+def _clock(folder: Path) -> str:
+    now = time.time()
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    remedy = "set the clock, or let it be set: timedatectl set-ntp true"
+    if not CLOCK_SECONDS_MIN < now < CLOCK_SECONDS_MAX:
+        raise Failed(f"it shows {shown}", remedy)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        probe = folder / f"doctor-{os.getpid()}"
+        try:
+            probe.touch()
+            apart = probe.stat().st_mtime - time.time()
+        finally:
+            probe.unlink(missing_ok=True)
+        if abs(apart) > CLOCK_APART_SECONDS_MAX:
+            raise Failed(f"it is {abs(apart):.0f} s away from that of the data folder's file system", remedy)
+    return shown
+
+
+async def _port(scene: Scene, address: Address) -> str:
+    """Free, or this node's own; where others have it the node takes the next, which is worth knowing."""
+    if scene.status is not None:
+        held = [text for text in scene.status["addresses"] if text.endswith(f":{address.port}")]
+        if held or address.port == 0:
+            scene.ports[address] = address.port
+            return "held by this node"
+    bound = await bind(address.host, address.port)
+    bound.close()
+    scene.ports[address] = bound.port
+    if address.port in (0, bound.port):
+        return f"TCP and UDP {bound.port} are free"
+    return f"another program has {address.port}; the node would take {bound.port}, and say so"
+
+
+async def _addresses(scene: Scene) -> str:
+    await trio.lowlevel.checkpoint()
+    listen = scene.config.listen
+    if scene.status is not None:
+        return f"this node tells {', '.join(scene.status['addresses'])}"
+    places = [(address.host, port) for address, port in scene.ports.items()]
+    if not places:
+        raise Skipped("there is nowhere to listen")
+    told = dialable(places, listen.announce)
+    text = ", ".join(address.short for address in told)
+    wants_others = any(not address.host.startswith("127.") for address in listen.addresses)
+    if wants_others and all(address.host.startswith("127.") or address.host == "::1" for address in told):
+        raise Failed(
+            f"others would be told {text}, which no other machine can dial", "connect it to a network"
+        )
+    return f"others are told {text}"
+
+
+async def _family(host: str) -> str:
+    """A connection to ourselves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(trio.socket.socket(family, socket.SOCK_STREAM))
+            await listener.bind((host, 0))
+        except OSError:
+            if family == socket.AF_INET6:
+                raise Skipped("this machine has none") from None
+            raise
+        listener.listen(1)
+        dialler = stack.enter_context(trio.socket.socket(family, socket.SOCK_STREAM))
+        begun = trio.current_time()
+        await dialler.connect(listener.getsockname())
+        accepted, _ = await listener.accept()
+        stack.enter_context(accepted)
+        await dialler.send(b"x")
+        await accepted.recv(1)
+        return f"a connection to {host} in {(trio.current_time() - begun) * 1000:.1f} ms"
+
+
+async def _udp() -> str:
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(2)
+        )
+        for each in (one, other):
+            await each.bind(("127.0.0.1", 0))
+        data = os.urandom(DATAGRAM_BYTES)
+        await one.sendto(data, other.getsockname())
+        with trio.move_on_after(ANSWER_SECONDS):
+            while (await other.recvfrom(2 * DATAGRAM_BYTES))[0] != data:
+                pass
+            return f"a datagram of {DATAGRAM_BYTES:,} bytes to ourselves"
+    raise Failed("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
+
+
+async def _local(scene: Scene) -> str:
+    """A packet of ours comes back over every interface that it should go out by."""
+    if not scene.config.join.lan:
+        raise Skipped("turned off: --no-lan, or [join] lan = false")
+    places = [(address.host, address.port) for address in scene.config.listen.addresses]
+    wanted = interfaces_of([host for host, _ in places])
+    if not wanted:
+        raise Skipped("no interface to speak on")
+    remedy = f"let UDP to {GROUP_4} and {GROUP_6}, port {scene.beacon_port}, through; or --no-lan"
+    local = Multicast(places, Counter(), port=scene.beacon_port)
+    # To nodes that hear it, it is a beacon of another swarm.
+    packet, heard = os.urandom(64), 0
+    async with trio.open_nursery() as nursery:
+        await nursery.start(local.run)
+        spoken = len(local.interfaces)
+        local.send(packet)
+        until = trio.current_time() + MULTICAST_SECONDS
+        while heard < spoken and trio.current_time() < until:
+            heard += sum(data == packet for _, data in await local.take(until))
+        nursery.cancel_scope.cancel()
+    names = ", ".join(dict.fromkeys(each.name for each in wanted))
+    if heard < len(wanted):
+        raise Failed(f"of {len(wanted)} packets to {names} {heard} came back", remedy)
+    return f"beacons go out and come back on {names}"
+
+
+def _computing(config: Config) -> str:
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise Failed("torch is not installed", "pip install torch") from None
+    memory = psutil.virtual_memory()
+    free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
+    if memory.available < MEMORY_FREE_BYTES_MIN:
+        raise Failed(f"{free}, too little for a stage", "end other programs, or run it with --observer")
+    device = find_device(config.resources.device)
+    return f"{device}, {psutil.cpu_count() or 1} cores, {free}, torch {torch}"

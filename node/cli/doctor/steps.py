@@ -1,0 +1,81 @@
+"""One check after the other, each with a deadline and a remedy. What is looked at: `here`, `there`."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import trio
+
+from node.errors import PeerloomError
+
+T = TypeVar("T")
+STEP_SECONDS = 8.0
+"""For one check. A healthy machine needs milliseconds; whoever waits longer has found what is wrong."""
+
+Outcome = Literal["ok", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of one check. `remedy` says what to do about it."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+    remedy: str = ""
+    seconds: float = 0.0
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "name": self.name,
+            "outcome": self.outcome,
+            "detail": self.detail,
+            "remedy": self.remedy,
+            "seconds": round(self.seconds, 6),
+        }
+
+
+class Skipped(Exception):
+    """This check does not apply here; the text says why."""
+
+
+class Steps:
+    """Runs checks and keeps what came of them; `report` is told of each at once."""
+
+    def __init__(self, report: Callable[[Step], None]) -> None:
+        self._report = report
+        self.all: list[Step] = []
+
+    @property
+    def failed(self) -> list[Step]:
+        return [step for step in self.all if step.outcome == "failed"]
+
+    async def check(
+        self, name: str, look: Callable[[], Awaitable[str]], *, seconds: float = STEP_SECONDS
+    ) -> bool:
+        """`look` returns what is well, raises `Skipped`, or PeerloomError or OSError for what is not; whether
+        it is well."""
+        begun = time.monotonic()
+        outcome: Outcome = "failed"
+        detail, remedy = f"no end within {seconds:g} s", "the same again shows whether it lasts"
+        with trio.move_on_after(seconds):
+            try:
+                outcome, detail, remedy = "ok", await look(), ""
+            except Skipped as why:
+                outcome, detail, remedy = "skipped", str(why), ""
+            except PeerloomError as error:
+                outcome, detail, remedy = "failed", error.what, error.do or ""
+            except OSError as error:
+                outcome, detail, remedy = "failed", (error.strerror or str(error)).lower(), ""
+        step = Step(name, outcome, detail, remedy, time.monotonic() - begun)
+        self.all.append(step)
+        self._report(step)
+        return outcome == "ok"
+
+
+async def in_thread(look: Callable[[], T]) -> T:
+    """For what may block: a disk that hangs is given up like anything else."""
+    return await trio.to_thread.run_sync(look, abandon_on_cancel=True)

@@ -1,0 +1,279 @@
+"""Beacons: nodes of one swarm on one local network find each other without being told an address.
+
+A core without I/O, of the shape of every core; `multicast` has the sockets. A newcomer asks, those there
+answer after a short pause by chance, and from then on each says now and then that it is there, the more
+rarely the more there are. What is heard is a hint: whoever is dialled there proves who it is.
+
+A beacon is encrypted and authenticated with a key that follows from the swarm's secret: garbage and other
+swarms cost one MAC, and an outsider of a private swarm learns neither which swarm it is nor who. A member may
+lie in the name of another one; so may a recording. Both cost whoever believes them one dial.
+
+Not as multicast DNS (RFC 6762), which says everything to everybody; its pauses by chance and its silence
+where others have answered already (sections 5.2 and 7) are taken from there.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import Annotated
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, parse_address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PEER_ID_BYTES, PeerId
+
+BEACON_BYTES_MAX = 1_232
+"""As any datagram: what every path of IPv6 carries whole, less its headers."""
+ASKING_SECONDS = (0.0, 1.0, 3.0, 7.0)
+"""When a newcomer asks: a lost packet or two, and a network card that is still waking up, cost seconds."""
+PERIOD_SECONDS = 30.0
+"""How often a node says that it is there, by a quarter more or less. A node that missed all the answers to
+its questions is found after so long."""
+PERIOD_SECONDS_PER_NEIGHBOUR = 0.25
+"""The more there are, the more rarely each speaks: together at most four times a second."""
+ANSWER_SECONDS = 0.2
+ANSWER_SECONDS_PER_NEIGHBOUR = 0.02
+"""Answers to one question are spread over so long: about fifty a second from a large network."""
+ANSWERS_ENOUGH = 8
+"""After so many answers of others a newcomer needs none from us."""
+SILENCE_SECONDS_MIN = 1.0
+"""Between two beacons of ours, whatever is asked."""
+NEIGHBOURS_MAX = 1_024
+"""Those last heard are remembered; two such networks would not share one link."""
+RETELL_SECONDS = 300.0
+"""A neighbour that goes on to be heard is told of again after so long: it may have been away."""
+NEWS_PER_MINUTE_MAX = 60
+"""Neighbours told of: each may cost a dial. More are told of when they are heard again."""
+SOURCES_MAX = 256
+SOURCE_PER_SECOND_MAX = 10.0
+SOURCE_BURST_MAX = 40.0
+"""Beacons of one address that are looked at; a machine with forty nodes has them all heard."""
+TOTAL_PER_SECOND_MAX = 200.0
+TOTAL_BURST_MAX = 400.0
+"""Of all addresses together: at ten microseconds each, two thousandths of a core."""
+
+_PURPOSE = b"peerloom/beacon/1"
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+
+
+class Beacon(msgspec.Struct, frozen=True, array_like=True):
+    """`peer` is here, and may be reached at `addresses`; `asks` who else is."""
+
+    asks: bool
+    peer: Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=ADDRESSES_MAX),
+    ]
+
+
+@dataclass(frozen=True)
+class NeighbourHeard:
+    """A peer of the swarm says that it is near, and where; nothing of it is proved."""
+
+    peer: PeerId
+    addresses: tuple[Address, ...]
+
+
+class BeaconSeal:
+    """Beacons to packets and back, with the secrets of a swarm: the first seals, any of them opens."""
+
+    def __init__(self, secrets: Sequence[bytes], entropy: Callable[[int], bytes]) -> None:
+        keys = [hmac.digest(secret, _PURPOSE, hashlib.sha256) for secret in secrets]
+        self._ciphers = [ChaCha20Poly1305(key) for key in keys]
+        self._entropy = entropy
+
+    def seal(self, beacon: Beacon) -> bytes:
+        nonce = self._entropy(_NONCE_BYTES)
+        return nonce + self._ciphers[0].encrypt(nonce, encode(beacon), _PURPOSE)
+
+    def open(self, data: bytes) -> Beacon | None:
+        """What a packet says; None where it is of no swarm of ours.
+
+        Raises:
+            RemoteProtocolError: of this swarm, and not a beacon.
+        """
+        nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
+        for cipher in self._ciphers:
+            try:
+                text = cipher.decrypt(nonce, sealed, _PURPOSE)
+            except InvalidTag:
+                continue
+            beacon: Beacon = decode(text, Beacon, bytes_max=BEACON_BYTES_MAX)
+            return beacon
+        return None
+
+
+class Beacons:
+    """When to speak, whom to hear. `addresses` says where this node may be reached just now."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        seal: BeaconSeal,
+        rng: Random,
+        counters: Counter[str],
+        addresses: Callable[[], Sequence[Address]],
+        now: float,
+    ) -> None:
+        self.events: list[NeighbourHeard] = []
+        self._peer = peer
+        self._seal = seal
+        self._rng = rng
+        self._counters = counters
+        self._addresses = addresses
+        self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
+        self._sources: OrderedDict[str, _Allowance] = OrderedDict()
+        self._total = _Allowance(TOTAL_BURST_MAX, TOTAL_PER_SECOND_MAX, now)
+        self._news = _Allowance(NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX / 60, now)
+        self._questions = [now + seconds for seconds in ASKING_SECONDS]
+        self._due = inf
+        self._answer_due = inf
+        self._answers = 0
+        self._sent = -inf
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called, in monotonic seconds."""
+        return min(self._due, self._answer_due, *self._questions[:1])
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {
+            "neighbours": (len(self._heard), NEIGHBOURS_MAX),
+            "sources": (len(self._sources), SOURCES_MAX),
+        }
+
+    def ask(self, now: float) -> None:
+        """The network has changed: find out who is there as a newcomer does."""
+        self._questions = [now + seconds for seconds in ASKING_SECONDS]
+
+    def receive(self, now: float, source: str, data: bytes) -> None:
+        """One packet, from the host `source` as the network says. Raises nothing: what is wrong counts."""
+        if not _NONCE_BYTES + _TAG_BYTES < len(data) <= BEACON_BYTES_MAX:
+            self._counters["beacons_refused_size"] += 1
+            return
+        if not (self._source(source, now).take(now) and self._total.take(now)):
+            self._counters["beacons_over_rate"] += 1
+            return
+        try:
+            beacon = self._seal.open(data)
+        except RemoteProtocolError:
+            self._counters["beacons_refused_malformed"] += 1
+            return
+        if beacon is None:
+            self._counters["beacons_of_others"] += 1
+        elif beacon.peer != self._peer:
+            self._counters["beacons_heard"] += 1
+            self._hear(now, source, beacon)
+
+    def wake(self, now: float) -> list[bytes]:
+        """Do what is due: the packet to send to all, or none."""
+        if self.deadline > now:
+            return []
+        asks = bool(self._questions) and self._questions[0] <= now
+        while self._questions and self._questions[0] <= now:
+            del self._questions[0]
+        self._answer_due, self._sent = inf, now
+        period = max(PERIOD_SECONDS, PERIOD_SECONDS_PER_NEIGHBOUR * len(self._heard))
+        self._due = now + period * self._rng.uniform(0.75, 1.25)
+        addresses = tuple(str(address.of(None)) for address in self._addresses())
+        self._counters["beacons_sent"] += 1
+        return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
+
+    def _source(self, source: str, now: float) -> "_Allowance":
+        allowance = self._sources.pop(source, None)
+        if allowance is None:
+            allowance = _Allowance(SOURCE_BURST_MAX, SOURCE_PER_SECOND_MAX, now)
+        self._sources[source] = allowance
+        if len(self._sources) > SOURCES_MAX:
+            self._sources.popitem(last=False)
+        return allowance
+
+    def _hear(self, now: float, source: str, beacon: Beacon) -> None:
+        peer = PeerId(beacon.peer)
+        addresses = _likely(beacon.addresses, source, peer)
+        known = self._heard.pop(peer, None) or _Neighbour()
+        self._heard[peer] = known
+        if len(self._heard) > NEIGHBOURS_MAX:
+            self._heard.popitem(last=False)
+        # By whichever interface it is heard: the order is no news.
+        is_news = (
+            sorted(known.addresses, key=str) != sorted(addresses, key=str)
+            or now - known.told > RETELL_SECONDS
+        )
+        if addresses and is_news and self._news.take(now):
+            known.addresses, known.told = addresses, now
+            self.events.append(NeighbourHeard(peer, addresses))
+        if beacon.asks:
+            self._answer_to(now)
+        elif self._answer_due < inf:
+            self._answers += 1
+            if self._answers >= ANSWERS_ENOUGH:
+                self._answer_due = inf
+
+    def _answer_to(self, now: float) -> None:
+        if self._answer_due == inf:
+            self._answers = 0
+            spread = ANSWER_SECONDS + ANSWER_SECONDS_PER_NEIGHBOUR * len(self._heard)
+            due = now + spread * self._rng.random()
+            self._answer_due = max(due, self._sent + SILENCE_SECONDS_MIN)
+
+
+@dataclass
+class _Neighbour:
+    """What was last told of a peer, and when."""
+
+    addresses: tuple[Address, ...] = ()
+    told: float = -inf
+
+
+class _Allowance:
+    """So many at once, and so many a second on average."""
+
+    def __init__(self, burst: float, per_second: float, now: float) -> None:
+        self._burst = self._left = burst
+        self._per_second = per_second
+        self._at = now
+
+    def take(self, now: float) -> bool:
+        """Whether one more is allowed; then it is used."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
+    """Where to dial who says so: first at the address the packet came from, if that is named.
+
+    A packet that came over loopback may name loopback; no other may.
+    """
+    addresses = []
+    for text in texts:
+        try:
+            address = parse_address(text)
+        except ValueError:
+            continue  # a kind of address of a later version
+        if address.kind in ("ip4", "ip6") and address.peer in (None, peer):
+            addresses.append(address.of(peer))
+    if not _is_loopback(source):
+        addresses = [address for address in addresses if not _is_loopback(address.host)]
+    return tuple(sorted(addresses, key=lambda address: address.host != source))
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,0 +1,228 @@
+"""The real `node.seams.LocalNetwork`: UDP multicast on the interfaces that a node listens on.
+
+IPv4 with a group of the local scope (RFC 2365, 239.255.0.0/16), IPv6 with a transient group of the link
+(RFC 4291, ff12::/16); one socket for each interface and family, so that nothing comes in by an interface that
+was not meant. A node that listens only on loopback is heard only on loopback. What packets say, and when one
+is sent, is not known here (`beacon`).
+"""
+
+import errno
+import ipaddress
+import socket
+import struct
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import trio
+
+from crypto.contact import Address
+from node.transport.beacon import BEACON_BYTES_MAX
+from node.transport.listen import Place, dialable
+from node.transport.sockets import FAULT_PAUSE_SECONDS
+
+BEACON_PORT = 9746
+"""Below the ports that nodes listen on; all nodes of a machine share it."""
+GROUP_4 = "239.255.112.76"
+GROUP_6 = "ff12::7065:6572:6c6f:6f6d"
+LINES_MAX = 16
+"""Interfaces and families spoken on: a machine full of containers has hundreds, and nobody listens there."""
+LOOK_SECONDS = 20.0
+"""How often the interfaces are looked at: a machine that has changed its network is found soon after."""
+PACKETS_MAX = 256
+"""Packets that wait to be taken; the newest are dropped."""
+
+_MULTICAST_ALL = 49
+"""Linux's number of IP_MULTICAST_ALL, which Python does not name: off, a socket hears only what it joined."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One interface in one family; `host` is this machine's address on it."""
+
+    name: str
+    index: int
+    host: str
+
+    @property
+    def family(self) -> int:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+
+def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
+    """The interfaces on which a node that listens on `hosts` (IP literals) is near to others: that of each
+    host, or all but loopback for an unspecified one; loopback where there is no other."""
+    wanted = [ipaddress.ip_address(host) for host in hosts]
+    running = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found: dict[tuple[str, int], Interface] = {}
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        for entry in entries:
+            if name not in running or entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            here = ipaddress.ip_address(entry.address.partition("%")[0])
+            if any(_stands_for(each, here, alone=len(wanted) == 1) for each in wanted):
+                interface = Interface(name, _index(name), str(here))
+                found.setdefault((name, interface.family), interface)
+    others = [each for each in found.values() if not ipaddress.ip_address(each.host).is_loopback]
+    return tuple((others or list(found.values()))[:LINES_MAX])
+
+
+def _stands_for(
+    listening: ipaddress.IPv4Address | ipaddress.IPv6Address,
+    here: ipaddress.IPv4Address | ipaddress.IPv6Address,
+    *,
+    alone: bool,
+) -> bool:
+    if listening.is_unspecified:
+        return listening.version == here.version or (alone and listening.version == 6)
+    return listening == here
+
+
+def _index(name: str) -> int:
+    try:
+        return socket.if_nametoindex(name)
+    except OSError:
+        return 0  # gone in the meantime: opening it will fail
+
+
+class Multicast:
+    """`run` must be running. `places` are where the node listens, IP literals with the ports it has."""
+
+    def __init__(self, places: Sequence[Place], counters: Counter[str], *, port: int = BEACON_PORT) -> None:
+        self._places = tuple(places)
+        self._counters = counters
+        self._port = port
+        self._lines: dict[Interface, _Line] = {}
+        self._packets: list[tuple[str, bytes]] = []
+        self._stirred = trio.Event()
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return dialable(self._places)
+
+    @property
+    def interfaces(self) -> tuple[Interface, ...]:
+        """Those spoken on now."""
+        return tuple(self._lines)
+
+    def send(self, data: bytes) -> None:
+        for line in self._lines.values():
+            if not line.send(data):
+                # A full buffer, or an interface that has just gone.
+                self._counters["beacons_not_sent"] += 1
+
+    async def take(self, until: float) -> list[tuple[str, bytes]]:
+        if not self._packets:
+            self._stirred = trio.Event()
+            with trio.move_on_at(until):
+                await self._stirred.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+        packets, self._packets = self._packets, []
+        return packets
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; an interface that does not take part is counted and tried again."""
+        async with trio.open_nursery() as nursery:
+            try:
+                self._look(nursery)
+                task_status.started()
+                while True:
+                    await trio.sleep(LOOK_SECONDS)
+                    self._look(nursery)
+            finally:
+                for line in self._lines.values():
+                    line.close()
+                self._lines.clear()
+
+    def _look(self, nursery: trio.Nursery) -> None:
+        """Open what has come, close what has gone."""
+        present = interfaces_of([host for host, _ in self._places])
+        for interface in [each for each in self._lines if each not in present]:
+            self._lines.pop(interface).close()
+        for interface in present:
+            if interface in self._lines:
+                continue
+            try:
+                line = _Line(interface, self._port)
+            except OSError:
+                self._counters["beacon_interfaces_failed"] += 1
+                continue
+            self._lines[interface] = line
+            nursery.start_soon(self._receive, line)
+
+    async def _receive(self, line: "_Line") -> None:
+        while True:
+            try:
+                data, source = await line.receive()
+            except trio.ClosedResourceError:
+                return
+            except OSError:
+                self._counters["datagrams_faulty_socket"] += 1
+                await trio.sleep(FAULT_PAUSE_SECONDS)
+                continue
+            if len(self._packets) >= PACKETS_MAX:
+                self._counters["beacons_dropped"] += 1
+                continue
+            self._packets.append((source, data))
+            self._stirred.set()
+
+
+class _Line:
+    """One socket: the group on one interface. Raises OSError where that is not to be had."""
+
+    def __init__(self, interface: Interface, port: int) -> None:
+        self._bare = socket.socket(interface.family, socket.SOCK_DGRAM)
+        try:
+            self._bare.setblocking(False)
+            self._bare.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform != "linux":
+                self._bare.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            join = self._join_6 if interface.family == socket.AF_INET6 else self._join_4
+            self._target = join(interface, port)
+        except BaseException:
+            self._bare.close()
+            raise
+        self._socket = trio.socket.from_stdlib_socket(self._bare)
+
+    def _join_4(self, interface: Interface, port: int) -> tuple[str | int, ...]:
+        here = socket.inet_aton(interface.host)
+        if sys.platform == "linux":
+            self._bare.setsockopt(socket.IPPROTO_IP, _MULTICAST_ALL, 0)
+        self._bare.bind((GROUP_4, port))
+        self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, here)
+        self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
+        # Other nodes of this machine are near as well.
+        self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+        self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(GROUP_4) + here)
+        return GROUP_4, port
+
+    def _join_6(self, interface: Interface, port: int) -> tuple[str | int, ...]:
+        if not interface.index:
+            raise OSError(errno.ENODEV, "no such interface")
+        self._bare.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        self._bare.bind((GROUP_6, port, 0, interface.index))
+        self._bare.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, interface.index)
+        self._bare.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 1)
+        self._bare.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_LOOP, 1)
+        group = socket.inet_pton(socket.AF_INET6, GROUP_6) + struct.pack("@I", interface.index)
+        self._bare.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group)
+        return GROUP_6, port, 0, interface.index
+
+    def send(self, data: bytes) -> bool:
+        """Send at once; whether the kernel took it."""
+        try:
+            self._bare.sendto(data, self._target)
+        except OSError:
+            return False
+        return True
+
+    async def receive(self) -> tuple[bytes, str]:
+        """The next packet and the host it came from; a longer one than allowed shows as too long."""
+        data, source = await self._socket.recvfrom(BEACON_BYTES_MAX + 1)
+        return data, str(source[0])
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,145 @@
+"""The UDP sockets of one node: which one a packet leaves by, and what comes in by any of them.
+
+Bare packets and where they come from. Not here: who sent them and what they say (`udp`).
+"""
+
+import ipaddress
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import trio
+
+from crypto.contact import Address, make_address
+
+FAULT_PAUSE_SECONDS = 0.05
+"""A socket that reports an error is asked again after this; a lasting error must not spin."""
+BATCH_MAX = 64
+"""Packets read at once, before others get their turn: at most some milliseconds of refusing."""
+BUFFER_BYTES = 2**20
+"""What the kernel is asked to hold for us, so that a burst from strangers does not push out the rest."""
+ROUTES_MAX = 4_096
+"""Others whose packets came by one of several sockets: the latest, to be answered by the same one."""
+SOURCES_MAX = 4_096
+"""Sources whose address is remembered; reading one costs more than all else of a packet."""
+
+Source = tuple[str, int]
+"""A socket's own name of another one: cheap, where most that comes may be refused."""
+Route = tuple[int, Source]
+"""One of our sockets, by number, and where to send from it."""
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class UdpSockets:
+    """Owns the sockets. A packet leaves by the socket by which the receiver's own came; by one of its
+    family whose address is most like the receiver's where none came."""
+
+    def __init__(self, bound: Sequence[socket.socket], counters: Counter[str]) -> None:
+        for each in bound:
+            each.setblocking(False)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self._sockets = tuple(bound)
+        self._counters = counters
+        self._own = tuple(ipaddress.ip_address(each.getsockname()[0]) for each in bound)
+        families = [each.family for each in bound]
+        # An IPv6 socket for all addresses takes IPv4 as well, unless that has sockets of its own.
+        self._mapped = tuple(own.is_unspecified and socket.AF_INET not in families for own in self._own)
+        self._is_one_a_family = len(set(families)) == len(families)
+        self._came_by: OrderedDict[Address, int] = OrderedDict()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            trio.lowlevel.notify_closing(each)
+            each.close()
+
+    def send(self, packet: bytes, route: Route) -> None:
+        """Send at once; what the kernel does not take is a lost packet like any other."""
+        index, target = route
+        try:
+            self._sockets[index].sendto(packet, target)
+            self._counters["packets_sent"] += 1
+        except OSError:
+            # A full buffer or no route.
+            self._counters["packets_not_sent"] += 1
+
+    def route(self, address: Address) -> Route | None:
+        """How to send there; None for a name to be looked up, or a family that we do not have."""
+        fitting = [
+            (index, target)
+            for index, each in enumerate(self._sockets)
+            if (target := _target(each.family, address, mapped=self._mapped[index])) is not None
+        ]
+        if len(fitting) > 1:
+            came_by, there = self._came_by.get(address), ipaddress.ip_address(address.host)
+            fitting.sort(key=lambda each: (each[0] == came_by, _likeness(self._own[each[0]], there)))
+        return fitting[-1] if fitting else None
+
+    def note(self, address: Address, route: Route) -> None:
+        """An authentic packet came from `address` by this route."""
+        if self._is_one_a_family:
+            return
+        self._came_by[address] = route[0]
+        self._came_by.move_to_end(address)
+        if len(self._came_by) > ROUTES_MAX:
+            self._came_by.popitem(last=False)
+
+    async def receive_forever(
+        self, bytes_max: int, arrived: Callable[[bytes, Route], None], all_read: Callable[[], None]
+    ) -> None:
+        """Until cancelled; longer ones arrive with `bytes_max` + 1 bytes, so that they show as too long.
+        `all_read` is called after each batch."""
+        async with trio.open_nursery() as nursery:
+            for index in range(len(self._sockets)):
+                nursery.start_soon(self._receive, index, bytes_max, arrived, all_read)
+
+    async def _receive(
+        self,
+        index: int,
+        bytes_max: int,
+        arrived: Callable[[bytes, Route], None],
+        all_read: Callable[[], None],
+    ) -> None:
+        own = self._sockets[index]
+        while True:
+            await trio.lowlevel.wait_readable(own)
+            try:
+                for _ in range(BATCH_MAX):
+                    packet, source = own.recvfrom(bytes_max + 1)
+                    arrived(packet, (index, source[:2]))
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._counters["datagrams_faulty_socket"] += 1
+                await trio.sleep(FAULT_PAUSE_SECONDS)
+            all_read()
+
+
+def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
+    """The socket's name of an address; None for a name to be looked up or the other family."""
+    if address.kind == "ip4" and family == socket.AF_INET:
+        return address.host, address.port
+    if address.kind == "ip4" and mapped:
+        return f"::ffff:{address.host}", address.port
+    if address.kind == "ip6" and family == socket.AF_INET6:
+        return address.host, address.port
+    return None
+
+
+def _likeness(own: _Ip, other: _Ip) -> int:
+    """How many leading bits are the same: 0 for a socket of all addresses, less where there is no way."""
+    if own.is_unspecified:
+        return 0
+    if own.is_loopback != other.is_loopback:
+        return -1
+    return own.max_prefixlen - (int(own) ^ int(other)).bit_length()
+
+
+@lru_cache(maxsize=SOURCES_MAX)
+def address_of(source: Source) -> Address:
+    """A socket name as an Address; IPv4 seen through an IPv6 socket is IPv4 again."""
+    host, port = source[0], source[1]
+    if ":" in host:
+        mapped = ipaddress.IPv6Address(host).ipv4_mapped
+        host = str(mapped) if mapped is not None else host
+    return make_address(host, port)

@@ -1,0 +1,57 @@
+"""The simulated local network: the peers of one region hear each other's beacons.
+
+Each packet takes the latency of its link, none is lost and none comes over a split. Used only where a
+simulation says so: what finds its own way to others is no measure of how peers find each other.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import trio
+
+from crypto.contact import Address
+from sim.alarm import Alarm
+from sim.network.instants import nearest_instant
+
+PACKETS_MAX = 256
+"""As in `node.transport.multicast`."""
+
+
+class SimLocal:
+    """`node.seams.LocalNetwork` of one simulated peer; `near()` are those that hear it, each with the seconds
+    that a packet takes."""
+
+    def __init__(self, address: Address, near: Callable[[], Iterable[tuple["SimLocal", float]]]) -> None:
+        self._address = address
+        self._near = near
+        self._packets: list[tuple[float, int, str, bytes]] = []
+        self._number = 0
+        self._alarm = Alarm()
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return (self._address,)
+
+    def send(self, data: bytes) -> None:
+        now = nearest_instant(trio.current_time())
+        for other, seconds in self._near():
+            other._expect(nearest_instant(now + seconds), self._address.host, data)
+
+    async def take(self, until: float) -> list[tuple[str, bytes]]:
+        while True:
+            due = self._packets[0][0] if self._packets else until
+            await self._alarm.sleep_until(min(due, until))
+            now = nearest_instant(trio.current_time())
+            if now >= until or (self._packets and self._packets[0][0] <= now):
+                break
+        taken = []
+        while self._packets and self._packets[0][0] <= now:
+            _, _, host, data = heapq.heappop(self._packets)
+            taken.append((host, data))
+        return taken
+
+    def _expect(self, due: float, host: str, data: bytes) -> None:
+        if len(self._packets) < PACKETS_MAX:
+            self._number += 1
+            heapq.heappush(self._packets, (due, self._number, host, data))
+            self._alarm.no_later_than(due)

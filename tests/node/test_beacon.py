@@ -1,0 +1,252 @@
+"""Beacons of the local network: the core in virtual time, the sockets on loopback, whole nodes simulated."""
+
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from crypto.contact import Address, make_address
+from crypto.identity import Identity, PeerId
+from crypto.swarm import Swarm
+from node import config
+from node.runtime import Node
+from node.services.capacity import Capacity
+from node.transport.beacon import (
+    ANSWERS_ENOUGH,
+    BEACON_BYTES_MAX,
+    NEWS_PER_MINUTE_MAX,
+    PERIOD_SECONDS,
+    SOURCE_BURST_MAX,
+    Beacon,
+    Beacons,
+    BeaconSeal,
+    NeighbourHeard,
+)
+from node.transport.multicast import Multicast, interfaces_of
+from sim.executor import SimExecutor
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seams import Medium, SimClock
+from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
+from sim.storage import MemoryStorage
+from tests.node.nets import make_network, running
+
+SWARM = Swarm("test")
+HOST = "192.168.1.20"
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def seal(swarm: Swarm = SWARM) -> BeaconSeal:
+    return BeaconSeal(swarm.secrets, os.urandom)
+
+
+def beacons(number: int = 0, *, swarm: Swarm = SWARM, now: float = 0.0) -> tuple[Beacons, Counter[str]]:
+    counters: Counter[str] = Counter()
+    own = [make_address(f"192.168.1.{number}", 9747)]
+    return Beacons(peer(number), seal(swarm), Random(number), counters, lambda: own, now), counters
+
+
+def said(number: int, *, asks: bool = False, host: str = HOST) -> bytes:
+    return seal().seal(Beacon(asks, peer(number), (f"/ip4/{host}/tcp/9747",)))
+
+
+def settled(number: int = 0) -> tuple[Beacons, Counter[str], float]:
+    """One that has asked its questions, and when its next beacon is due."""
+    core, counters = beacons(number)
+    now = 0.0
+    for _ in range(4):
+        now = core.deadline
+        assert core.wake(now)
+    assert now < 10
+    return core, counters, now + 2
+
+
+def test_a_newcomer_asks_a_few_times_and_then_speaks_rarely() -> None:
+    core, _, _ = settled()
+    previous = 7.0
+    opener = seal()
+    for _ in range(20):
+        now = core.deadline
+        assert 0.7 * PERIOD_SECONDS < now - previous < 1.3 * PERIOD_SECONDS
+        (packet,) = core.wake(now)
+        beacon = opener.open(packet)
+        assert beacon is not None
+        assert not beacon.asks
+        previous = now
+
+
+def test_a_question_is_answered_at_once_but_not_where_others_have_answered() -> None:
+    core, _, now = settled()
+    core.receive(now, HOST, said(1, asks=True))
+    assert now < core.deadline < now + 0.5
+    assert core.wake(core.deadline)
+    core.receive(now + 5, HOST, said(1, asks=True))
+    for number in range(2, 2 + ANSWERS_ENOUGH):
+        core.receive(now + 5, HOST, said(number))
+    assert core.deadline > now + 10
+
+
+def test_however_many_ask_a_node_speaks_once_a_second() -> None:
+    core, _, now = settled()
+    spoken = []
+    for tick in range(500):
+        at = now + tick / 100
+        core.receive(at, f"192.168.1.{tick % 200}", said(tick + 1, asks=True))
+        if core.wake(at):
+            spoken.append(at)
+    assert 2 <= len(spoken) <= 5
+
+
+def test_a_neighbour_is_told_of_once_and_again_when_it_moves() -> None:
+    core, _, now = settled()
+    for _ in range(3):
+        core.receive(now, HOST, said(1))
+    assert core.events == [NeighbourHeard(peer(1), (make_address(HOST, 9747, peer(1)),))]
+    core.events.clear()
+    core.receive(now, "fe80::1", said(1))
+    assert core.events == []
+    core.receive(now, "192.168.1.21", said(1, host="192.168.1.21"))
+    assert [event.addresses[0].host for event in core.events] == ["192.168.1.21"]
+
+
+def test_a_packet_from_afar_cannot_make_a_node_dial_itself() -> None:
+    core, _, now = settled()
+    core.receive(now, HOST, said(1, host="127.0.0.1"))
+    assert core.events == []
+    core.receive(now, "127.0.0.1", said(1, host="127.0.0.1"))
+    assert len(core.events) == 1
+
+
+def test_an_outsider_of_a_private_swarm_is_not_heard_and_learns_nothing() -> None:
+    private = Swarm("test", (b"k" * 32,))
+    packet = seal(private).seal(Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",)))
+    again = seal(private).seal(Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",)))
+    core, counters, now = settled()
+    core.receive(now, HOST, packet)
+    assert (core.events, counters["beacons_of_others"]) == ([], 1)
+    # Nothing in it repeats, so two cannot be told to be of one swarm or of one peer.
+    assert not any(packet[at : at + 4] in again for at in range(len(packet) - 4))
+    rotated = seal(Swarm("test", (b"n" * 32, b"k" * 32)))
+    assert rotated.open(packet) == Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",))
+
+
+def test_a_flood_is_counted_and_costs_bounded_memory() -> None:
+    core, counters, now = settled()
+    for number in range(1, 3_000):
+        core.receive(now, HOST, b"x" * 100)
+        core.receive(now, f"10.{number >> 8}.{number & 255}.1", said(number))
+    assert counters["beacons_over_rate"] > 5_000
+    assert counters["beacons_of_others"] <= SOURCE_BURST_MAX
+    assert len(core.events) <= NEWS_PER_MINUTE_MAX
+    assert all(size <= limit for size, limit in core.sizes.values())
+
+
+@given(st.binary(max_size=BEACON_BYTES_MAX + 10), st.integers(0, 200), st.integers(1, 255))
+def test_garbage_and_tampered_packets_change_nothing(garbage: bytes, place: int, flip: int) -> None:
+    core, counters, now = settled()
+    packet = bytearray(said(1))
+    packet[place % len(packet)] ^= flip
+    for data in (garbage, bytes(packet), said(1)[:-1], seal()._ciphers[0].encrypt(bytes(12), garbage, None)):
+        core.receive(now, HOST, data)
+    assert core.events == []
+    assert core.deadline > now + 10
+    assert sum(counters[name] for name in counters if name not in ("beacons_sent", "beacons_heard")) == 4
+
+
+# --- sockets ---------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_node_on_loopback_beacons_only_on_loopback() -> None:
+    (only,) = interfaces_of(["127.0.0.1"])
+    assert only.host == "127.0.0.1"
+    everywhere = interfaces_of(["0.0.0.0"])
+    assert all(not each.host.startswith("127.") for each in everywhere) or everywhere == (only,)
+
+
+async def test_nodes_of_one_machine_hear_each_other_on_loopback() -> None:
+    port = free_port()
+    counters: Counter[str] = Counter()
+    one, other = (Multicast([("127.0.0.1", number)], counters, port=port) for number in (1, 2))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(one.run)
+        await nursery.start(other.run)
+        if not (one.interfaces and other.interfaces):
+            pytest.skip("this machine has no multicast on loopback")
+        one.send(b"x" * BEACON_BYTES_MAX)
+        for each in (one, other):
+            assert await each.take(trio.current_time() + 20) == [("127.0.0.1", b"x" * BEACON_BYTES_MAX)]
+        assert await other.take(trio.current_time()) == []
+        nursery.cancel_scope.cancel()
+    assert one.addresses == (make_address("127.0.0.1", 1),)
+    assert not counters
+
+
+async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
+    with_beacons, without = make_network("a", beacon_port=free_port()), make_network("b")
+    async with running(with_beacons, without):
+        assert without.local is None
+        assert with_beacons.local is not None
+        assert with_beacons.local.addresses == (make_address("127.0.0.1", with_beacons.port),)
+
+
+# --- whole nodes, in virtual time --------------------------------------------------------------------
+
+
+def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> None:
+    medium = Medium(Links(NetworkModel(), 1), has_local=True)
+
+    def node(number: int, *, lan: bool = True, swarm: str = "default") -> Node:
+        identity: Identity = seeded_identity(1, number)
+        storage = MemoryStorage()
+        storage.write("identity.key", identity.seed)
+        storage.write("static.key", bytes(32))
+        return Node(
+            config.Config(
+                name=f"n{number}",
+                data_dir=Path("/simulated"),
+                join=config.Join(lan=lan),
+                swarm=config.Swarm(name=swarm),
+            ),
+            network=medium.attach(identity.peer),
+            clock=SimClock(),
+            rng=seeded_rng(1, number),
+            entropy=seeded_entropy(1, number),
+            executor=SimExecutor(),
+            storage=storage,
+            capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
+        )
+
+    async def scenario() -> None:
+        async with node(0) as first, node(1) as second, node(2, swarm="other") as other:
+            await trio.sleep(15)
+            assert set(first.membership.live) == {first.peer, second.peer}
+            assert other.membership.live == (other.peer,)
+            assert [join.found_by for join in first.state.joins] == ["beacon"]
+            async with node(3, lan=False) as shy:
+                await trio.sleep(60)
+                assert shy.membership.live == (shy.peer,)
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def test_what_is_heard_names_only_numeric_addresses() -> None:
+    core, _, now = settled()
+    names = ("/dns/evil.example/tcp/1", "nonsense", f"/ip4/{HOST}/tcp/2")
+    core.receive(now, HOST, seal().seal(Beacon(False, peer(1), names)))
+    assert core.events == [NeighbourHeard(peer(1), (Address("ip4", HOST, 2, peer(1)),))]

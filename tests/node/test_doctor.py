@@ -1,0 +1,239 @@
+"""`doctor`: every check passes where all is well, and where it is not says which, and what to do."""
+
+import fcntl
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from crypto.contact import Address, make_address
+from node import config
+from node.cli.doctor.here import Scene, look_here
+from node.cli.doctor.steps import Step, Steps
+from node.cli.doctor.there import look_there
+from node.cli.main import run
+from node.errors import CheckFailed
+from node.seams import RealClock
+from node.services.reach import Reach
+from node.transport.network import RealNetwork
+from tests.node.nets import make_network, running, unused_address
+
+SWARM = "test"
+
+
+def free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM) -> Scene:
+    settings = config.Config(
+        data_dir=tmp_path / "data",
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
+        swarm=config.Swarm(name=swarm),
+    )
+    return Scene(settings, beacon_port=free_port())
+
+
+@asynccontextmanager
+async def somebody(*, echoes: bool = True) -> AsyncIterator[RealNetwork]:
+    """A node that serves dial-backs and echoes."""
+    network = make_network("s")
+    async with running(network), trio.open_nursery() as nursery:
+        if echoes:
+            nursery.start_soon(Reach(network, RealClock(), counters=Counter()).echo)
+        yield network
+        nursery.cancel_scope.cancel()
+
+
+async def here(scene: Scene) -> dict[str, Step]:
+    steps = Steps(lambda _: None)
+    await look_here(steps, scene)
+    return {step.name: step for step in steps.all}
+
+
+async def there(scene: Scene, address: Address) -> dict[str, Step]:
+    steps = Steps(lambda _: None)
+    await look_there(steps, scene, address)
+    return {step.name: step for step in steps.all}
+
+
+def outcomes(steps: dict[str, Step]) -> dict[str, str]:
+    return {name: step.outcome for name, step in steps.items()}
+
+
+# --- here --------------------------------------------------------------------------------------------
+
+
+async def test_on_a_sound_machine_nothing_fails(tmp_path: Path) -> None:
+    found = await here(scene(tmp_path))
+    assert [step for step in found.values() if step.outcome == "failed"] == []
+    assert not (tmp_path / "data").exists()  # it only looks
+    (tmp_path / "data").mkdir(mode=0o700)
+    found = await here(scene(tmp_path))
+    assert "writable" in found["data folder"].detail
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+async def test_a_data_folder_that_is_a_file_is_said_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    found = await here(scene(tmp_path))
+    assert found["data folder"].outcome == "failed"
+    assert "--data-dir" in found["data folder"].remedy
+
+
+async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("identity.key", "static.key"):
+        (folder / name).write_bytes(os.urandom(32))
+        (folder / name).chmod(0o600)
+    secret = tmp_path / "swarm.key"
+    secret.write_text(os.urandom(32).hex())
+    secret.chmod(0o644)
+    looked = scene(tmp_path)
+    keyed = config.Swarm(name=SWARM, key_file=secret)
+    looked.config = config.Config(data_dir=folder, listen=looked.config.listen, swarm=keyed)
+    found = await here(looked)
+    assert found["identity"].outcome == "ok"
+    assert found["swarm key"].outcome == "failed"
+    assert "chmod 600" in found["swarm key"].remedy
+    (folder / "identity.key").chmod(0o644)
+    secret.chmod(0o600)
+    found = await here(looked)
+    assert found["identity"].outcome == "failed"
+    assert found["swarm key"].outcome == "ok"
+
+
+async def test_a_lock_that_is_held_by_what_does_not_answer_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    with (folder / "node.lock").open("w") as lock:
+        lock.write("4121")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = await here(scene(tmp_path))
+    assert found["lock"].outcome == "failed"
+    assert "4121" in found["lock"].detail
+
+
+async def test_a_port_that_another_program_has_is_named_with_the_next_one(tmp_path: Path) -> None:
+    looked = scene(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        listen = config.Listen(addresses=(config.read_listen(f"127.0.0.1:{port}"),))
+        looked.config = config.Config(data_dir=tmp_path / "data", listen=listen)
+        found = await here(looked)
+    assert f"another program has {port}" in found[f"port 127.0.0.1:{port}"].detail
+
+
+async def test_a_check_that_does_not_end_is_given_up() -> None:
+    steps = Steps(lambda _: None)
+
+    async def hang() -> str:
+        await trio.sleep_forever()
+
+    assert not await steps.check("disk", hang, seconds=0.05)
+    assert (steps.failed[0].outcome, steps.failed[0].detail) == ("failed", "no end within 0.05 s")
+
+
+# --- there -------------------------------------------------------------------------------------------
+
+
+async def test_the_way_to_a_sound_node_is_sound(tmp_path: Path) -> None:
+    looked = scene(tmp_path)
+    async with somebody() as node:
+        found = await there(looked, node.addresses[0])
+        assert outcomes(found) == {
+            "name": "skipped",
+            "connect": "ok",
+            "handshake": "ok",
+            "peer id": "ok",
+            "swarm": "ok",
+            "datagram": "ok",
+            "datagram size": "ok",
+            "latency": "ok",
+            "dial back": "ok",
+        }
+        found = await there(looked, Address("dns", "localhost", node.port))
+        assert found["name"].outcome == "ok"
+        assert "127.0.0.1" in found["name"].detail
+
+
+async def test_another_peer_than_expected_is_named_with_the_expected_one(tmp_path: Path) -> None:
+    async with somebody() as node:
+        found = await there(scene(tmp_path), node.addresses[0].of(make_network("x").peer))
+    assert found["peer id"].outcome == "failed"
+    assert found["peer id"].detail.count("...") == 2
+
+
+async def test_where_nothing_listens_the_rest_is_skipped(tmp_path: Path) -> None:
+    found = await there(scene(tmp_path), unused_address())
+    assert found["connect"].outcome == "failed"
+    assert "nothing listens" in found["connect"].detail
+    assert found["handshake"].outcome == "failed"
+    later = ("peer id", "swarm", "datagram", "datagram size", "latency", "dial back")
+    assert [found[name].outcome for name in later] == ["skipped"] * len(later)
+
+
+async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
+    async with somebody() as node:
+        found = await there(scene(tmp_path, swarm="other"), node.addresses[0].of(None))
+    assert found["connect"].outcome == "ok"
+    assert found["handshake"].outcome == "failed"
+    assert "swarm 'other'" in found["handshake"].remedy
+
+
+async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.cli.doctor.there.ECHO_SECONDS", 0.1)
+    closed = unused_address()
+    async with somebody(echoes=False) as node:
+        Reach(node, RealClock(), counters=Counter())
+        node.inbox("/peerloom/reach/1")  # takes them, and sends nothing back
+        found = await there(scene(tmp_path, announce=(closed,)), node.addresses[0])
+    assert found["datagram"].outcome == "failed"
+    assert "UDP port" in found["datagram"].remedy
+    assert found["dial back"].outcome == "failed"
+    assert f"{closed.short} (refused)" in found["dial back"].detail
+
+
+async def test_an_older_node_without_the_protocol_is_no_fault_of_the_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.cli.doctor.there.ECHO_SECONDS", 0.1)
+    async with somebody(echoes=False) as node:
+        found = await there(scene(tmp_path), node.addresses[0])
+    assert found["dial back"].outcome == "skipped"
+    assert "does not speak" in found["dial back"].detail
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_the_command_ends_with_6_if_a_check_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--listen", "127.0.0.1:0", "--no-lan", "--data-dir", str(tmp_path / "data")]
+    assert run(["doctor", *flags, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "peerloom/doctor/1"
+    assert document["ok"]
+    assert {step["name"] for step in document["steps"]} >= {"config", "clock", "ipv4", "udp", "computing"}
+    nobody = make_address("127.0.0.1", unused_address().port).short
+    assert run(["doctor", nobody, *flags]) == CheckFailed.exit_code == 6
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("failed   connect") for line in lines)
+    assert lines[-1].endswith("checks failed")
+    assert run(["doctor", "--listen", "nonsense"]) == 6
+    assert run(["doctor", "10.0.0.5:99999"]) == 2

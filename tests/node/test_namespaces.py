@@ -1,0 +1,49 @@
+"""Two machines on one link, as namespaces: found by beacon, reached by both families, also after a move."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.node.namespaces import Machine, two_machines
+
+PROGRAM = "tests.node.namespaced"
+
+
+@contextmanager
+def program(machine: Machine, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with machine.start(PROGRAM, *arguments) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_machines_find_each_other_by_beacon_and_speak_by_both_families() -> None:
+    with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "visit") as visitor:
+        text, _ = visitor.communicate(timeout=45)
+    answers = [json.loads(line) for line in text.splitlines()]
+    # By each address that the beacon told, a stream and a datagram, and the datagram's answer.
+    assert sorted(answer["host"] for answer in answers) == sorted([other.host_4, other.host_6])
+    assert all(answer["back"] == [answer["host"]] for answer in answers)
+
+
+def test_a_machine_that_changes_its_address_goes_on_without_a_loss() -> None:
+    with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "move") as mover:
+        before = exchanged(mover)
+        move(one, "10.87.0.101")
+        assert (before, exchanged(mover)) == (100, 100)
+
+
+def exchanged(mover: subprocess.Popen[str]) -> int:
+    """How many of a hundred datagrams came back."""
+    assert mover.stdin is not None
+    assert mover.stdout is not None
+    mover.stdin.write("go\n")
+    mover.stdin.flush()
+    return int(json.loads(mover.stdout.readline())["back"])
+
+
+def move(machine: Machine, host: str) -> None:
+    machine.ip("address", "delete", f"{machine.host_4}/24", "dev", "cable")
+    machine.ip("address", "add", f"{host}/24", "dev", "cable")

@@ -1,0 +1,303 @@
+"""Who can be reached: judged by others who dialled, real sockets on loopback, no third party dialled."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from crypto.contact import Address, make_address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node import config
+from node.runtime import Node
+from node.seams import RealClock, Stream
+from node.services.capacity import Capacity
+from node.services.reach import (
+    ECHOES_PER_SECOND_MAX,
+    HOST_SERVED_MAX,
+    MESSAGE_BYTES_MAX,
+    PROTOCOL,
+    DialBack,
+    Dialled,
+    Echo,
+    Outcome,
+    Reach,
+    ask_dial_back,
+)
+from node.services.reachability import (
+    BELIEVED_SECONDS,
+    DOUBT_SECONDS,
+    LATER_SECONDS,
+    OTHERS,
+    Reachability,
+    Report,
+)
+from node.transport.network import RealNetwork
+from sim.executor import SimExecutor
+from sim.network.links import Links
+from sim.network.model import Access, Nat, NetworkModel
+from sim.seams import Medium, SimClock
+from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
+from sim.storage import MemoryStorage
+from tests.node.nets import acquaint, make_network, running, until, unused_address
+
+OWN = make_address("198.51.100.7", 9747)
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def there(number: int) -> Address:
+    return make_address(f"10.{number}.0.1", 9747)
+
+
+def report(at: float, number: int, reason: str = "", address: Address = OWN) -> Report:
+    return Report(at, there(number), ((address, reason),))
+
+
+# --- the judgement -----------------------------------------------------------------------------------
+
+
+def test_one_that_got_through_is_enough_and_three_that_did_not_are_needed() -> None:
+    core = Reachability(Random(1), 0.0)
+    verdicts = []
+    for number in range(3):
+        core.answered(number, peer(number), report(number, number, "timeout"))
+        verdicts.append((core.verdict, core.asked))
+    assert verdicts == [(None, 1), (None, 2), (False, 3)]
+    core.answered(4, peer(4), report(4, 4))
+    assert core.verdict is True
+
+
+def test_who_would_not_try_counts_for_nothing_and_is_left_alone_for_a_while() -> None:
+    core = Reachability(Random(1), 0.0)
+    now = core.deadline
+    first = core.next(now, [peer(1), peer(2)])
+    assert first is not None
+    core.failed(now, first)
+    second = core.next(core.deadline, [peer(1), peer(2)])
+    assert second not in (None, first)
+    assert (core.verdict, core.asked) == (None, 0)
+
+
+def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
+    for reason, seconds in (("", LATER_SECONDS), ("timeout", DOUBT_SECONDS)):
+        core = Reachability(Random(1), 0.0)
+        asked: list[PeerId] = []
+        now = 0.0
+        while len(asked) < 5:
+            now = core.deadline
+            chosen = core.next(now, [peer(number) for number in range(50)])
+            assert chosen is not None
+            assert chosen not in asked
+            asked.append(chosen)
+            core.answered(now, chosen, report(now, len(asked), reason))
+        assert now == pytest.approx(OTHERS * 5 + 2 * seconds)
+
+
+def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
+    core = Reachability(Random(1), 0.0)
+    times = []
+    for _ in range(2_000):
+        now = core.deadline
+        chosen = core.next(now, [peer(1)])
+        if chosen is not None:
+            times.append(now)
+            core.answered(now, chosen, report(now, 1))
+    assert len(times) > 3
+    assert all(after - before >= LATER_SECONDS for before, after in pairwise(times))
+
+
+def test_what_was_said_long_ago_is_forgotten() -> None:
+    core = Reachability(Random(1), 0.0)
+    core.answered(0, peer(1), report(0, 1))
+    core.next(BELIEVED_SECONDS + 1, [])
+    assert core.verdict is None
+
+
+def test_an_address_counts_once_three_different_networks_have_dialled_it() -> None:
+    outside = make_address("203.0.113.9", 9747)
+    core = Reachability(Random(1), 0.0)
+    for number in range(3):  # three identities of one network
+        core.answered(0, peer(number), Report(0, make_address(f"10.0.0.{number}", 1), ((outside, ""),)))
+    assert not core.addresses
+    for number in range(3):
+        core.answered(1, peer(10 + number), report(1, number, "", outside))
+    assert core.addresses == (outside,)
+    core.answered(2, peer(20), report(2, 20, "timeout", outside))
+    assert not core.addresses
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 600), st.sampled_from(["", "timeout"]), st.booleans()), max_size=400)
+)
+def test_whatever_others_say_memory_is_bounded(said: list[tuple[int, str, bool]]) -> None:
+    core = Reachability(Random(1), 0.0)
+    for now, (number, reason, tried) in enumerate(said):
+        if tried:
+            core.answered(now, peer(number), report(now, number % 250, reason))
+        else:
+            core.failed(now, peer(number))
+        core.next(now, [peer(number)])
+    assert all(size <= limit for size, limit in core.sizes.values())
+    assert 0 <= core.asked <= OTHERS
+
+
+# --- over sockets ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def reaching(*letters: str) -> AsyncIterator[tuple[list[RealNetwork], list[Reach], Counter[str]]]:
+    networks = [make_network(letter) for letter in letters]
+    counters: Counter[str] = Counter()
+    services = [Reach(network, RealClock(), counters=counters) for network in networks]
+    async with running(*networks):
+        acquaint(*networks)
+        yield networks, services, counters
+
+
+async def ask(network: RealNetwork, other: PeerId, message: object) -> Dialled:
+    stream = await network.open(other, PROTOCOL)
+    try:
+        await stream.send(encode(message))
+        answer: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
+        return answer
+    finally:
+        await stream.aclose()
+
+
+async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
+    async with reaching("a", "b") as ((alice, bob), _, _):
+        found = await ask_dial_back(alice, RealClock(), bob.peer)
+        address = make_address("127.0.0.1", alice.port)
+        assert found.outcomes == ((address, ""),)
+        assert found.there == make_address("127.0.0.1", bob.port)
+
+
+async def test_only_ports_are_asked_for_so_nobody_else_can_be_dialled() -> None:
+    async with reaching("a", "b", "c") as ((alice, bob, carol), _, _):
+        closed = unused_address().port
+        said = await ask(alice, bob.peer, DialBack((alice.port, carol.port, closed)))
+        # At the asker's own host: what answers there as somebody else is found out by its key.
+        assert said == Dialled(
+            "127.0.0.1",
+            (Outcome(alice.port, ""), Outcome(carol.port, "wrong key"), Outcome(closed, "refused")),
+        )
+
+
+async def test_a_peer_is_served_once_in_a_while_and_a_host_a_few_times() -> None:
+    letters = "abcdefghijklm"[: HOST_SERVED_MAX + 2]
+    async with reaching(*letters) as ((server, *askers), _, counters):
+        served = [(await ask(asker, server.peer, DialBack((asker.port,)))).outcomes for asker in askers]
+        assert [bool(outcomes) for outcomes in served] == [True] * HOST_SERVED_MAX + [False]
+        assert (await ask(askers[0], server.peer, DialBack((askers[0].port,)))).outcomes == ()
+        assert counters["dial_backs_refused"] == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda port: Dialled("198.51.100.1", (Outcome(port + 1, ""),)),
+        lambda port: Dialled("evil.example", (Outcome(port, ""),)),
+        lambda port: Dialled("127.0.0.1", (Outcome(port, "\x1b[2J"),)),
+        lambda port: ["?", port],
+    ],
+)
+async def test_an_answer_that_no_correct_peer_gives_is_refused(answer: Callable[[int], object]) -> None:
+    alice, liar = make_network("a"), make_network("l")
+
+    async def lie(stream: Stream) -> None:
+        await stream.receive()
+        await stream.send(encode(answer(alice.port)))
+
+    liar.handle(PROTOCOL, lie)
+    async with running(alice, liar):
+        acquaint(alice, liar)
+        with pytest.raises(RemoteProtocolError):
+            await ask_dial_back(alice, RealClock(), liar.peer)
+
+
+async def test_datagrams_are_sent_back_as_they_came_and_not_too_many() -> None:
+    async with reaching("a", "b") as ((alice, bob), (_, echoing), counters), trio.open_nursery() as nursery:
+        nursery.start_soon(echoing.echo)
+        inbox = alice.inbox(PROTOCOL)
+        alice.send(bob.peer, PROTOCOL, encode(Echo(True, 7, bytes(1_000))))
+        (came,) = await inbox.take(trio.current_time() + 20)
+        assert came == (bob.peer, encode(Echo(False, 7, bytes(1_000))))
+        for message in (encode(Echo(False, 7)), b"garbage"):  # an echo of an echo would never end
+            alice.send(bob.peer, PROTOCOL, message)
+        await until(lambda: counters["echoes_malformed"] == 1)
+        for number in range(2 * ECHOES_PER_SECOND_MAX):
+            alice.send(bob.peer, PROTOCOL, encode(Echo(True, number)))
+        await until(lambda: counters["echoes_over_rate"] > 0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_address_that_others_confirmed_is_told_unless_a_person_said_what_to_tell() -> None:
+    alice, bob = make_network("a"), make_network("b", announce=[make_address("lab.example", 1)])
+    async with running(alice, bob):
+        for network in (alice, bob):
+            network.announce(OWN)
+            network.announce(OWN)
+        assert alice.addresses == (make_address("127.0.0.1", alice.port, alice.peer), OWN.of(alice.peer))
+        assert [address.host for address in bob.addresses] == ["lab.example"]
+
+
+# --- whole nodes, in virtual time --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nat", "reachable"), [("full-cone", True), ("restricted", False)])
+def test_a_node_behind_a_translator_finds_out_and_stands_in_no_table_if_it_must(
+    nat: Nat, reachable: bool
+) -> None:
+    medium = Medium(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
+    translated = [medium.links.at(seeded_identity(1, number).peer).nat is not None for number in range(40)]
+    inside = translated.index(True)
+    outside = [number for number in range(40) if not translated[number]][:4]
+
+    def node(number: int, *join: str) -> Node:
+        identity, storage = seeded_identity(1, number), MemoryStorage()
+        storage.write("identity.key", identity.seed)
+        storage.write("static.key", bytes(32))
+        return Node(
+            config.Config(name=f"n{number}", data_dir=Path("/simulated")),
+            join=join,
+            network=medium.attach(identity.peer),
+            clock=SimClock(),
+            rng=seeded_rng(1, number),
+            entropy=seeded_entropy(1, number),
+            executor=SimExecutor(),
+            storage=storage,
+            capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
+        )
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            public = [await stack.enter_async_context(node(outside[0]))]
+            first = public[0].network.addresses[0].short
+            for number in outside[1:]:
+                public.append(await stack.enter_async_context(node(number, first)))
+            hidden = await stack.enter_async_context(node(inside, first))
+            await trio.sleep(90)
+            found = hidden.state.reachability
+            assert found is not None
+            assert (found.reachable, found.asked) == (reachable, OTHERS)
+            assert public[0].state.reachability is None
+            # It asks again after its capacity record is stored; then it is out of all tables, or in all.
+            await hidden.discovery.find("test", b"anything")
+            standing = [each.discovery._core.table.get(hidden.peer) is not None for each in public]
+            assert standing == [reachable] * len(public)
+            # Members know it all the same: no way in is not death.
+            assert all(hidden.peer in each.membership.live for each in public)
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
