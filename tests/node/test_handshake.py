@@ -311,7 +311,7 @@ HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1"
 @given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
 def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: list[tuple[str, int]]) -> None:
     doorway, away = Doorway(places_max=4), list[int]()
-    standing: list[tuple[int, str, ExitStack]] = []
+    standing: list[tuple[int, bytes, ExitStack]] = []
     for number, (host, leaving) in enumerate(steps):
         place, source = ExitStack(), source_of(host)
         crowds = Counter(source for _, source, _ in standing)
@@ -330,6 +330,5 @@ def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: li
 
 
 def test_addresses_of_one_household_are_one_source() -> None:
-    assert [source_of(host) for host in HOSTS] == [
-        "10.0.0.1/32", "10.0.0.2/32", "2001:db8::/64", "2001:db8::/64", "10.0.0.1/32", "fe80::/64"
-    ]  # fmt: skip
+    sources = [source_of(host) for host in HOSTS]
+    assert [sources.index(source) for source in sources] == [0, 1, 2, 2, 0, 5]
