@@ -32,6 +32,8 @@ which also ends a connection whose other side answers, but does not read."""
 REPEATED_MIN = 2
 """One packet may always be on its way."""
 
+_FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
+"""A read of up to a mebibyte and its decryption take as long as so many short calls, or longer."""
 _TCP_INFO_BYTES = 60
 _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
 """Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
@@ -166,6 +168,8 @@ class Connection:
         await self._rest()
         try:
             while (received := self._next(payload_bytes_max)) is None:
+                # A sender that is faster than we are would have us read a long message in one breath.
+                await self._rest()
                 if not await self._fill():
                     return None
         except RemoteProtocolError as error:
@@ -223,6 +227,7 @@ class Connection:
             except BlockingIOError:
                 if not await self._wait_for_bytes(inside=inside):
                     return False
+        self._calls += _FILL_CALLS
         self._filled(count, len(space))
         return True
 
