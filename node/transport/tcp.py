@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import trio
 
@@ -29,6 +30,8 @@ VANISHED_SECONDS = 45.0
 """The kernel has repeated itself for so long without any answer: the other machine is gone. Looked at every
 few seconds, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by TCP_USER_TIMEOUT,
 which also ends a connection whose other side answers, but does not read."""
+KEEPALIVE_QUESTIONS = 3
+"""A machine that vanished while nothing was said is asked so often, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
 """One packet may always be on its way."""
 
@@ -74,6 +77,9 @@ class Connection:
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
+        # A connection that is gone already refuses options; the next read will tell.
+        with suppress(OSError, AttributeError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
         self.peer = session.peer
         self.why: str | None = None
         self._writer = RecordWriter(session.sending)
