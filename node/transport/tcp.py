@@ -31,7 +31,7 @@ VANISHED_SECONDS = 45.0
 few seconds, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by TCP_USER_TIMEOUT,
 which also ends a connection whose other side answers, but does not read."""
 KEEPALIVE_QUESTIONS = 3
-"""A machine that vanished while nothing was said is asked so often, ten seconds apart, after half a minute."""
+"""A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
 """One packet may always be on its way."""
 
