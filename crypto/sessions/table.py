@@ -18,7 +18,8 @@ from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, Memory, PeerState
 
 PEERS_MAX = 4_096
-"""At 5 to 10 KB each; a full SWIM scope has up to 600 members, a routing table as many again."""
+"""At 7 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
+routing table as many again."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 PEERS_PER_PREFIX_MAX = 1_024
