@@ -134,14 +134,13 @@ class RealNetwork:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if self._datagrams is None:
             self._counters["messages_while_not_running"] += 1
-        elif not self._book.for_stream(peer):
+        elif not (addresses := self._where(peer)):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
-        else:
-            if not self._datagrams.send(peer, protocol, message, self._where(peer)):
-                # Only names to look up, or only the other address family: TCP knows both.
-                self._queue_one_shot(peer, protocol, message)
+        elif not self._datagrams.send(peer, protocol, message, addresses):
+            # Only names to look up, or only the other address family: TCP knows both.
+            self._queue_one_shot(peer, protocol, message)
 
     async def open(self, peer: PeerId, protocol: str, *others: str) -> SecureStream:
         return await self._connections.open(peer, protocol, *others)
