@@ -120,7 +120,10 @@ class PipeLine:
     """`Line` over bytes: a letter says what follows."""
 
     def __init__(
-        self, pipe: Pipe, again: Callable[[], Awaitable[Pipe]], ask: Callable[[bytes], Awaitable[bytes]]
+        self,
+        pipe: Pipe,
+        again: Callable[[], Awaitable[Pipe]],
+        ask: Callable[[bytes], Awaitable[bytes]] | None = None,
     ) -> None:
         self._pipe, self._again, self._ask = pipe, again, ask
         self._bulk = memoryview(os.urandom(BULK_BYTES))
@@ -146,6 +149,7 @@ class PipeLine:
         pipe.close()
 
     async def datagram(self) -> None:
+        assert self._ask is not None
         assert await self._ask(bytes(PING_BYTES)) == bytes(PING_BYTES)
 
     async def far_cpu_seconds(self) -> float:

@@ -75,7 +75,8 @@ class Task:
 
 
 class Rival:
-    """`count` processes that do `made(*given, rank)` when told, and say how long each time took."""
+    """`count` processes that do `made(*given, rank)` when told, and say how long each time took. They start
+    while others do; the first question waits for them."""
 
     def __init__(self, made: Callable[..., Perform], count: int, *given: Any) -> None:
         context = get_context("spawn")
@@ -88,20 +89,22 @@ class Rival:
             theirs.close()
             self._links.append(ours)
             self._processes.append(process)
-        for link in self._links:
-            link.recv()
+        self._starts = list(self._links)
 
     def seconds(self, what: str, times: int) -> list[list[float]]:
         """Of each process: the seconds of each of `times`."""
+        while self._starts:
+            self._starts.pop().recv()
         for link in self._links:
             link.send((what, times))
         return [link.recv() for link in self._links]
 
     def close(self) -> None:
+        """End them. Left alone, torch would take its time to go."""
         for link, process in zip(self._links, self._processes, strict=True):
             link.close()
-            process.join(5)
             process.kill()
+            process.join()
 
 
 def _serve(link: Any, made: Callable[..., Perform], given: Sequence[Any], rank: int) -> None:

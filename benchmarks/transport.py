@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import trio
 from _figures import Goal, arguments, leave, report
+from _libp2p import is_installed, libp2p_line, serve_libp2p
 from _pipes import (
     ANSWER_SECONDS,
     BULK_BYTES,
@@ -62,7 +63,9 @@ BULK_CPU_GOAL, PING_GOAL, CONNECT_CPU_GOAL_SECONDS = 2.2, 1.3, 0.003
 KNOWN_PEER_CPU_GOAL_SECONDS = 60e-6
 """One side of a datagram there and back, above what the same takes on trio's sockets."""
 
-PLAIN, TRIO, TLS = "plain sockets", "trio sockets", "trio.SSLStream, TLS 1.3"
+PLAIN, TRIO, TLS, LIBP2P = "plain sockets", "trio sockets", "trio.SSLStream, TLS 1.3", "py-libp2p"
+SLOW_ROUNDS = 2
+"""py-libp2p is measured in the last rounds only: its bulk takes as long as all others' rounds together."""
 CIPHERS = {"peerloom, AES-256-GCM": "AESGCM", "peerloom, ChaCha20-Poly1305": "ChaChaPoly"}
 OURS = next(iter(CIPHERS))
 SERVER = Identity(b"s" * 32)
@@ -253,6 +256,8 @@ def serve(case: str, pem: Path, connection: Connection) -> None:
     """The whole of a far side's process."""
     if case == PLAIN:
         serve_plain(connection)
+    elif case == LIBP2P:
+        trio.run(serve_libp2p, connection)
     elif case in CIPHERS:
         trio.run(serve_streams, connection, CIPHERS[case])
     else:
@@ -260,8 +265,8 @@ def serve(case: str, pem: Path, connection: Connection) -> None:
 
 
 @contextmanager
-def far_sides(cases: list[str], folder: Path) -> Iterator[dict[str, int]]:
-    """Each case's far side in a process of its own; where each listens."""
+def far_sides(cases: list[str], folder: Path) -> Iterator[dict[str, Any]]:
+    """Each case's far side in a process of its own; where each listens, and py-libp2p's id."""
     pem = certificate(folder)
     context = multiprocessing.get_context("spawn")
     processes, ports = [], {}
@@ -340,17 +345,26 @@ async def longest_stall_seconds(line: Line, rounds: int) -> float:
     return statistics.median(worst)
 
 
-async def measure(ports: dict[str, int], pem: Path, rounds: int) -> tuple[dict[str, Figures], float]:
+async def measure(ports: dict[str, Any], pem: Path, rounds: int) -> tuple[dict[str, Figures], float]:
     """All cases in turns, and our longest stall."""
     found: dict[str, Figures] = {case: {} for case in ports}
-    async with trio.open_nursery() as nursery:
-        lines = {case: await connect_line(case, port, pem, nursery) for case, port in ports.items()}
+    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        lines: dict[str, Line] = {}
+        for case, port in ports.items():
+            if case == LIBP2P:
+                lines[case] = await stack.enter_async_context(libp2p_line(*port))
+            else:
+                lines[case] = await connect_line(case, port, pem, nursery)
         for number in range(rounds + 1):
             for case, line in lines.items():
+                if case == LIBP2P and number + SLOW_ROUNDS <= rounds:
+                    continue
                 # The first round warms up: buffers, windows, caches.
                 figures = found[case] if number else {}
-                for name in ("bulk", "echo", "ping", "connect", "datagram"):
+                for name in ("bulk", "echo", "ping", "connect"):
                     await timed(line, figures, name)
+                if case != LIBP2P:
+                    await timed(line, figures, "datagram")
                 if isinstance(line, StreamLine):
                     await timed(line, figures, "payload")
                     await timed(line, figures, "reopen")
@@ -364,7 +378,8 @@ def ratio(
     found: dict[str, Figures], case: str, name: str, plain_name: str | None = None, *, beside: str = PLAIN
 ) -> float:
     """How many times as long as plain sockets, or as much: the median over the rounds."""
-    pairs = zip(found[case][name], found[beside][plain_name or name], strict=True)
+    figures, others = found[case][name], found[beside][plain_name or name]
+    pairs = zip(figures, others[-len(figures) :], strict=True)
     return statistics.median(ours / other for ours, other in pairs)
 
 
@@ -389,9 +404,10 @@ def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
         "round_trip_of_trio": round(ratio(found, case, "ping", beside=TRIO), 2),
         "connect_ms": round(1000 * middle["connect"], 2),
         "connect_cpu_ms": round(1000 * middle["connect cpu"], 2),
-        "datagram_ms": round(1000 * middle["datagram"], 3),
-        "datagram_cpu_ms": round(1000 * middle["datagram cpu"], 3),
     }
+    if "datagram" in middle:
+        figures["datagram_ms"] = round(1000 * middle["datagram"], 3)
+        figures["datagram_cpu_ms"] = round(1000 * middle["datagram cpu"], 3)
     if "payload" in middle:
         figures["reopen_ms"] = round(1000 * middle["reopen"], 2)
         figures["datagram_new_peer_ms"] = round(1000 * middle["new peer"], 2)
@@ -402,7 +418,7 @@ def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
 def main() -> int:
     """Start the far sides, measure, report."""
     flags = arguments(__doc__ or "")
-    cases = [PLAIN, TRIO, TLS, *CIPHERS]
+    cases = [PLAIN, TRIO, TLS, *CIPHERS, *([LIBP2P] if is_installed() else [])]
     with tempfile.TemporaryDirectory() as folder, far_sides(cases, Path(folder)) as ports:
         pem = Path(folder) / "tls.pem"
         found, stall_seconds = trio.run(measure, ports, pem, 9 if flags.quick else 31)

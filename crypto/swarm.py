@@ -27,7 +27,9 @@ class Swarm:
     keys: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.keys) > SWARM_KEYS_MAX or any(len(key) != SWARM_KEY_BYTES for key in self.keys):
+        # A key of zeros would give the secret of the open swarm.
+        wrong = [key for key in self.keys if len(key) != SWARM_KEY_BYTES or not any(key)]
+        if wrong or len(self.keys) > SWARM_KEYS_MAX:
             raise LocalProtocolError(f"a swarm has at most {SWARM_KEYS_MAX} keys of {SWARM_KEY_BYTES} bytes")
 
     @property

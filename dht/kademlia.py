@@ -124,11 +124,16 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """A hint from elsewhere: `peer` is pinged, and is a contact once it answers."""
+        """A hint from elsewhere: `peer` is pinged if there is room, and is a contact once it answers.
+
+        Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
+        them ping back, only to be ready for a loss that the next hint makes good.
+        """
         known = self.table.get(peer)
-        if known is not None and known.failures:
-            self._check(now, known)
-        elif known is None and self.table.wants(peer):
+        if known is not None:
+            if known.failures:
+                self._check(now, known)
+        elif self.table.wants(peer, waiting=False):
             self._check(now, Contact(peer, address_texts(addresses)))
         return self._drain()
 

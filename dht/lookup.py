@@ -46,19 +46,24 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
     def __init__(self, key: Key, width: int) -> None:
         super().__init__(Node(key), width)
         self._ids: set[Key] = set()
+        self._sorted: list[Contact] | None = None
 
     def __contains__(self, contact: Contact) -> bool:
         return contact.id in self._ids
 
     def nearest(self, count: int) -> list[Contact]:
         """The `count` nearest, nearest first."""
-        return [contact for _, contact in sorted(self.heap)[:count]]
+        if self._sorted is None:  # asked for more often than it changes
+            self._sorted = [contact for _, contact in sorted(self.heap)]
+        return self._sorted[:count]
 
     def push(self, contact: Contact) -> None:
+        self._sorted = None
         super().push(contact)
         self._ids.add(contact.id)
 
     def remove(self, ids: Collection[Key]) -> None:
+        self._sorted = None
         super().remove(ids)
         self._ids.difference_update(ids)
 
@@ -198,8 +203,10 @@ class Lookup:
             return
         if new:
             self._depth[contact.peer] = 0 if source is None else self._depth[source] + 1
-        merged = dict.fromkeys((*self.addresses.get(contact.peer, ()), *contact.addresses))
-        self.addresses[contact.peer] = tuple(merged)[:ADDRESSES_MAX]
+        named = self.addresses.get(contact.peer, ())
+        if named != contact.addresses:
+            merged = tuple(dict.fromkeys((*named, *contact.addresses)))
+            self.addresses[contact.peer] = merged[:ADDRESSES_MAX]
         if source is not None and not self._note_source(contact.peer, source, new=new):
             return
         self._shortlist.push(contact)

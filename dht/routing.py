@@ -96,6 +96,11 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             half.add_node(contact)
         return one, two
 
+    def nearest_possible(self, target: int) -> int:
+        """The least distance to `target` that a key in this range can have."""
+        lower, upper = self.range
+        return (lower ^ target) & ~(upper - lower)
+
     def find(self, key: Key) -> Contact | None:
         """The contact with this key, in the bucket or waiting to be."""
         return self.nodes.get(key) or self.replacement_nodes.get(key)
@@ -136,16 +141,18 @@ class Table:
         """A verified contact, be it in a bucket or waiting to be."""
         return self._bucket(peer).find(node_key(peer))
 
-    def wants(self, peer: PeerId) -> bool:
-        """Whether a stranger is worth a ping: there would be a place for it, or a wait for one."""
+    def wants(self, peer: PeerId, *, waiting: bool = True) -> bool:
+        """Whether a stranger is worth a ping: there would be a place for it, or, if `waiting`, among those
+        who wait for one."""
         key = node_key(peer)
         if key == self._own.id:
             return False
         bucket = self._bucket(peer)
         if bucket.find(key) is not None:
             return False
-        own = bool(bucket.has_in_range(self._own))
-        return own or not (bucket.full and bucket.replacements_full)
+        if not bucket.full or (waiting and not bucket.replacements_full):
+            return True
+        return bool(bucket.has_in_range(self._own))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
         """A known contact sent us something: it is alive, and the most recently heard of its bucket."""
@@ -210,15 +217,20 @@ class Table:
         to the dead.
         """
         target = int.from_bytes(key, "big")
-        candidates = [
-            (contact.long_id ^ target, contact)
-            for bucket in self.buckets
-            for contact in bucket.nodes.values()
-            if (failing or not contact.failures) and contact.peer != without
-        ]
-        # No two distances are equal. So few are sorted faster than a heap of them is made.
-        candidates.sort()
-        return [contact for _, contact in candidates[:count]]
+        found: list[tuple[int, Contact]] = []
+        # The range of a bucket is an aligned power of two: of two buckets, all of one are nearer than any of
+        # the other. So few contacts are sorted faster than a heap of them is made.
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.nearest_possible(target)):
+            if len(found) >= count:
+                break
+            inside = [
+                (contact.long_id ^ target, contact)
+                for contact in bucket.nodes.values()
+                if (failing or not contact.failures) and contact.peer != without
+            ]
+            inside.sort()  # no two distances are equal
+            found += inside
+        return [contact for _, contact in found[:count]]
 
     def _bucket(self, peer: PeerId) -> Bucket:
         return self.buckets[bisect_left(self._ends, node_number(peer))]

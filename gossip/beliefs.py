@@ -40,6 +40,7 @@ from gossip.messages import (
     LeftBody,
     SuspectBody,
     alive_body,
+    announced,
     check_body,
     fact_bytes,
     read_alive,
@@ -113,7 +114,7 @@ class Beliefs:
     def _announced(self, profile: Profile, incarnation: int) -> Announced:
         body = alive_body(profile, incarnation)
         # As we know it ourselves, with all the addresses that may not have fitted.
-        return Announced(self._signer.peer, profile, incarnation, sign_body(self._signer, body))
+        return announced(sign_body(self._signer, body), profile, incarnation)
 
     # What it concludes of others.
 
@@ -161,11 +162,12 @@ class Beliefs:
         that refuted it may have been lost on every way to it. Then what is held against the
         receiver, so that it can refute (Lifeguard's buddy system).
         """
-        row = self.table.rows.get(peer)
-        accusation = None if row is None else row.verdict
-        if not self.queue.waits and accusation is None and peer != self._misled and self.me.verdict is None:
+        rows = self.table.rows
+        row = rows.get(peer)
+        accusation, farewell = None if row is None else row.verdict, rows[self.peer].verdict
+        if accusation is None and not self.queue.waits and farewell is None and peer != self._misled:
             return ()
-        proofs = [verdict.fact for verdict in (self.me.verdict, accusation) if verdict is not None]
+        proofs = [verdict.fact for verdict in (farewell, accusation) if verdict is not None]
         if peer == self._misled:
             proofs.insert(len(proofs) - (accusation is not None), self.me.said.fact)
         first: list[Fact] = []
@@ -192,6 +194,8 @@ class Beliefs:
         network that was split: it does not bury, it makes us look. Returns whom to probe at once.
         """
         self._misled = None
+        if not facts:
+            return []
         claims = []
         rows = self.table.rows
         for fact in facts:

@@ -7,6 +7,8 @@ one member wait side by side: they are independent confirmations (Lifeguard).
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.messages import FACTS_MAX, fact_bytes
@@ -17,16 +19,14 @@ _MISFITS_MAX = 16
 """After so many facts too large for the room left, a message is full enough."""
 
 
-class _Item:
-    """A fact that waits; `size` as in a message, `sent` so often."""
+class _Item(msgspec.Struct, eq=False, gc=False):
+    """A fact that waits; `size` as in a message, `sent` so often. Small, for where a swarm starts all facts
+    of all wait at all; and no part of a cycle."""
 
-    __slots__ = ("fact", "sent", "size", "subject")
-
-    def __init__(self, subject: PeerId, fact: Fact) -> None:
-        self.subject = subject
-        self.fact = fact
-        self.size = fact_bytes(fact)
-        self.sent = 0
+    subject: PeerId
+    fact: Fact
+    size: int
+    sent: int = 0
 
 
 class Dissemination:
@@ -40,7 +40,7 @@ class Dissemination:
         self._tiers: list[dict[bytes, _Item]] = []
         self._items: dict[bytes, _Item] = {}
         # Per subject the keys of its waiting facts; bounded by members and confirmations.
-        self._keys_of: dict[PeerId, list[bytes]] = {}
+        self._keys_of: dict[PeerId, tuple[bytes, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -51,14 +51,14 @@ class Dissemination:
             self.drop(subject)
         key = fact.signature
         if key not in self._items:
-            self._keys_of.setdefault(subject, []).append(key)
-            item = self._items[key] = _Item(subject, fact)
+            self._keys_of[subject] = (*self._keys_of.get(subject, ()), key)
+            item = self._items[key] = _Item(subject, fact, fact_bytes(fact))
             self.waits = True
             self._tier(0)[key] = item
 
     def drop(self, subject: PeerId) -> None:
         """Pass on nothing more about `subject`."""
-        for key in list(self._keys_of.get(subject, ())):
+        for key in self._keys_of.get(subject, ()):
             self._remove(key)
 
     def take(self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = ()) -> tuple[Fact, ...]:
@@ -107,10 +107,9 @@ class Dissemination:
     def _remove(self, key: bytes) -> None:
         item = self._items.pop(key)
         del self._tiers[item.sent][key]
-        keys = self._keys_of[item.subject]
-        keys.remove(key)
-        if not keys:
-            del self._keys_of[item.subject]
+        keys = tuple(other for other in self._keys_of.pop(item.subject) if other != key)
+        if keys:
+            self._keys_of[item.subject] = keys
         if not self._items:
             # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
             self._tiers, self._items, self._keys_of = [], {}, {}

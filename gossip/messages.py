@@ -214,6 +214,14 @@ class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
     profile: Profile
     incarnation: int
     fact: Fact
+    mark: bytes
+    """The peer and its incarnation, as they count for the digest of a list."""
+
+
+def announced(fact: Fact, profile: Profile, incarnation: int) -> Announced:
+    """`profile` as its author announced it by `fact`."""
+    peer = PeerId(fact.author)
+    return Announced(peer, profile, incarnation, fact, peer + incarnation.to_bytes(8, "big"))
 
 
 # One object for all who hold it: where many peers live in one process, their lists would fill it.
@@ -229,7 +237,7 @@ def read_alive(fact: Fact, body: AliveBody) -> Announced:
             raise RemoteProtocolError("a member name with unprintable letters")
         peer = PeerId(fact.author)
         profile = Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
-        said = _announced[fact] = Announced(peer, profile, body.incarnation, fact)
+        said = _announced[fact] = announced(fact, profile, body.incarnation)
     return said
 
 

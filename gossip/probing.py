@@ -5,7 +5,7 @@ it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), 
 with mute relays that the fault may be its own.
 """
 
-from dataclasses import dataclass, field
+import msgspec
 
 from crypto.identity import PeerId
 
@@ -15,8 +15,7 @@ RELAY_PATIENCE = 0.8
 """A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
 
 
-@dataclass(slots=True)
-class Probe:
+class Probe(msgspec.Struct):
     """One probe of `target` in `incarnation`. Times are monotonic seconds."""
 
     target: PeerId
@@ -26,11 +25,7 @@ class Probe:
     excusable_seconds: float
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
-    nacked: list[PeerId] = field(default_factory=list)
-
-    @property
-    def deadline(self) -> float:
-        return self.end_at if self.relayed else self.timeout_at
+    nacked: tuple[PeerId, ...] = ()
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""
@@ -40,8 +35,7 @@ class Probe:
         self.end_at += given
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(msgspec.Struct, frozen=True):
     """We ping `target` for `requester`, whose probe has `number`."""
 
     requester: PeerId
@@ -62,14 +56,12 @@ class Flight:
         self._number = first_number
 
     @property
-    def busy(self) -> bool:
-        return bool(self.probes or self.relays)
-
-    @property
     def deadline(self) -> float:
         deadline = float("inf")
         for probe in self.probes.values():
-            deadline = min(deadline, probe.deadline)
+            due = probe.end_at if probe.relayed else probe.timeout_at
+            if due < deadline:
+                deadline = due
         for relay in self.relays.values():
             return min(deadline, relay.nack_at)
         return deadline
@@ -89,7 +81,7 @@ class Flight:
         return number
 
     def probing(self, peer: PeerId) -> bool:
-        return any(probe.target == peer for probe in self.probes.values())
+        return peer in [probe.target for probe in self.probes.values()]
 
     def _next_number(self) -> int:
         self._number = (self._number + 1) % 2**32

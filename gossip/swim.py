@@ -46,7 +46,8 @@ from gossip.table import Row
 PROTOCOL = "/peerloom/swim/1"
 
 
-_LISTS = (Sync, ScopedSync, Compare, ScopedCompare)
+_SYNCS = (Sync, ScopedSync)
+_COMPARISONS = (Compare, ScopedCompare)
 REPEATED_MAX = 4
 """Suspects probed again each interval, beside the one whose turn it is."""
 
@@ -171,13 +172,14 @@ class Swim:
             self._plan()
 
     def _take(self, now: float, sender: PeerId, message: Message) -> Sends:
-        if isinstance(message, _LISTS):
+        if isinstance(message, _SYNCS):
             self._refuse_if_scoped_otherwise(message)
-        if isinstance(message, Sync | ScopedSync):
             sends, doubted = self._exchange.receive_sync(now, sender, message)
             for peer in doubted:
                 sends += self.hint_suspect(now, peer)
         else:
+            if isinstance(message, _COMPARISONS):
+                self._refuse_if_scoped_otherwise(message)
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
         if message.facts:
@@ -188,19 +190,19 @@ class Swim:
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
-            case Ping(number=number):
-                answer: Sends = [(sender, Ack(number, self._beliefs.facts_for(sender)))]
+            case Ping():
+                answer: Sends = [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
                 return answer if self._table.is_live(sender) else answer + self._exchange.greet(sender)
-            case Ack(number=number):
-                return self._receive_ack(sender, number)
+            case Ack():
+                return self._receive_ack(sender, message.number)
             case PingRequest():
                 return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
-            case Nack(number=number):
-                probe = self._flight.probes.get(number)
+            case Nack():
+                probe = self._flight.probes.get(message.number)
                 if probe is not None and sender in probe.relays and sender not in probe.nacked:
-                    probe.nacked.append(sender)
+                    probe.nacked += (sender,)
         return []
 
     def _receive_ack(self, sender: PeerId, number: int) -> Sends:
@@ -236,7 +238,7 @@ class Swim:
             for probe in self._flight.probes.values():
                 probe.excuse(late)
         sends: Sends = []
-        if self._flight.busy and self._flight.deadline <= now:
+        if self._flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             self._beliefs.bury_expired(now)
@@ -328,7 +330,8 @@ class Swim:
     def _plan(self) -> None:
         """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
         due = min(self._tick_at, self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline)
-        self.deadline = min(due, self._flight.deadline) if self._flight.busy else due
+        flight = self._flight
+        self.deadline = min(due, flight.deadline) if flight.probes or flight.relays else due
 
     def _refuse_if_scoped_otherwise(self, message: Message) -> None:
         if isinstance(message, Sync | Compare) != self.scope.whole:

@@ -145,7 +145,7 @@ class MemberTable:
             peer = self._ring[self._cursor]
             self._cursor += 1
             row = self.rows.get(peer)
-            if row is not None and row.live and not busy(peer):
+            if row is not None and (row.verdict is None or row.live) and not busy(peer):
                 return row
         return None
 
@@ -202,7 +202,7 @@ class MemberTable:
 
     def is_live(self, peer: PeerId) -> bool:
         row = self.rows.get(peer)
-        return row is not None and row.live
+        return row is not None and (row.verdict is None or row.live)
 
     def live_peers(self) -> list[PeerId]:
         return [row.peer for row in self.rows.values() if row.live]
@@ -220,10 +220,13 @@ class MemberTable:
         """
         if fits is None and self._digest:
             return self._digest
-        rows = (row for row in self.rows.values() if row.live and (fits is None or fits(row.peer)))
-        live = sorted((row.peer, row.incarnation) for row in rows)
-        text = b"".join(peer + incarnation.to_bytes(8, "big") for peer, incarnation in live)
-        digest = blake3(text).digest(length=DIGEST_BYTES)
+        marks = [
+            row.said.mark
+            for row in self.rows.values()
+            if (row.verdict is None or row.live) and (fits is None or fits(row.peer))
+        ]
+        marks.sort()
+        digest = blake3(b"".join(marks)).digest(length=DIGEST_BYTES)
         if fits is None:
             self._digest = digest
         return digest

@@ -17,11 +17,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeStarted(Event, frozen=True, kw_only=True):
-    """This node listens and serves. `moved`: (port wanted, port taken instead) of each that others held."""
+    """This node listens and serves. A swarm with keys `is_private`. `moved`: (port wanted, port taken
+    instead) of each that others held."""
 
     peer: PeerId
     name: str
     swarm: str
+    is_private: bool = False
     addresses: tuple[str, ...]
     identity_is_new: bool
     data_dir: str

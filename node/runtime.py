@@ -241,6 +241,7 @@ class Node:
             peer=self.peer,
             name=self.config.name,
             swarm=self.config.swarm.name,
+            is_private=self.config.swarm.key_file is not None,
             addresses=tuple(address.short for address in self.network.addresses),
             identity_is_new=keys.is_new,
             data_dir=str(self.config.data_dir),

@@ -29,9 +29,9 @@ from functools import partial
 import trio
 
 from crypto.contact import Address
-from crypto.datagrams import protocol_bytes
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
+from crypto.protocols import protocol_bytes
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import Handler, Seams
 from node.transport.connections import GRACE_SECONDS

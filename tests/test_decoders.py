@@ -16,12 +16,13 @@ import dht.messages
 import dht.records
 import gossip.messages
 from crypto.contact import check_contact
-from crypto.datagrams import Opener
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
-from crypto.noise import SUITES, PeerHandshake, identity_payload
+from crypto.noise import SUITES, Knocks, PeerHandshake, identity_payload
+from crypto.sessions import packets
+from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
 from gossip.swim import PROTOCOL
 from node.runs import requests as wire
@@ -52,12 +53,18 @@ def handshake(data: bytes) -> None:
         swarm=Swarm("home"),
         suites=SUITES,
         entropy=bytes,
+        knocks=Knocks(),
     )
     responder.start()
     while len(data) >= responder.wanted:
         taken, data = data[: responder.wanted], data[responder.wanted :]
         responder.receive(taken)
     raise RemoteProtocolError("it ended too early")
+
+
+def datagram(data: bytes) -> None:
+    sessions = Sessions(IDENTITY, Swarm("home"), bytes, now=0.0, wall_milliseconds=0)
+    sessions.receive(0.0, data, ("192.0.2.1", 1))
 
 
 def payload(data: bytes) -> None:
@@ -71,7 +78,10 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "dht": lambda data: decode(data, dht.messages.Message, bytes_max=8_192),
     "dht record": lambda data: dht.records.check_record(SIGNER, fact(data)),
     "contact": lambda data: check_contact(SIGNER, fact(data)),
-    "datagram": lambda data: Opener(IDENTITY.peer, "home").open(data),
+    "datagram": datagram,
+    "initiation": lambda data: packets.read_offer(data + b"\1"),
+    "session message": lambda data: packets.read_message(b"\0" + data),
+    "session control": lambda data: packets.read_control(b"\0\3" + data),
     "handshake": handshake,
     "request": lambda data: decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX),
     "reply": wire.read_reply,

@@ -272,6 +272,13 @@ def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
     assert "python -m node --join [fd00::1]:40123 --swarm lab" in text
 
 
+def test_a_private_swarm_is_called_so_and_its_join_line_asks_for_the_key() -> None:
+    event = event_document(STARTED) | {"is_private": True}
+    text = "\n".join(EventScreen().lines(event))
+    assert "default, private; no --join given" in text
+    assert "On another machine:  PEERLOOM_KEY_FILE=FILE python -m node --join" in text
+
+
 def test_an_error_has_at_most_three_lines() -> None:
     assert error_lines(UsageError("a\n\nb", "c")) == ["error: a b", "  do: c"]
     assert error_lines(UsageError("a")) == ["error: a"]

@@ -7,6 +7,7 @@
     identity     libp2p's signed payload: an Ed25519 key vouches for an X25519 one
     suites       what two peers may meet in, in which order
     offers       how they settle on one, and what binds that
+    knocks       which first flights a node of a private swarm has taken
     peers        a stream's handshake, from the first byte to a `Session`
 
 After the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
@@ -25,6 +26,7 @@ from crypto.noise.handshake import (
     static_public_key,
 )
 from crypto.noise.identity import PAYLOAD_BYTES_MAX, check_identity_payload, identity_payload
+from crypto.noise.knocks import Knocks
 from crypto.noise.peers import NoCommonSuite, PeerHandshake, Session, WrongIdentity
 from crypto.noise.suites import SUITES, Suite, preferred, suites_named
 
@@ -41,6 +43,7 @@ __all__ = [
     "CipherState",
     "Data",
     "Handshake",
+    "Knocks",
     "NoCommonSuite",
     "PeerHandshake",
     "PrivateKey",

@@ -73,6 +73,11 @@ class CipherState:
             raise RemoteProtocolError("a message that does not decrypt") from None
         self._counter += 1
 
+    def seek(self, counter: int) -> None:
+        """The next message is number `counter` (SetNonce, section 11.4): for packets that come in any order.
+        To whoever decrypts only; what was accepted before is the caller's to know."""
+        self._counter = counter
+
     def _nonce(self) -> bytes:
         if self._counter >= NONCE_MAX:
             raise LocalProtocolError("this cipher state is spent; open a new connection")

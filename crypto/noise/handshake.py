@@ -53,6 +53,9 @@ class Handshake:
     so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both sides know, for
     the patterns that take them; `remote_static` is the responder's X25519 public key, for an initiator that
     knows it before. After a refused message the object is dead: every later call is our own bug.
+
+    Loading a key costs as much as agreeing on a secret. So `static` may be loaded already, and the ephemeral
+    key is loaded once it is needed: a first message that is refused costs only what was looked at.
     """
 
     def __init__(
@@ -72,10 +75,8 @@ class Handshake:
         self._symmetric = SymmetricState(_name(pattern, cipher), cipher)
         self._symmetric.mix_hash(prologue)
         self._initiator = initiator
-        self._keys = {
-            "s": load_private_key(static),
-            "e": X25519PrivateKey.from_private_bytes(ephemeral),
-        }
+        self._keys = {"s": load_private_key(static)}
+        self._ephemeral = ephemeral
         self._kem_key = None if kem_seed is None else kem.KemKey(kem_seed)
         self._remote: dict[str, bytes] = {}
         self._psk = psk
@@ -144,7 +145,7 @@ class Handshake:
     def _write_field(self, word: str) -> bytes:
         """What stands in a message for one token; nothing for those that only mix."""
         if word == "e":
-            public = self._keys["e"].public_key().public_bytes_raw()
+            public = self._load_ephemeral().public_key().public_bytes_raw()
             self._mix_ephemeral(public)
             return public
         if word == "s":
@@ -180,6 +181,10 @@ class Handshake:
     def _unseal_field(self, message: bytes, length: int) -> tuple[bytes, bytes]:
         sealed, rest = _cut(message, length + self._symmetric.sealed_extra_bytes)
         return self._symmetric.unseal(sealed), rest
+
+    def _load_ephemeral(self) -> X25519PrivateKey:
+        key = self._keys["e"] = X25519PrivateKey.from_private_bytes(self._ephemeral)
+        return key
 
     def _mix_ephemeral(self, public: bytes) -> None:
         self._symmetric.mix_hash(public)

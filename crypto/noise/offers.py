@@ -70,7 +70,7 @@ def names_of(numbers: bytes) -> str:
     return ", ".join(_BY_NUMBER[number].name if number in _BY_NUMBER else str(number) for number in numbers)
 
 
-def prologue(swarm: str, *, private: bool, offer: bytes, answer: bytes) -> bytes:
+def prologue(swarm: str, offer: bytes, answer: bytes) -> bytes:
     """What both sides must have seen alike; each part says where it ends."""
     name = swarm.encode()
-    return b"".join((_DOMAIN, bytes((private,)), len(name).to_bytes(4, "big"), name, offer, answer))
+    return b"".join((_DOMAIN, len(name).to_bytes(4, "big"), name, offer, answer))

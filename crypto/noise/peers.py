@@ -12,8 +12,7 @@ A framed message is a Noise message behind two bytes of length. `offers` has off
 patterns. Tags there are only in a private swarm: HMAC-SHA-256, under a secret of the swarm, over all that
 was sent until then. So a responder spends one hash on an outsider and says nothing, and an initiator shows
 nothing of itself to one: its own keys and id go only to who has proved to know the secret and to be whom it
-wants. Who caught a first flight may play it again and be answered, as it has seen before; it can do no more
-with it.
+wants. Who caught a first flight and plays it again is an outsider too, see `knocks`.
 
 No sockets, no clocks: whoever drives this hands it exactly `wanted` bytes at a time, whose number is bounded
 before, and gives up in its own time. Whether it closes then or goes on in silence is its affair, see
@@ -31,6 +30,7 @@ from crypto.noise import kem, offers
 from crypto.noise.ciphers import KEY_BYTES, CipherState
 from crypto.noise.handshake import Handshake, PrivateKey
 from crypto.noise.identity import check_identity_payload
+from crypto.noise.knocks import Knocks
 from crypto.noise.suites import Suite
 from crypto.swarm import Swarm
 
@@ -73,10 +73,11 @@ Reading = Generator[int, bytes, bytes]
 class PeerHandshake:
     """One side of it. `session` is there once it has finished.
 
-    `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are
-    those that are taken, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam). Begin
-    with `start`; then, until `session` is there, hand the next `wanted` bytes to `receive` and send what it
-    returns. The responder's identity is checked before the initiator shows its own.
+    `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are those that are
+    taken, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one object
+    for all handshakes of this node. Begin with `start`; then, until there is a `session`, hand the next
+    `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before the
+    initiator shows its own.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class PeerHandshake:
         swarm: Swarm,
         suites: Sequence[Suite],
         entropy: Callable[[int], bytes],
+        knocks: Knocks,
         expected: PeerId | None = None,
     ) -> None:
         if not 1 <= len(suites) <= offers.SUITES_MAX:
@@ -101,6 +103,7 @@ class PeerHandshake:
         self._secret = self._secrets[0] if initiator and self._secrets else None
         self._suites = suites
         self._entropy = entropy
+        self._knocks = knocks
         self._expected = expected
         self._tag = b""
         self._outgoing = b""
@@ -201,14 +204,13 @@ class PeerHandshake:
 
     def _begin(self, suite: Suite, offer: bytes, answer: bytes) -> Handshake:
         """After a wrong guess `offer` has the message that came with it at its end."""
-        private = self._swarm.is_private
         return Handshake(
             initiator=self._initiator,
             static=self._static,
             ephemeral=self._entropy(KEY_BYTES),
-            prologue=offers.prologue(self._swarm.name, private=private, offer=offer, answer=answer),
+            prologue=offers.prologue(self._swarm.name, offer, answer),
             cipher=suite.cipher,
-            pattern=suite.pattern(private=private),
+            pattern=suite.pattern(private=self._swarm.is_private),
             psk=self._secret,
             kem_seed=self._entropy(kem.SEED_BYTES) if suite.hybrid and self._initiator else None,
         )
@@ -247,6 +249,8 @@ class PeerHandshake:
         came = yield SWARM_TAG_BYTES
         for secret in self._secrets if self._secret is None else (self._secret,):
             if hmac.compare_digest(_tag_of(secret, self._tag, flight), came):
+                if self._secret is None and not self._knocks.take(came):
+                    raise RemoteProtocolError("a first flight that came before")
                 self._secret, self._tag = secret, came
                 return
         raise RemoteProtocolError("a flight whose tag does not show a key of this swarm")

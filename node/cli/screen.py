@@ -62,12 +62,16 @@ class EventScreen:
         if self._capacity is not None:
             lines.append(labelled("compute", capacity_text(self._capacity)))
         joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
-        lines.append(labelled("swarm", f"{event['swarm']}; {joining}".replace(" 1 addresses", " 1 address")))
+        kind = ", private" if event["is_private"] else ""
+        swarm = f"{event['swarm']}{kind}; {joining}".replace(" 1 addresses", " 1 address")
+        lines.append(labelled("swarm", swarm))
         if event["addresses"]:
             join = f"--join {short_address(event['addresses'][0])}"
             if event["swarm"] != "default":
                 join += f" --swarm {event['swarm']}"
-            lines.append(f"  On another machine:  python -m node {join}")
+            # There the key file, copied, may have any name.
+            key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
+            lines.append(f"  On another machine:  {key}python -m node {join}")
             if Path(event["data_dir"]) != default_data_dir(self._environ):
                 lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
         return lines

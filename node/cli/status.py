@@ -20,6 +20,9 @@ from node.cli.runs import run_text
 
 TRAFFIC = (
     "datagrams_sent",
+    "packets_sent",
+    "initiations_sent",
+    "sessions_begun",
     "datagrams_received",
     "messages_by_stream",
     "streams_opened",

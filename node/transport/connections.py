@@ -16,6 +16,7 @@ from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.transport.book import AddressBook
+from node.transport.doorway import Doorway
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, Outsider, accept, dial
 from node.transport.idle import IDLE_SECONDS, IdleConnections
 from node.transport.pool import Pool
@@ -28,8 +29,6 @@ INBOUND_MAX = 512
 """Connections from others at once; each in use costs a buffer of 128 KiB."""
 INBOUND_PER_PEER_MAX = 64
 """So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
-HALF_OPEN_MAX = 64
-"""Handshakes at once: each costs us about a millisecond of computing that nobody has paid for yet."""
 REFUSALS_MAX = 16
 """Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
 OPEN_SECONDS = 20.0
@@ -62,7 +61,7 @@ class Connections:
         self._open: dict[Connection, SecureStream | None] = {}
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
-        self._half_open = 0
+        self._doorway = Doorway()
         self._inbound: dict[Connection, None] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
         self._leaving: trio.Event | None = None
@@ -251,9 +250,9 @@ class Connections:
 
     async def serve(self, transport: trio.SocketStream) -> None:
         """One connection that came in, from its first byte to its end."""
-        if self._half_open + len(self._inbound) >= INBOUND_MAX:
+        if len(self._inbound) >= INBOUND_MAX:
             self._make_room(next(iter(self._waiting), None))
-        if self._half_open + len(self._inbound) >= INBOUND_MAX or self._half_open >= HALF_OPEN_MAX:
+        if len(self._inbound) >= INBOUND_MAX:
             self._counters["connections_over_limit"] += 1
             transport.socket.close()
             return
@@ -265,13 +264,15 @@ class Connections:
             await self._serve_peer(connection)
 
     async def _shake_hands(self, transport: trio.SocketStream) -> Connection | None:
-        self._half_open += 1
         try:
-            session = await accept(transport, self._credentials)
-            connection = self._make(transport, session)
-            self._inbound[connection] = None
-            self._inbound_by_peer[session.peer] += 1
-            return connection
+            scope = trio.CancelScope()
+            with self._doorway.place(transport.socket.getpeername()[0], scope.cancel), scope:
+                session = await accept(transport, self._credentials)
+                connection = self._make(transport, session)
+                self._inbound[connection] = None
+                self._inbound_by_peer[session.peer] += 1
+                return connection
+            self._counters["handshakes_displaced"] += 1
         except Outsider:
             self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
@@ -280,8 +281,6 @@ class Connections:
             self._counters["handshakes_broken"] += 1
         except trio.TooSlowError:
             self._counters["handshakes_timed_out"] += 1
-        finally:
-            self._half_open -= 1
         return None
 
     def _make_room(self, waiting: Connection | None) -> None:

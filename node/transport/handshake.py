@@ -20,6 +20,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import (
+    Knocks,
     NoCommonSuite,
     PeerHandshake,
     PrivateKey,
@@ -71,6 +72,10 @@ class Credentials:
     suites: tuple[Suite, ...]
 
     @cached_property
+    def _knocks(self) -> Knocks:
+        return Knocks()
+
+    @cached_property
     def _loaded(self) -> PrivateKey:
         return load_private_key(self.static)
 
@@ -87,6 +92,7 @@ class Credentials:
             swarm=self.swarm,
             suites=self.suites,
             entropy=self.entropy,
+            knocks=self._knocks,
             expected=expected,
         )
 

@@ -12,10 +12,11 @@ from functools import partial
 import trio
 
 from crypto.contact import ADDRESSES_MAX, Address
-from crypto.datagrams import Datagram, Opener, Seal, payload_bytes_max
 from crypto.errors import LocalProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import suites_named
+from crypto.sessions.core import Sessions
+from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Handler
@@ -149,8 +150,7 @@ class RealNetwork:
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
         else:
-            addresses = self._book.for_datagram(peer, self._clock.monotonic())
-            if not self._datagrams.send(peer, protocol, message, addresses):
+            if not self._datagrams.send(peer, protocol, message, self._where(peer)):
                 # Only names to look up, or only the other address family: TCP knows both.
                 self._queue_one_shot(peer, protocol, message)
 
@@ -168,14 +168,17 @@ class RealNetwork:
         self.ports = tuple(each.port for each in bound)
         self._places = places = tuple((each.host, each.port) for each in bound)
         self.look()
-        swarm, boot = self._credentials.swarm.name, int(self._clock.wall() * 1000)
         sockets = UdpSockets([each.udp for each in bound], self._counters)
+        sessions = Sessions(
+            self._identity,
+            self._credentials.swarm,
+            self._credentials.entropy,
+            now=self._clock.monotonic(),
+            wall_milliseconds=int(self._clock.wall() * 1000),
+            counters=self._counters,
+        )
         datagrams = Datagrams(
-            sockets,
-            Seal(self._identity, swarm, boot),
-            Opener(self.peer, swarm),
-            self._counters,
-            self._arrived,
+            sockets, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
         )
         listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(each.tcp)) for each in bound]
         try:
@@ -185,6 +188,7 @@ class RealNetwork:
                 try:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(datagrams.receive_forever)
+                        nursery.start_soon(datagrams.wake_forever)
                         serve = partial(trio.serve_listeners, handler_nursery=serving)
                         nursery.start_soon(serve, self._connections.serve, listeners)
                         for _ in range(ONE_SHOT_SENDERS):
@@ -203,10 +207,13 @@ class RealNetwork:
 
     # --- datagrams and messages --------------------------------------------------------------------
 
-    def _arrived(self, datagram: Datagram, source: Address) -> None:
-        if datagram.newest:
-            # A copy that came late from an old address must not move the peer back there.
-            self._book.observe(datagram.sender, source, self._clock.monotonic())
+    def _where(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._book.for_datagram(peer, self._clock.monotonic())
+
+    def _heard(self, peer: PeerId, source: Address) -> None:
+        self._book.observe(peer, source, self._clock.monotonic())
+
+    def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)
 
     def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:

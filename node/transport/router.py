@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 import trio
 
-from crypto.datagrams import PROTOCOL_BYTES_MAX, protocol_bytes
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
+from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
 from node.errors import StreamClosed, Unreachable
 from node.seams import Handler
 from node.transport.inbox import QueueInbox

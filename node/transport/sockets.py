@@ -1,12 +1,13 @@
-"""The UDP sockets of one node: which one a datagram leaves by, and what comes in by any of them.
+"""The UDP sockets of one node: which one a packet leaves by, and what comes in by any of them.
 
-Bare datagrams and addresses. Not here: who sent them and what they say (`udp`).
+Bare packets and where they come from. Not here: who sent them and what they say (`udp`).
 """
 
 import ipaddress
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import trio
 
@@ -14,94 +15,107 @@ from crypto.contact import Address, make_address
 
 FAULT_PAUSE_SECONDS = 0.05
 """A socket that reports an error is asked again after this; a lasting error must not spin."""
+BATCH_MAX = 64
+"""Packets read at once, before others get their turn: at most some milliseconds of refusing."""
+BUFFER_BYTES = 2**20
+"""What the kernel is asked to hold for us, so that a burst from strangers does not push out the rest."""
 ROUTES_MAX = 4_096
-"""Others whose datagrams came by one of several sockets: the latest, to be answered by the same one."""
+"""Others whose packets came by one of several sockets: the latest, to be answered by the same one."""
+SOURCES_MAX = 4_096
+"""Sources whose address is remembered; reading one costs more than all else of a packet."""
 
-_Target = tuple[str, int]
+Source = tuple[str, int]
+"""A socket's own name of another one: cheap, where most that comes may be refused."""
+Route = tuple[int, Source]
+"""One of our sockets, by number, and where to send from it."""
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class UdpSockets:
-    """Owns the sockets. A datagram leaves by the socket by which the receiver's own came; by one of its
+    """Owns the sockets. A packet leaves by the socket by which the receiver's own came; by one of its
     family whose address is most like the receiver's where none came."""
 
     def __init__(self, bound: Sequence[socket.socket], counters: Counter[str]) -> None:
         for each in bound:
             each.setblocking(False)
-        # The bare sockets send at once or not at all; the wrapped ones wait to receive.
-        self._bare = tuple(bound)
-        self._wrapped = tuple(trio.socket.from_stdlib_socket(each) for each in bound)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self._sockets = tuple(bound)
         self._counters = counters
         self._own = tuple(ipaddress.ip_address(each.getsockname()[0]) for each in bound)
         families = [each.family for each in bound]
         # An IPv6 socket for all addresses takes IPv4 as well, unless that has sockets of its own.
         self._mapped = tuple(own.is_unspecified and socket.AF_INET not in families for own in self._own)
         self._is_one_a_family = len(set(families)) == len(families)
-        self._routes: OrderedDict[Address, int] = OrderedDict()
+        self._came_by: OrderedDict[Address, int] = OrderedDict()
 
     def close(self) -> None:
-        for each in self._wrapped:
+        for each in self._sockets:
+            trio.lowlevel.notify_closing(each)
             each.close()
 
-    def takes(self, address: Address) -> bool:
-        """Whether a datagram can be sent there: no name to be looked up, and a family that we have."""
-        return self._pick(address) is not None
-
-    def send(self, data: bytes, address: Address) -> None:
-        """Send at once; what the kernel does not take is a lost datagram like any other."""
-        picked = self._pick(address)
-        if picked is None:
-            self._counters["datagrams_not_sent"] += 1
-            return
-        bare, target = picked
+    def send(self, packet: bytes, route: Route) -> None:
+        """Send at once; what the kernel does not take is a lost packet like any other."""
+        index, target = route
         try:
-            bare.sendto(data, target)
-            self._counters["datagrams_sent"] += 1
+            self._sockets[index].sendto(packet, target)
+            self._counters["packets_sent"] += 1
         except OSError:
             # A full buffer or no route.
-            self._counters["datagrams_not_sent"] += 1
+            self._counters["packets_not_sent"] += 1
 
-    async def receive_forever(self, bytes_max: int, arrived: Callable[[bytes, Address], None]) -> None:
-        """Until cancelled; longer ones arrive with `bytes_max` + 1 bytes, so that they show as too long."""
+    def route(self, address: Address) -> Route | None:
+        """How to send there; None for a name to be looked up, or a family that we do not have."""
+        fitting = [
+            (index, target)
+            for index, each in enumerate(self._sockets)
+            if (target := _target(each.family, address, mapped=self._mapped[index])) is not None
+        ]
+        if len(fitting) > 1:
+            came_by, there = self._came_by.get(address), ipaddress.ip_address(address.host)
+            fitting.sort(key=lambda each: (each[0] == came_by, _likeness(self._own[each[0]], there)))
+        return fitting[-1] if fitting else None
+
+    def note(self, address: Address, route: Route) -> None:
+        """An authentic packet came from `address` by this route."""
+        if self._is_one_a_family:
+            return
+        self._came_by[address] = route[0]
+        self._came_by.move_to_end(address)
+        if len(self._came_by) > ROUTES_MAX:
+            self._came_by.popitem(last=False)
+
+    async def receive_forever(
+        self, bytes_max: int, arrived: Callable[[bytes, Route], None], all_read: Callable[[], None]
+    ) -> None:
+        """Until cancelled; longer ones arrive with `bytes_max` + 1 bytes, so that they show as too long.
+        `all_read` is called after each batch."""
         async with trio.open_nursery() as nursery:
-            for index in range(len(self._wrapped)):
-                nursery.start_soon(self._receive, index, bytes_max, arrived)
+            for index in range(len(self._sockets)):
+                nursery.start_soon(self._receive, index, bytes_max, arrived, all_read)
 
-    async def _receive(self, index: int, bytes_max: int, arrived: Callable[[bytes, Address], None]) -> None:
+    async def _receive(
+        self,
+        index: int,
+        bytes_max: int,
+        arrived: Callable[[bytes, Route], None],
+        all_read: Callable[[], None],
+    ) -> None:
+        own = self._sockets[index]
         while True:
+            await trio.lowlevel.wait_readable(own)
             try:
-                data, source = await self._wrapped[index].recvfrom(bytes_max + 1)
+                for _ in range(BATCH_MAX):
+                    packet, source = own.recvfrom(bytes_max + 1)
+                    arrived(packet, (index, source[:2]))
+            except BlockingIOError:
+                pass
             except OSError:
                 self._counters["datagrams_faulty_socket"] += 1
                 await trio.sleep(FAULT_PAUSE_SECONDS)
-                continue
-            address = address_of(source)
-            if not self._is_one_a_family:
-                self._note(address, index)
-            arrived(data, address)
-
-    def _note(self, source: Address, index: int) -> None:
-        self._routes[source] = index
-        self._routes.move_to_end(source)
-        if len(self._routes) > ROUTES_MAX:
-            self._routes.popitem(last=False)
-
-    def _pick(self, address: Address) -> tuple[socket.socket, _Target] | None:
-        fitting = [
-            (index, target)
-            for index, bare in enumerate(self._bare)
-            if (target := _target(bare.family, address, mapped=self._mapped[index])) is not None
-        ]
-        if not fitting:
-            return None
-        if len(fitting) > 1:
-            came_by, there = self._routes.get(address), ipaddress.ip_address(address.host)
-            fitting.sort(key=lambda each: (each[0] == came_by, _likeness(self._own[each[0]], there)))
-        index, target = fitting[-1]
-        return self._bare[index], target
+            all_read()
 
 
-def _target(family: int, address: Address, *, mapped: bool) -> _Target | None:
+def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
     """The socket's name of an address; None for a name to be looked up or the other family."""
     if address.kind == "ip4" and family == socket.AF_INET:
         return address.host, address.port
@@ -121,7 +135,8 @@ def _likeness(own: _Ip, other: _Ip) -> int:
     return own.max_prefixlen - (int(own) ^ int(other)).bit_length()
 
 
-def address_of(source: tuple[str, int]) -> Address:
+@lru_cache(maxsize=SOURCES_MAX)
+def address_of(source: Source) -> Address:
     """A socket name as an Address; IPv4 seen through an IPv6 socket is IPv4 again."""
     host, port = source[0], source[1]
     if ":" in host:

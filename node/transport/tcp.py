@@ -281,6 +281,7 @@ class Connection:
 
     def release(self) -> None:
         """It rests between two conversations: hold as little as can be."""
+        self._is_woken = False
         self._reader.release()
 
     @property

@@ -1,53 +1,91 @@
-"""Datagrams over a node's UDP sockets: what is authentic goes to the inboxes, all else to the counters."""
+"""Datagrams over a node's UDP sockets: drives `crypto.sessions` and hands on what is authentic.
+
+What is refused goes to the counters. Which address a peer has is not decided here: see `book`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import trio
+
 from crypto.contact import Address
-from crypto.datagrams import DATAGRAM_BYTES_MAX, Datagram, DatagramRefused, Opener, Seal
 from crypto.identity import PeerId
-from node.transport.sockets import UdpSockets
+from crypto.sessions.core import Sessions
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Datagram, DatagramRefused
+from node.seams import Clock
+from node.transport.sockets import Route, UdpSockets, address_of
 
 
 class Datagrams:
-    """Seals and opens. `arrived(datagram, source)` is called for each authentic datagram."""
+    """`where(peer)` says where to send; `heard(peer, source)` is called for each newest authentic packet,
+    whatever was in it; `arrived(datagram)` for each message."""
 
     def __init__(
         self,
         sockets: UdpSockets,
-        seal: Seal,
-        opener: Opener,
+        sessions: Sessions,
+        clock: Clock,
         counters: Counter[str],
-        arrived: Callable[[Datagram, Address], None],
+        where: Callable[[PeerId], Sequence[Address]],
+        heard: Callable[[PeerId, Address], None],
+        arrived: Callable[[Datagram], None],
     ) -> None:
         self._sockets = sockets
-        self._seal = seal
-        self._opener = opener
+        self._sessions = sessions
+        self._clock = clock
         self._counters = counters
+        self._where = where
+        self._heard = heard
         self._arrived = arrived
+        self._sleep = trio.CancelScope()
 
     def send(self, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]) -> bool:
-        """Send one datagram to each address, of which the peer opens one; False if none can be used.
-
-        It is sealed once, so the copies are one and the same to the receiver's replay window.
-        """
-        targets = [address for address in addresses if self._sockets.takes(address)]
-        if not targets:
+        """Send one message to each address, of which the peer takes one; False if none can be used."""
+        routes = self._routes(addresses)
+        if not routes:
             return False
-        data = self._seal.seal(peer, protocol, payload)
-        for target in targets:
-            self._sockets.send(data, target)
+        self._counters["datagrams_sent"] += 1
+        for packet in self._sessions.send(self._clock.monotonic(), peer, protocol, payload):
+            for route in routes:
+                self._sockets.send(packet, route)
+        self._wake_in_time()
         return True
 
     async def receive_forever(self) -> None:
         """Until cancelled."""
-        await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take)
+        await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._wake_in_time)
 
-    def _take(self, data: bytes, source: Address) -> None:
+    async def wake_forever(self) -> None:
+        """Send what is due, until cancelled."""
+        while True:
+            with trio.CancelScope(deadline=self._sessions.deadline) as self._sleep:
+                await trio.sleep_forever()
+            for peer, packet in self._sessions.wake(self._clock.monotonic()):
+                for route in self._routes(self._where(peer)):
+                    self._sockets.send(packet, route)
+
+    def _take(self, packet: bytes, route: Route) -> None:
+        source = route[1]
         try:
-            datagram = self._opener.open(data)
+            received = self._sessions.receive(self._clock.monotonic(), packet, source)
         except DatagramRefused as refusal:
             self._counters[f"datagrams_refused_{refusal.reason}"] += 1
             return
-        self._counters["datagrams_received"] += 1
-        self._arrived(datagram, source)
+        for answer in received.answers:
+            self._sockets.send(answer, route)
+        if received.newest and received.peer is not None:
+            # A copy that came late from an old address must not move the peer back there.
+            address = address_of(source)
+            self._sockets.note(address, route)
+            self._heard(received.peer, address)
+        if received.datagram is not None:
+            self._counters["datagrams_received"] += 1
+            self._arrived(received.datagram)
+
+    def _wake_in_time(self) -> None:
+        if self._sessions.deadline < self._sleep.deadline:
+            self._sleep.deadline = self._sessions.deadline
+
+    def _routes(self, addresses: Sequence[Address]) -> list[Route]:
+        routes = (self._sockets.route(address) for address in addresses)
+        return [route for route in routes if route is not None]

@@ -43,6 +43,10 @@ class Links:
         self._base, self._span = _distances(model)
         self._jitter_ticks = ticks(model.jitter_seconds) if model.jitter_seconds > 0 else 0
         self._reorder_ticks = ticks(model.reorder_seconds)
+        # A drawn figure below (or, for what is kept, not below) such a bound means that it happens.
+        self._kept_range = (1.0 - model.loss) * _RANGE
+        self._reordered_range = model.reordering * _RANGE
+        self._copied_range = model.duplication * _RANGE
         self._fates_differ = bool(
             model.loss or model.jitter_seconds or model.duplication or model.reordering
         ) or any(access.loss for access in model.access)
@@ -52,6 +56,7 @@ class Links:
         self._blocked: dict[PeerId, dict[PeerId, None]] = {}
         self._lossy: dict[PeerId, float] = {}
         self._deaf: dict[PeerId, None] = {}
+        self._is_parted = False
         self.is_even = not self._fates_differ and not self.has_translators
 
     # Where peers are.
@@ -174,24 +179,23 @@ class Links:
 
     def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
         """How long each copy of one message travels, in ticks; none for one that never arrives."""
-        if not self.connects(sender, receiver):
+        if self._is_parted and not self.connects(sender, receiver):
             self.counters["cut"] += 1
             return ()
         latency = self.latency_ticks(sender, receiver)
         if not self._fates_differ and not self._lossy:
             return (latency,)
-        model = self.model
         data = name + receiver.peer + _MESSAGE.pack(tick, count)
         lot, jitter, turn, held, twin, twin_jitter = _DRAWS.unpack(
             blake2b(data, digest_size=_DRAWS.size).digest()
         )
-        if lot >= (1.0 - model.loss) * sender.kept_share * receiver.kept_share * _RANGE:
+        if lot >= self._kept_range * sender.kept_share * receiver.kept_share:
             self.counters["lost"] += 1
             return ()
         trip = latency + (jitter * self._jitter_ticks >> _BITS)
-        if turn < model.reordering * _RANGE:
+        if turn < self._reordered_range:
             trip += held * self._reorder_ticks >> _BITS
-        if twin >= model.duplication * _RANGE:
+        if twin >= self._copied_range:
             return (trip,)
         self.counters["duplicated"] += 1
         # A copy takes a path of its own; never the same instant, so that an arrival is one of a kind.
@@ -210,8 +214,8 @@ class Links:
         self._look()
 
     def _look(self) -> None:
-        disturbed = bool(self._splits or self._blocked or self._deaf or self._lossy)
-        self.is_even = not (self._fates_differ or self.has_translators or disturbed)
+        self._is_parted = bool(self._splits or self._blocked or self._deaf)
+        self.is_even = not (self._fates_differ or self.has_translators or self._is_parted or self._lossy)
 
 
 class Sender:

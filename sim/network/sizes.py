@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crypto.datagrams import DATAGRAM_BYTES_MAX, payload_bytes_max
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, payload_bytes_max
 
 PACKET_BYTES = 48
 """Headers of IPv6 and UDP."""
@@ -14,7 +14,7 @@ _ENVELOPE_BYTES = DATAGRAM_BYTES_MAX - payload_bytes_max(_NAME) - len(_NAME)
 
 
 def envelope_bytes(protocol: str) -> int:
-    """What is around each datagram of a protocol: packet headers, and the signed envelope with its name."""
+    """What is around each datagram of a protocol: packet headers, a session's header and tag, the name."""
     return PACKET_BYTES + _ENVELOPE_BYTES + len(protocol.encode())
 
 

@@ -13,6 +13,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import (
     SUITES,
+    Knocks,
     NoCommonSuite,
     PeerHandshake,
     Session,
@@ -51,6 +52,7 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
         "swarm": OPEN,
         "suites": PLAIN,
         "entropy": entropy,
+        "knocks": Knocks(),
     }
     return PeerHandshake(initiator=initiator, **arguments | changes)
 
@@ -203,10 +205,21 @@ def test_an_answer_that_names_a_worse_suite_is_refused() -> None:
     assert alice.session is None
 
 
-@pytest.mark.parametrize("answer", [(2, 1, 1), (2, 2, 1, 2), (1, 1, 1), (0, 1, 2), (7, 1, 7), (2, 0), (2, 9)])
+def test_a_list_that_was_changed_on_the_way_back_is_refused_even_if_the_choice_stays() -> None:
+    def wire(number: int, flight: bytes) -> bytes:
+        return bytes((CHACHA.number, 2, CHACHA.number, 8)) if number == 1 else flight
+
+    later = Suite(9, "later", "AESGCM", hybrid=False)
+    with pytest.raises(RemoteProtocolError, match="does not decrypt"):
+        shake(side(True, suites=PLAIN), side(False, suites=(CHACHA, later)), wire)
+
+
+@pytest.mark.parametrize(
+    "answer", [(1, 1, 2), (1, 2, 2, 1), (2, 1, 1), (0, 1, 1), (7, 1, 7), (1, 2, 3, 4), (1, 0), (1, 9)]
+)
 def test_an_answer_that_does_not_follow_from_the_lists_is_refused(answer: tuple[int, ...]) -> None:
-    alice = begun(side(True, suites=(HYBRID, CHACHA, AES) if kem.is_offered() else (CHACHA, AES)))
-    with pytest.raises(RemoteProtocolError):
+    alice = begun(side(True, suites=(Suite(9, "later", "AESGCM", hybrid=False), CHACHA, AES)))
+    with pytest.raises(RemoteProtocolError, match=r"does not follow|a list of"):
         feed(alice, bytes(answer) + bytes(10))
 
 
@@ -362,6 +375,23 @@ def test_an_outsider_gets_no_answer(theirs: Swarm) -> None:
         talk.run()
     assert [sender for sender, _ in talk.flights] == [0]
     assert not bob.knows_swarm
+
+
+def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
+    knocks = Knocks(knocks_max=2)
+    flights = [side(True, swarm=PRIVATE, entropy=lambda n, i=i: bytes((i,)) * n).start() for i in range(1, 4)]
+
+    def answer(number: int) -> bytes:
+        bob = begun(side(False, swarm=PRIVATE, knocks=knocks))
+        try:
+            return feed(bob, flights[number])
+        except RemoteProtocolError:
+            assert not bob.knows_swarm
+            return b""
+
+    assert [bool(answer(number)) for number in (0, 0, 1, 0, 1)] == [True, False, True, False, False]
+    # The oldest is forgotten, once so many others have come.
+    assert [bool(answer(number)) for number in (2, 1, 0)] == [True, False, True]
 
 
 def test_a_member_says_nothing_to_a_responder_who_does_not_show_the_key() -> None:

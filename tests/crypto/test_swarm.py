@@ -19,7 +19,7 @@ def test_a_rotation_keeps_what_each_key_gives() -> None:
     assert both.secrets == Swarm("a", (ONE,)).secrets + Swarm("a", (OTHER,)).secrets
 
 
-@pytest.mark.parametrize("keys", [(b"short",), (ONE,) * 5])
+@pytest.mark.parametrize("keys", [(b"short",), (ONE,) * 5, (ONE, bytes(32))])
 def test_keys_of_another_form_are_refused(keys: tuple[bytes, ...]) -> None:
     with pytest.raises(LocalProtocolError):
         Swarm("a", keys)

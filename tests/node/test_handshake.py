@@ -1,11 +1,16 @@
 """The handshake of a stream on sockets: deadlines, outsiders, suites; where time matters it is virtual."""
 
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from crypto.contact import make_address
@@ -15,6 +20,7 @@ from crypto.noise import SUITES, preferred
 from crypto.swarm import Swarm
 from node.errors import Unreachable
 from node.transport import handshake
+from node.transport.doorway import Doorway, source_of
 from node.transport.handshake import (
     HANDSHAKE_SECONDS,
     IGNORED_BYTES_MAX,
@@ -24,7 +30,7 @@ from node.transport.handshake import (
     default_suites,
     dial,
 )
-from tests.node.nets import BULK, acquaint, echo, make_network, running, until
+from tests.node.nets import BULK, acquaint, echo, make_network, raw_address, running, until
 
 KEY, OTHER_KEY = b"1" * 32, b"2" * 32
 PRIVATE = Swarm("test", (KEY,))
@@ -142,6 +148,25 @@ def test_who_drips_a_right_handshake_byte_by_byte_is_given_up_at_the_deadline(
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
+async def test_bytes_behind_an_answer_that_were_not_asked_for_are_refused() -> None:
+    async def answer_and_go_on(stream: trio.SocketStream) -> None:
+        side = credentials("b", Swarm("test")).handshake(initiator=False)
+        side.start()
+        answer = b""
+        while not answer:
+            answer = side.receive(await stream.receive_some(side.wanted))
+        await stream.send_all(answer + b"and more")
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, answer_and_go_on, listeners)
+        address = make_address(*listeners[0].socket.getsockname())
+        with pytest.raises(Unreachable) as refusal:
+            await dial(address, credentials("a", Swarm("test")))
+        assert "before it is their turn" in str(refusal.value.__context__)
+        nursery.cancel_scope.cancel()
+
+
 def test_in_an_open_swarm_garbage_is_refused_at_once() -> None:
     async def scenario() -> None:
         theirs, ours = await connected()
@@ -227,3 +252,52 @@ def test_the_cpu_says_which_cipher_comes_first(
     assert default_suites()[0].cipher == first
     monkeypatch.setattr(handshake, "_CPU_FILE", str(tmp_path / "none"))
     assert default_suites()[0].cipher == "AESGCM"
+
+
+# --- who stands in the doorway -----------------------------------------------------------------------
+
+
+async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 30.0)
+    alice, bob = make_network("a"), make_network("b")
+    bob._connections._doorway = Doorway(places_max=2)
+    async with running(alice, bob):
+        idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
+        await until(lambda: len(bob._connections._doorway) == 2)
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        # Who has stood there longest had to go.
+        assert await idle[0].receive_some() == b""
+        assert bob.counters["handshakes_displaced"] == 1
+        assert len(bob._connections._doorway) == 1
+        for connection in idle:
+            await connection.aclose()
+
+
+HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1", "fe80::1%eth0"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
+def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: list[tuple[str, int]]) -> None:
+    doorway, away = Doorway(places_max=4), list[int]()
+    standing: list[tuple[int, str, ExitStack]] = []
+    for number, (host, leaving) in enumerate(steps):
+        place, source = ExitStack(), source_of(host)
+        crowds = Counter(source for _, source, _ in standing)
+        place.enter_context(doorway.place(host, partial(away.append, number)))
+        if len(standing) == 4:
+            gone = next(entry for entry in standing if entry[0] == away[-1])
+            assert crowds[gone[1]] == max(crowds.values())
+            assert gone == next(entry for entry in standing if entry[1] == gone[1])
+            standing.remove(gone)
+            gone[2].close()
+        standing.append((number, source, place))
+        if leaving < len(standing):
+            standing.pop(leaving)[2].close()
+        assert len(doorway) == len(standing) <= 4
+    assert len(set(away)) == len(away)
+
+
+def test_addresses_of_one_household_are_one_source() -> None:
+    assert [source_of(host) for host in HOSTS] == [
+        "10.0.0.1/32", "10.0.0.2/32", "2001:db8::/64", "2001:db8::/64", "10.0.0.1/32", "fe80::/64"
+    ]  # fmt: skip

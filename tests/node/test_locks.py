@@ -3,7 +3,7 @@
 import trio
 import trio.testing
 
-from node.locks import acquire
+from node.locks import Turn, acquire
 
 
 async def _take(lock: trio.Lock, order: list[str], name: str) -> None:
@@ -51,5 +51,38 @@ def test_a_cancelled_task_does_not_keep_a_lock() -> None:
             await acquire(lock)
         assert scope.cancelled_caught
         assert not lock.locked()
+
+    trio.run(main)
+
+
+def test_turns_are_taken_in_order_and_a_cancelled_task_loses_nobody_theirs() -> None:
+    async def main() -> None:
+        turn, order = Turn(), list[int]()
+        scopes = [trio.CancelScope() for _ in range(4)]
+
+        async def take(number: int) -> None:
+            with scopes[number]:
+                await turn.take()
+                order.append(number)
+                turn.give()
+
+        await turn.take()
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(take, number)
+                await trio.testing.wait_all_tasks_blocked()
+            scopes[1].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            # Handed over and cancelled in the same moment: it goes on to the next.
+            scopes[0].cancel()
+            turn.give()
+            scopes[2].cancel()
+        assert order == [3]
+        assert not turn.is_taken
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await turn.take()
+        assert scope.cancelled_caught
+        assert not turn.is_taken
 
     trio.run(main)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -134,20 +135,18 @@ class FakeConnection:
 
 
 def test_idle_connections_are_bounded_and_the_longest_idle_goes_first() -> None:
-    idle = IdleConnections(seconds=10, per_peer_max=2, number_max=3)
-    forget: Callable[[FakeConnection], None] = idle.forget  # type: ignore[assignment]  # it only compares
-    put: Callable[[FakeConnection, float], None] = idle.put  # type: ignore[assignment]
+    idle: Any = IdleConnections(seconds=10, per_peer_max=2, number_max=3)
     peers = [PeerId(bytes((number,)) * 32) for number in range(3)]
     first, second, third, fourth, fifth = (
-        FakeConnection(peers[number], forget) for number in (0, 0, 0, 1, 2)
+        FakeConnection(peers[number], idle.forget) for number in (0, 0, 0, 1, 2)
     )
     for at, connection in enumerate((first, second, third)):
-        put(connection, float(at))
+        idle.put(connection, float(at))
     assert (bool(first.whys), len(idle)) == (True, 2)
-    put(fourth, 4.0)
-    put(fifth, 5.0)
+    idle.put(fourth, 4.0)
+    idle.put(fifth, 5.0)
     assert (bool(second.whys), len(idle)) == (True, 3)
-    assert idle.take(peers[1]) is fourth  # type: ignore[comparison-overlap]
+    assert idle.take(peers[1]) is fourth
     assert idle.take(peers[1]) is None
     fifth.is_quiet = False
     assert idle.take(peers[2]) is None

@@ -22,6 +22,7 @@ from node.transport.records import (
     MESSAGE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     RECORD_PLAIN_BYTES_MAX,
+    Mark,
     RecordReader,
     RecordWriter,
 )
@@ -127,6 +128,28 @@ def test_records_carry_messages_and_payloads_in_whatever_pieces_they_come(
     assert reader.held_bytes == 0
 
 
+@given(
+    spoken=st.lists(st.one_of(st.sampled_from(Mark), st.binary(max_size=300)), max_size=20),
+    step=st.integers(1, 400),
+)
+def test_marks_come_between_messages_where_they_were_said(spoken: list[Mark | bytes], step: int) -> None:
+    writer, reader = pair()
+    data = b"".join(
+        writer.mark(each) if isinstance(each, Mark) else writer.whole(each) or b"" for each in spoken
+    )
+    heard: list[Mark | bytes] = []
+    while data:
+        space = reader.space()
+        count = min(step, len(space), len(data))
+        space[:count] = data[:count]
+        reader.filled(count)
+        data = data[count:]
+        while (received := reader.next_message()) is not None:
+            heard.append(received[0] if isinstance(received, tuple) else received)
+        reader.release()
+    assert heard == spoken
+
+
 def test_a_long_payload_is_read_through_a_borrowed_buffer_that_is_counted_and_given_back() -> None:
     writer, reader = pair()
     tensor = np.arange(500_000, dtype=np.float32).reshape(1_000, 500)
@@ -212,6 +235,9 @@ def head(message_bytes: int, payload_bytes: int = 0) -> bytes:
         [head(0, 3), b"four"],
         [head(0, 3) + b"abc"],
         [head(0, 100_001)],
+        [head(2**32 - 1, 2)],
+        [head(2**32 - 1, 1) + b"more"],
+        [head(0, 65_536) + b"", head(2**32 - 1, 1)],
     ],
 )
 def test_authentic_records_that_break_the_framing_are_refused(records: list[bytes]) -> None:

@@ -25,7 +25,6 @@ from tests.node.nets import (
     acquaint,
     echo,
     make_network,
-    raw_address,
     running,
     until,
     unused_address,
@@ -354,22 +353,6 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
             await stream.aclose()
         await until(lambda: bob._connections._inbound_by_peer[alice.peer] < INBOUND_PER_PEER_MAX)
         await (await alice.open(bob.peer, BULK)).aclose()
-
-
-async def test_half_open_handshakes_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.transport.connections.HALF_OPEN_MAX", 2)
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
-    alice, bob = make_network("a"), make_network("b")
-    async with running(alice, bob):
-        idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
-        await until(lambda: bob._connections._half_open == 2)
-        with pytest.raises(Unreachable):
-            await alice.identify(bob.addresses[0])
-        assert bob.counters["connections_over_limit"] == 1
-        await until(lambda: bob.counters["handshakes_timed_out"] == 2)
-        assert await alice.identify(bob.addresses[0]) == bob.peer
-        for connection in idle:
-            await connection.aclose()
 
 
 async def test_what_a_stranger_does_to_a_handler_stays_there_and_our_own_bug_comes_out() -> None:

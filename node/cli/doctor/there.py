@@ -14,10 +14,10 @@ from functools import partial
 import trio
 
 from crypto.contact import Address
-from crypto.datagrams import payload_bytes_max
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import SEED_BYTES, Identity, PeerId, short_peer
+from crypto.sessions.packets import payload_bytes_max
 from node.cli.doctor.here import DATAGRAM_BYTES, Failed, Scene
 from node.cli.doctor.steps import Skipped, Steps
 from node.cli.status import reachable_text

@@ -1,0 +1,87 @@
+"""py-libp2p as a rival of our streams, where `pip install libp2p` has put it: Noise and yamux over TCP.
+
+Its packages are imported only once it is known to be there.
+"""
+
+import importlib.util
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import trio
+from _pipes import HOST, PipeLine, serve_pipe
+
+PROTOCOL = "/benchmark/pipe/1"
+WRITE_BYTES_MAX = 2**16
+"""What it writes at once without complaint."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("libp2p") is not None
+
+
+class LibPipe:
+    """`Pipe` over one of its streams."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def send_all(self, data: memoryview) -> None:
+        for start in range(0, len(data), WRITE_BYTES_MAX):
+            await self._stream.write(bytes(data[start : start + WRITE_BYTES_MAX]))
+
+    async def receive_into(self, view: memoryview) -> None:
+        at = 0
+        while at < len(view):
+            data = await self._stream.read(len(view) - at)
+            if not data:
+                raise EOFError
+            view[at : at + len(data)] = data
+            at += len(data)
+
+    def close(self) -> None:
+        """The next connection ends this one."""
+
+
+def _address(port: int) -> Any:
+    from multiaddr import Multiaddr
+
+    return Multiaddr(f"/ip4/{HOST}/tcp/{port}")
+
+
+async def serve_libp2p(connection: Connection) -> None:
+    """The far side; tells its port and its id."""
+    from libp2p import new_host
+
+    async def serve(stream: Any) -> None:
+        await serve_pipe(LibPipe(stream))
+
+    with socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+    host = new_host()
+    host.set_stream_handler(PROTOCOL, serve)
+    async with host.run(listen_addrs=[_address(port)]):
+        connection.send((port, str(host.get_id())))
+        await trio.sleep_forever()
+
+
+@asynccontextmanager
+async def libp2p_line(port: int, peer: str) -> AsyncIterator[PipeLine]:
+    """Connected, as long as it is entered."""
+    from libp2p import new_host
+    from libp2p.peer.id import ID
+    from libp2p.peer.peerinfo import PeerInfo
+
+    # One that keeps its connection, and one that connects again and again.
+    host, dialler, there = new_host(), new_host(), ID.from_string(peer)
+
+    async def connect(host: Any) -> LibPipe:
+        await host.disconnect(there)
+        await host.connect(PeerInfo(there, [_address(port)]))
+        return LibPipe(await host.new_stream(there, [PROTOCOL]))
+
+    async with host.run(listen_addrs=[_address(0)]), dialler.run(listen_addrs=[_address(0)]):
+        yield PipeLine(await connect(host), partial(connect, dialler))

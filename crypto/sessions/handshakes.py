@@ -1,0 +1,317 @@
+"""How two peers get a session: initiation, response, cookie. Cheap checks come first.
+
+Both may begin at once; then the initiation of the one with the smaller peer id counts, and the other's is
+answered with it. What both wanted to say is delivered all the same.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from crypto.agreement import agreement_private, agreement_public
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity
+from crypto.noise import Handshake
+from crypto.sessions.limits import Admission, prefix_of
+from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, find_key, mac, mac_key, open_cookie
+from crypto.sessions.packets import (
+    COOKIE_BYTES,
+    COOKIE_HEAD,
+    DATAGRAM_BYTES_MAX,
+    INITIATION,
+    INITIATION_BYTES_MIN,
+    INITIATION_HEAD,
+    MAC_BYTES,
+    MACS_BYTES,
+    RESPONSE,
+    RESPONSE_BYTES,
+    RESPONSE_HEAD,
+    DatagramRefused,
+    Offer,
+    Request,
+    fits_initiation,
+    read_offer,
+    read_stamp,
+    write_offer,
+    write_stamp,
+)
+from crypto.sessions.session import Session
+from crypto.sessions.state import ANEW_SECONDS, RETRY_SECONDS_MAX, Attempt, PeerState
+from crypto.sessions.table import Table
+from crypto.swarm import Swarm
+
+SEEN_MAX = 4_096
+"""Initiations remembered, so that a copy of one is refused without computing: it may come by several ways."""
+
+_PATTERN, _CIPHER = "IKpsk2", "ChaChaPoly"
+"""ChaCha20-Poly1305 is as fast as AES for packets so small, on machines of every kind."""
+_KEY_BYTES = 32
+_STAMPS_PER_MILLISECOND = 1_024
+_PROLOGUE = b"peerloom/session/1\0"
+
+
+class Handshakes:
+    """`wall_milliseconds` is the unix time at `now`: it must be above that of the node's last life, or others
+    take its initiations for old ones until it is."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        swarm: Swarm,
+        entropy: Callable[[int], bytes],
+        table: Table,
+        counters: Counter[str],
+        *,
+        now: float,
+        wall_milliseconds: int,
+    ) -> None:
+        self._peer = identity.peer
+        self._private = X25519PrivateKey.from_private_bytes(agreement_private(identity.seed))
+        self._prologue = _PROLOGUE + swarm.name.encode()
+        self._secrets = swarm.secrets
+        self._mac_keys = tuple(mac_key(secret, identity.peer) for secret in swarm.secrets)
+        self._entropy = entropy
+        self._table = table
+        self._counters = counters
+        self._cookies = Cookies(entropy)
+        self._admission = Admission(now)
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._wall_milliseconds = wall_milliseconds - now * 1000
+        self._last_stamp = 0
+
+    # --- ours --------------------------------------------------------------------------------------
+
+    def begin(self, now: float, state: PeerState) -> list[bytes]:
+        """A first initiation, or the next one; none if the peer's address may not be sent so much."""
+        last = state.attempt
+        if last is not None:
+            self._table.attempts.pop(last.index, None)
+            state.attempt = None
+        if not state.may_begin(now):
+            self._counters["initiations_held_unproven"] += 1
+            return []
+        attempt = self._make(now, state)
+        if last is not None:
+            attempt.wait_seconds = min(2 * last.wait_seconds, RETRY_SECONDS_MAX)
+        attempt.retry_at = now + attempt.wait_seconds
+        state.attempt = attempt
+        self._table.attempts[attempt.index] = state
+        self._counters["initiations_sent"] += 1
+        return [attempt.packet]
+
+    def end(self, state: PeerState) -> None:
+        """No handshake of ours is needed any more."""
+        if state.attempt is not None:
+            self._table.attempts.pop(state.attempt.index, None)
+            state.attempt = None
+
+    def _make(self, now: float, state: PeerState) -> Attempt:
+        index, stamp = self._table.fresh_index(), self._next_stamp(now)
+        carried = state.queue[0] if state.queue and fits_initiation(state.queue[0]) else None
+        if carried is not None and not carried.stamp:
+            carried.stamp = stamp
+        handshake = Handshake(
+            initiator=True,
+            static=self._private,
+            ephemeral=self._entropy(_KEY_BYTES),
+            prologue=self._prologue,
+            cipher=_CIPHER,
+            pattern=_PATTERN,
+            psk=self._secrets[0],
+            remote_static=state.static,
+        )
+        anew = state.sending(now) is None
+        offer = write_offer(Offer(self._peer, stamp, anew, carried))
+        body = INITIATION_HEAD.pack(INITIATION, index) + handshake.write(offer)
+        body += mac(state.mac_key, body)
+        mac2 = mac(state.cookie, body) if now < state.cookie_until else bytes(MAC_BYTES)
+        return Attempt(handshake, index, body + mac2, carried, now)
+
+    def _next_stamp(self, now: float) -> int:
+        clock = int((self._wall_milliseconds + now * 1000) * _STAMPS_PER_MILLISECOND)
+        self._last_stamp = max(self._last_stamp + 1, clock)
+        return self._last_stamp
+
+    def on_response(self, now: float, data: bytes, source: Source) -> PeerState:
+        """Our handshake is over; who answered. The session is there and proved."""
+        if len(data) != RESPONSE_BYTES:
+            raise DatagramRefused("malformed", f"a response of {len(data)} bytes")
+        _, remote_index, index = RESPONSE_HEAD.unpack_from(data)
+        state = self._table.attempts.get(index)
+        attempt = None if state is None else state.attempt
+        if state is None or attempt is None or attempt.is_broken:
+            raise DatagramRefused("index", "a response to no handshake of ours")
+        if find_key(self._mac_keys[:1], data[:-MAC_BYTES], data[-MAC_BYTES:]) is None:
+            raise DatagramRefused("swarm", "a response of another swarm, or for another peer")
+        try:
+            payload = attempt.handshake.read(data[RESPONSE_HEAD.size : -MAC_BYTES])
+        except RemoteProtocolError:
+            # The object is dead now; the next initiation makes another.
+            attempt.is_broken = True
+            raise DatagramRefused("seal", "a response that is not authentic") from None
+        # The one that crossed ours counts no more, should it come late.
+        state.memory.stamp = max(state.memory.stamp, read_stamp(payload))
+        session = Session(index, remote_index, attempt.handshake.split(), now, initiated=True)
+        self.end(state)
+        self._rotate(state, session)
+        if attempt.carried is not None and state.queue and state.queue[0] is attempt.carried:
+            self._table.take(state)
+        if state.proven is None:
+            state.prove(source)
+        state.came_from(now, source, len(data))
+        state.heard()
+        self._counters["sessions_begun"] += 1
+        return state
+
+    def on_cookie(self, now: float, data: bytes) -> PeerState:
+        """The peer has much to do: our initiation is to go there once more, with the cookie. Not to where the
+        cookie came from, which proves nothing."""
+        if len(data) != COOKIE_BYTES:
+            raise DatagramRefused("malformed", f"a cookie of {len(data)} bytes")
+        _, index, _ = COOKIE_HEAD.unpack_from(data)
+        state = self._table.attempts.get(index)
+        attempt = None if state is None else state.attempt
+        if state is None or attempt is None or attempt.has_cookie:
+            raise DatagramRefused("index", "a cookie for no handshake of ours")
+        body = attempt.packet[:-MAC_BYTES]
+        cookie = open_cookie(data, state.mac_key, body[-MAC_BYTES:])
+        if cookie is None:
+            raise DatagramRefused("seal", "a cookie that is not authentic")
+        state.cookie, state.cookie_until = cookie, now + COOKIE_SECONDS
+        attempt.has_cookie = attempt.is_waiting = True
+        attempt.packet = body + mac(cookie, body)
+        return state
+
+    def again(self, now: float, state: PeerState) -> list[bytes]:
+        """The initiation that waits to go out once more."""
+        attempt = state.attempt
+        if attempt is None or not attempt.is_waiting:
+            return []
+        attempt.is_waiting = False
+        return [attempt.packet] if state.may_send(now, len(attempt.packet)) else []
+
+    # --- theirs ------------------------------------------------------------------------------------
+
+    def on_initiation(
+        self, now: float, data: bytes, source: Source
+    ) -> tuple[PeerState | None, Request | None, list[bytes]]:
+        """Who wants a session, what it asks already, and the answers; nobody yet if that is a cookie."""
+        number, cookie = self._admit(now, data, source)
+        if cookie is not None:
+            return None, None, [cookie]
+        handshake, offer = self._open(data[:-MACS_BYTES], number)
+        state = self._table.peers.get(offer.peer)
+        if state is None:
+            state = self._table.meet_stranger(now, offer.peer, prefix_of(source))
+            if state is None:
+                raise DatagramRefused("full", "a stranger for whom there is no room")
+        state.memory.stamp = offer.stamp
+        request = offer.request
+        if request is not None and request.stamp <= state.memory.request:
+            request = None
+        if request is not None:
+            state.memory.request = request.stamp
+        if state.attempt is not None and not state.attempt.is_broken and self._peer < offer.peer:
+            return state, request, [state.attempt.packet]
+        state.came_from(now, source, len(data))
+        _, remote_index = INITIATION_HEAD.unpack_from(data)
+        response = self._accept(now, state, handshake, remote_index, source, offer)
+        response += mac(mac_key(self._secrets[number], offer.peer), response)
+        state.allowance_bytes -= len(response)
+        return state, request, [response]
+
+    def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
+        """All that costs little: which secret the initiation was made with, and a cookie if we want one."""
+        if not INITIATION_BYTES_MIN <= len(data) <= DATAGRAM_BYTES_MAX:
+            raise DatagramRefused("malformed", f"an initiation of {len(data)} bytes")
+        mac1 = data[-MACS_BYTES:-MAC_BYTES]
+        number = find_key(self._mac_keys, data[:-MACS_BYTES], mac1)
+        if number is None:
+            raise DatagramRefused("swarm", "an initiation of another swarm, or for another peer")
+        if mac1 in self._seen:
+            raise DatagramRefused("replay", "an initiation that came before")
+        if not self._admission.is_free(now):
+            shown = self._cookies.is_shown(now, data[:-MAC_BYTES], data[-MAC_BYTES:], source)
+            verdict = self._admission.judge(now, source, shows_cookie=shown)
+            if verdict == "refuse":
+                raise DatagramRefused("busy", "more handshakes than we compute")
+            if verdict == "cookie":
+                self._counters["cookies_sent"] += 1
+                _, index = INITIATION_HEAD.unpack_from(data)
+                return number, self._cookies.answer(now, self._mac_keys[number], index, mac1, source)
+        self._seen[mac1] = None
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
+        return number, None
+
+    def _open(self, covered: bytes, number: int) -> tuple[Handshake, Offer]:
+        """Everything that an initiation must prove."""
+        handshake = Handshake(
+            initiator=False,
+            static=self._private,
+            ephemeral=self._entropy(_KEY_BYTES),
+            prologue=self._prologue,
+            cipher=_CIPHER,
+            pattern=_PATTERN,
+            psk=self._secrets[number],
+        )
+        try:
+            offer = read_offer(handshake.read(covered[INITIATION_HEAD.size :]))
+            is_right = agreement_public(offer.peer) == handshake.remote_static
+        except DatagramRefused:
+            raise
+        except RemoteProtocolError:
+            raise DatagramRefused("seal", "an initiation that is not authentic") from None
+        if not is_right or offer.peer == self._peer:
+            raise DatagramRefused("identity", "an initiation in another's name")
+        if offer.stamp <= self._table.stamp_of(offer.peer):
+            raise DatagramRefused("replay", "an initiation older than one that came before")
+        return handshake, offer
+
+    def _accept(
+        self,
+        now: float,
+        state: PeerState,
+        handshake: Handshake,
+        remote_index: int,
+        source: Source,
+        offer: Offer,
+    ) -> bytes:
+        """The session they want, and our answer without its mac."""
+        index = self._table.fresh_index()
+        answer = handshake.write(write_stamp(self._last_stamp))
+        if state.next is not None:
+            self._table.sessions.pop(state.next.index, None)
+        state.next = Session(index, remote_index, handshake.split(), now, initiated=False)
+        state.next_source = source
+        self._table.sessions[index] = (state, state.next)
+        state.prefer_next_until = now + ANEW_SECONDS if offer.anew else 0.0
+        if offer.anew:
+            # What we have it does not trust; if nothing comes of this, we need a handshake of our own.
+            state.doubted = True
+        if state.attempt is not None:
+            state.attempt.retry_at = now + state.attempt.wait_seconds
+        return RESPONSE_HEAD.pack(RESPONSE, index, remote_index) + answer
+
+    def confirm(self, state: PeerState) -> None:
+        """The other side has used the session that it began."""
+        session, source = state.next, state.next_source
+        assert session is not None
+        assert source is not None
+        state.next = None
+        session.confirm()
+        self._rotate(state, session)
+        state.prove(source)
+        self.end(state)
+        self._counters["sessions_begun"] += 1
+
+    def _rotate(self, state: PeerState, session: Session) -> None:
+        """A new session to send on; the one before it still opens what is under way."""
+        for old in (state.previous, state.next):
+            if old is not None:
+                self._table.sessions.pop(old.index, None)
+        state.previous, state.current, state.next = state.current, session, None
+        state.prefer_next_until = 0.0
+        self._table.sessions[session.index] = (state, session)
+        self._table.confirm(state)

@@ -1,0 +1,183 @@
+"""What lies on the wire of datagram sessions, and how much of it is left for a message.
+
+    initiation   4 | sender index 4 | Noise message 1 | mac1 16 | mac2 16        at least INITIATION_BYTES_MIN
+      its payload: peer 32 | stamp 8 | anew 1 | the request's stamp 8 | name length 1 | message length 2
+                   | name | message | zeros; a name length of 0: no request
+    response     5 | sender index 4 | receiver index 4 | Noise message 2 | mac1 16
+      its payload: stamp 8; initiations of its sender up to this one are void
+    cookie       6 | receiver index 4 | nonce 16 | sealed cookie 32
+    transport    7 | receiver index 4 | counter 8 | sealed: nothing, a message or a control
+      message: name length 1 (128 more: with a stamp) | stamp 8, if any | name | message
+      control: 0 | kind 1 | token 8
+
+All numbers are big-endian. No other protocol that may share a UDP port begins its packets with 4 to 15 (RFC
+7983): STUN, DTLS, TURN and QUIC can be told apart from ours. A response has no mac2: it is looked at only if
+it names the index of a handshake that we began, and each of those is tried once.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.noise import KEY_BYTES, TAG_BYTES
+from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes, read_protocol
+
+DATAGRAM_BYTES_MAX = 1_232
+"""IPv6's least MTU of 1,280 less the IPv6 and UDP headers: it is fragmented nowhere."""
+INITIATION_BYTES_MIN = 411
+"""A third of the largest packet: whatever one packet answers an initiation, it is at most three times it."""
+COUNTER_MAX = 2**48
+"""No session comes so far in its 180 s; it keeps a stranger's number away from a cipher's last nonces."""
+
+INITIATION, RESPONSE, COOKIE, TRANSPORT = 4, 5, 6, 7
+CHALLENGE, ANSWER = 1, 2
+MAC_BYTES = 16
+TOKEN_BYTES = 8
+INDEX_BYTES = 4
+COOKIE_NONCE_BYTES = 16
+
+INITIATION_HEAD = struct.Struct(">BI")
+RESPONSE_HEAD = struct.Struct(">BII")
+COOKIE_HEAD = struct.Struct(f">BI{COOKIE_NONCE_BYTES}s")
+TRANSPORT_HEAD = struct.Struct(">BIQ")
+_OFFER = struct.Struct(f">{PEER_ID_BYTES}sQBQBH")
+_STAMP = struct.Struct(">Q")
+_STAMPED = 128
+
+MACS_BYTES = 2 * MAC_BYTES
+_SEALED_STATIC_BYTES = KEY_BYTES + TAG_BYTES
+_INITIATION_EXTRA_BYTES = INITIATION_HEAD.size + KEY_BYTES + _SEALED_STATIC_BYTES + TAG_BYTES + MACS_BYTES
+RESPONSE_BYTES = RESPONSE_HEAD.size + KEY_BYTES + _STAMP.size + TAG_BYTES + MAC_BYTES
+COOKIE_BYTES = COOKIE_HEAD.size + MAC_BYTES + TAG_BYTES
+TRANSPORT_BYTES_MIN = TRANSPORT_HEAD.size + TAG_BYTES
+_OFFER_BYTES_MIN = INITIATION_BYTES_MIN - _INITIATION_EXTRA_BYTES
+
+
+class DatagramRefused(RemoteProtocolError):
+    """`reason` is one word for a counter."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Datagram:
+    """An authentic message. `newest`: none that this peer sent later came before it."""
+
+    sender: PeerId
+    protocol: str
+    payload: bytes
+    newest: bool
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A message on its way. `stamp` is above 0 once it has been in an initiation: it may have arrived."""
+
+    name: bytes
+    payload: bytes
+    expires_at: float = 0.0
+    stamp: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.name) + len(self.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What an initiation says. `anew`: its sender has no session with us that it trusts."""
+
+    peer: PeerId
+    stamp: int
+    anew: bool
+    request: Request | None
+
+
+def payload_bytes_max(protocol: str) -> int:
+    """How much one datagram of `protocol` can carry."""
+    return DATAGRAM_BYTES_MAX - TRANSPORT_BYTES_MIN - 1 - len(protocol_bytes(protocol))
+
+
+def fits_initiation(request: Request) -> bool:
+    """Whether a request can ride in an initiation."""
+    size_bytes = _INITIATION_EXTRA_BYTES + _OFFER.size + request.size_bytes
+    return size_bytes <= DATAGRAM_BYTES_MAX
+
+
+def write_offer(offer: Offer) -> bytes:
+    """The payload of an initiation, padded."""
+    request = offer.request or Request(b"", b"")
+    head = _OFFER.pack(
+        offer.peer, offer.stamp, offer.anew, request.stamp, len(request.name), len(request.payload)
+    )
+    return (head + request.name + request.payload).ljust(_OFFER_BYTES_MIN, b"\0")
+
+
+def read_offer(data: bytes) -> Offer:
+    """Raises DatagramRefused."""
+    if len(data) < _OFFER.size:
+        raise DatagramRefused("malformed", "an initiation whose payload ends too early")
+    peer, stamp, anew, request_stamp, name_bytes, payload_bytes = _OFFER.unpack_from(data)
+    name, end = data[_OFFER.size : _OFFER.size + name_bytes], _OFFER.size + name_bytes + payload_bytes
+    if anew > 1 or name_bytes > PROTOCOL_BYTES_MAX or end > len(data) or any(data[end:]):
+        raise DatagramRefused("malformed", "an initiation whose lengths are wrong")
+    request = None
+    if name_bytes:
+        if read_protocol(name) is None or not 0 < request_stamp <= stamp:
+            raise DatagramRefused("malformed", "an initiation with a request that is none")
+        request = Request(name, data[_OFFER.size + name_bytes : end], stamp=request_stamp)
+    elif payload_bytes or request_stamp:
+        raise DatagramRefused("malformed", "an initiation with a request for no protocol")
+    return Offer(PeerId(peer), stamp, bool(anew), request)
+
+
+def write_stamp(stamp: int) -> bytes:
+    """The payload of a response."""
+    return _STAMP.pack(stamp)
+
+
+def read_stamp(data: bytes) -> int:
+    """Raises DatagramRefused."""
+    if len(data) != _STAMP.size:
+        raise DatagramRefused("malformed", "a response without a stamp")
+    stamp: int = _STAMP.unpack(data)[0]
+    return stamp
+
+
+def write_message(request: Request) -> bytes:
+    """What a transport packet holds, for sealing."""
+    if request.stamp:
+        head = bytes((_STAMPED | len(request.name),)) + _STAMP.pack(request.stamp)
+        return head + request.name + request.payload
+    return bytes((len(request.name),)) + request.name + request.payload
+
+
+def read_message(plain: bytes) -> tuple[int, str, bytes]:
+    """(stamp or 0, protocol, message); raises DatagramRefused."""
+    stamp, start, name_bytes = 0, 1, plain[0]
+    if name_bytes & _STAMPED:
+        if len(plain) < 1 + _STAMP.size:
+            raise DatagramRefused("malformed", "a message that ends too early")
+        (stamp,) = _STAMP.unpack_from(plain, 1)
+        start, name_bytes = 1 + _STAMP.size, name_bytes ^ _STAMPED
+    end = start + name_bytes
+    name = plain[start:end]
+    protocol = read_protocol(name)
+    if protocol is None or len(name) != name_bytes:
+        raise DatagramRefused("malformed", "a message without a protocol")
+    return stamp, protocol, plain[end:]
+
+
+def write_control(kind: int, token: bytes) -> bytes:
+    """A challenge, or the answer to one."""
+    return bytes((0, kind)) + token
+
+
+def read_control(plain: bytes) -> tuple[int, bytes]:
+    """(kind, token); raises DatagramRefused."""
+    if len(plain) != 2 + TOKEN_BYTES or plain[1] not in (CHALLENGE, ANSWER):
+        raise DatagramRefused("malformed", "a control message of an unknown kind")
+    return plain[1], plain[2:]

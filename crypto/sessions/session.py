@@ -1,0 +1,62 @@
+"""One pair of keys between two peers, from the end of a handshake until it is too old."""
+
+from crypto.noise import CipherState
+from crypto.sessions.packets import TRANSPORT, TRANSPORT_HEAD
+from crypto.sessions.window import Window
+
+REJECT_SECONDS = 180.0
+"""Neither sent nor received on an older session (WireGuard's Reject-After-Time)."""
+REKEY_SECONDS = 120.0
+"""The initiator makes a new one when it sends on one so old (WireGuard's Rekey-After-Time)."""
+REKEY_RESPONDER_SECONDS = 150.0
+"""The responder does if the initiator has not: it may only be listening."""
+REKEY_MESSAGES = 2**32
+"""No rate reaches it in 120 s; it stands here so that the cipher's limit never depends on the clock."""
+UNCONFIRMED_SECONDS = 30.0
+"""A responder's session ends if the initiator does not use it: it does so with its first packet."""
+
+
+class Session:
+    """`index` is ours, `remote_index` theirs: each names the session in packets to whoever chose it."""
+
+    __slots__ = (
+        "_receiving", "_remote_index", "_sending", "_sent", "expires_at", "index", "rekey_at", "started_at",
+        "window",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        remote_index: int,
+        ciphers: tuple[CipherState, CipherState],
+        now: float,
+        *,
+        initiated: bool,
+    ) -> None:
+        self.index = index
+        self.window = Window()
+        self.started_at = now
+        self.rekey_at = now + (REKEY_SECONDS if initiated else REKEY_RESPONDER_SECONDS)
+        self.expires_at = now + (REJECT_SECONDS if initiated else UNCONFIRMED_SECONDS)
+        self._remote_index = remote_index
+        self._sending, self._receiving = ciphers
+        self._sent = 0
+
+    def confirm(self) -> None:
+        """The initiator has used it, so it has our response."""
+        self.expires_at = self.started_at + REJECT_SECONDS
+
+    def is_old(self, now: float) -> bool:
+        """Whether it is time for a new one."""
+        return now >= self.rekey_at or self._sent >= REKEY_MESSAGES
+
+    def seal(self, plain: bytes) -> bytes:
+        """A transport packet."""
+        packet = TRANSPORT_HEAD.pack(TRANSPORT, self._remote_index, self._sent) + self._sending.encrypt(plain)
+        self._sent += 1
+        return packet
+
+    def open(self, counter: int, sealed: bytes) -> bytes:
+        """What a transport packet holds; RemoteProtocolError if anybody touched it."""
+        self._receiving.seek(counter)
+        return self._receiving.decrypt(sealed)

@@ -1,0 +1,178 @@
+"""All that is kept of one peer: its sessions, our handshake under way, what waits for one, and its address.
+
+What happens when is decided in `table`; here is what is so.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from crypto.identity import PeerId
+from crypto.noise import Handshake
+from crypto.sessions.macs import Source
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Request
+from crypto.sessions.session import Session
+
+NEVER = float("inf")
+SILENCE_SECONDS = 4.0
+"""Nothing heard for so long after we sent: the other side may have forgotten the session, so a handshake.
+Whoever has nothing to say answers within `REPLY_SECONDS`. WireGuard waits 15 s; a node that restarts should
+be met again sooner."""
+REPLY_SECONDS = 1.0
+"""After this we answer what came with an empty packet, if nothing else went that way."""
+ANEW_SECONDS = 3.0
+"""For so long a session is used at once that the other side began without having one, although it has not
+used it yet. Then no more: the initiation may have been an old one that somebody held back."""
+AMPLIFICATION_MAX = 3
+"""Bytes sent to an unproven address for each that came from it (as QUIC, RFC 9000, section 8.1)."""
+HOLD_SECONDS = 1.0
+"""A peer that seems to have moved is challenged, and what we have for it waits so long for the answer. Then
+it goes to the address that was proven before."""
+HOLD_AGAIN_SECONDS = 30.0
+"""Not sooner again: somebody on the way who changes addresses must not delay everything."""
+FORGET_SECONDS = 10.0
+"""An unproven address of which nothing more comes binds us so long; then it is one more that we heard of."""
+RETRY_SECONDS = 0.5
+"""From an initiation to the next one; doubled each time. Longer than most round trips."""
+RETRY_SECONDS_MAX = 4.0
+"""A peer that comes back is met again so soon."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What must not come twice from one peer: the highest stamps of its initiations and of their requests."""
+
+    stamp: int = 0
+    request: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A handshake that we began. `packet` is as it was sent last; `carried` rides in it."""
+
+    handshake: Handshake
+    index: int
+    packet: bytes
+    carried: Request | None
+    retry_at: float
+    wait_seconds: float = RETRY_SECONDS
+    has_cookie: bool = False
+    is_waiting: bool = False
+    """It is to go out once more, now with a cookie."""
+    is_broken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PeerState:
+    """`current` is used for sending; `previous` still opens what is under way; `next` is one that the other
+    side began and has not used yet."""
+
+    peer: PeerId
+    static: bytes
+    mac_key: bytes
+    memory: Memory
+    used_at: float
+    prefix: bytes | None = None
+    """Where a stranger came from; None if we began."""
+    current: Session | None = None
+    previous: Session | None = None
+    next: Session | None = None
+    next_source: Source | None = None
+    prefer_next_until: float = 0.0
+    attempt: Attempt | None = None
+    queue: deque[Request] = field(default_factory=deque)
+    cookie: bytes = b""
+    cookie_until: float = 0.0
+    proven: Source | None = None
+    """The address where something only the peer could read was answered last. (The first response proves one
+    because an initiation went there; who can change packets on that way could send us anywhere.)"""
+    unproven: Source | None = None
+    """The newest packet came from here, and it is not proven. As long as no other is, the peer is here."""
+    allowance_bytes: int = 0
+    """What may still go to `unproven` if no address is proven; if one is, only challenges go there."""
+    forget_at: float = 0.0
+    hold_until: float = 0.0
+    hold_again_at: float = 0.0
+    challenge: bytes = b""
+    challenged_at: float = -NEVER
+    doubted: bool = False
+    """Nothing has been heard since the silence was noticed: what is sent waits for a handshake."""
+    unanswered_since: float = NEVER
+    reply_at: float = NEVER
+    nudge_at: float = NEVER
+    alarm_at: float = NEVER
+
+    def sending(self, now: float) -> Session | None:
+        """The session to send on, None if there is none to be relied on."""
+        following = self.next
+        if following is not None and now < self.prefer_next_until:
+            return following
+        if self.doubted:
+            return None
+        if self.current is not None and now < self.current.expires_at:
+            return self.current
+        return following if following is not None and now < following.expires_at else None
+
+    def heard(self) -> None:
+        """An authentic packet came."""
+        self.unanswered_since = NEVER
+        self.doubted = False
+
+    def came_from(self, now: float, source: Source, size_bytes: int) -> None:
+        """The newest packet is from `source`, which may have to prove itself."""
+        if source == self.proven:
+            self.unproven = None
+            return
+        if source != self.unproven:
+            self.unproven, self.allowance_bytes, self.challenged_at = source, 0, -NEVER
+            if self.proven is not None and now >= self.hold_again_at:
+                self.hold_until, self.hold_again_at = now + HOLD_SECONDS, now + HOLD_AGAIN_SECONDS
+        self.allowance_bytes += AMPLIFICATION_MAX * size_bytes
+        self.forget_at = now + FORGET_SECONDS
+
+    def prove(self, source: Source) -> None:
+        """Whoever answers from `source` received what we sent there."""
+        self.proven = source
+        if self.unproven == source:
+            self.unproven = None
+
+    def is_at(self, source: Source) -> bool:
+        """Whether `source` is where the peer is, as far as we know."""
+        return self.proven is None or source == self.proven
+
+    def may_begin(self, now: float) -> bool:
+        """Whether a handshake may go to where the peer is. It has no session then that anybody proved."""
+        if self.proven is not None or self.unproven is None:
+            return True
+        if now >= self.forget_at:
+            self.unproven = None
+            return True
+        return self.may_send(now, DATAGRAM_BYTES_MAX)
+
+    def may_send(self, now: float, size_bytes: int) -> bool:
+        """Whether so much may go to where the peer is; it is charged if that is unproven."""
+        if self.unproven is None:
+            return True
+        if self.proven is not None:
+            return now >= self.hold_until
+        if size_bytes > self.allowance_bytes:
+            return False
+        self.allowance_bytes -= size_bytes
+        return True
+
+    def sessions(self) -> tuple[Session, ...]:
+        """Those there are."""
+        return tuple(session for session in (self.current, self.previous, self.next) if session is not None)
+
+    def due_at(self) -> float:
+        """When something is to be done next."""
+        attempt = self.attempt
+        times = [
+            self.reply_at,
+            self.nudge_at,
+            self.unanswered_since + SILENCE_SECONDS,
+            NEVER if attempt is None else 0.0 if attempt.is_waiting else attempt.retry_at,
+            *(session.expires_at for session in self.sessions()),
+        ]
+        if self.queue:
+            times.append(self.queue[0].expires_at)
+        return min(times)

@@ -1,0 +1,72 @@
+"""The X25519 key that follows from a peer id, against the private side and known worthless points."""
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.agreement import agreement_private, agreement_public
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+
+P = 2**255 - 19
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_both_sides_of_an_identity_give_one_key_pair(seed: bytes) -> None:
+    private = X25519PrivateKey.from_private_bytes(agreement_private(seed))
+    assert agreement_public(Identity(seed).peer) == private.public_key().public_bytes_raw()
+
+
+def test_a_known_pair_of_libsodiums() -> None:
+    # From libsodium's own test of the conversion (test/default/ed25519_convert.c).
+    seed = bytes.fromhex("421151a459faeade3d247115f94aedae42318124095afabe4d1451a559faedee")
+    assert (
+        agreement_public(Identity(seed).peer).hex()
+        == "f1814f0e8ff1043d8a44d25babff3cedcae6c22c3edaa48f857ae70de2baae50"
+    )
+    private = bytearray(agreement_private(seed))
+    private[0] &= 248
+    private[31] = private[31] & 127 | 64
+    assert private.hex() == "8052030376d47112be7f73ed7a019293dd12ad910b654455798b4667d73de166"
+
+
+def order_of_eight() -> int:
+    """The y of a point of order 8: doubling x = sqrt(-1) y gives one of order 4; 0 = d y^4 + 2 y^2 - 1."""
+    d = -121_665 * pow(121_666, -1, P) % P
+    root = square_root((1 + d) % P)
+    for sign in (1, -1):
+        try:
+            return square_root((sign * root - 1) * pow(d, -1, P) % P)
+        except ValueError:
+            continue
+    raise AssertionError("there is one")
+
+
+def square_root(square: int) -> int:
+    for root in (pow(square, (P + 3) // 8, P), pow(square, (P + 3) // 8, P) * pow(2, (P - 1) // 4, P) % P):
+        if root * root % P == square:
+            return root
+    raise ValueError("no square")
+
+
+EIGHT = order_of_eight()
+
+
+@pytest.mark.parametrize("y", [0, 1, P - 1, EIGHT, P - EIGHT, P, P + 1, 2**255 - 1])
+@pytest.mark.parametrize("sign", [0, 1])
+def test_worthless_and_doubly_written_points_are_refused(y: int, sign: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        agreement_public(PeerId((y | sign << 255).to_bytes(32, "little")))
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_whatever_is_not_refused_gives_a_secret(peer: bytes) -> None:
+    try:
+        public = agreement_public(PeerId(peer))
+    except RemoteProtocolError:
+        return
+    secret = X25519PrivateKey.from_private_bytes(bytes(range(32))).exchange(
+        X25519PublicKey.from_public_bytes(public)
+    )
+    assert any(secret)

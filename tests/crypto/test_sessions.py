@@ -1,0 +1,372 @@
+"""Datagram sessions between two or three peers: how they begin, last, are renewed and move."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.agreement import agreement_private, agreement_public
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from crypto.noise import Handshake
+from crypto.protocols import PROTOCOL_BYTES_MAX
+from crypto.sessions.core import WAIT_SECONDS
+from crypto.sessions.macs import mac, mac_key
+from crypto.sessions.packets import (
+    DATAGRAM_BYTES_MAX,
+    INITIATION,
+    INITIATION_BYTES_MIN,
+    INITIATION_HEAD,
+    DatagramRefused,
+    Offer,
+    Request,
+    payload_bytes_max,
+    read_offer,
+    write_offer,
+)
+from crypto.sessions.session import REJECT_SECONDS, REKEY_SECONDS
+from crypto.sessions.state import REPLY_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
+from crypto.sessions.table import QUEUE_MAX
+from crypto.sessions.window import WINDOW_BITS, Window
+from crypto.swarm import Swarm
+from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
+
+ELSEWHERE = ("203.0.113.7", 7)
+
+
+def refused(node: Node, packet: bytes, now: float = 0.0) -> str:
+    with pytest.raises(DatagramRefused) as refusal:
+        node.receive(now, packet, ELSEWHERE)
+    return refusal.value.reason
+
+
+# --- beginning ---------------------------------------------------------------------------------------
+
+
+def test_the_first_packet_brings_the_request_and_the_second_trip_the_reply() -> None:
+    alice, bob = Node(1), Node(2)
+    (initiation,) = alice.send(0.0, bob, b"question")
+    received = bob.receive(0.0, initiation, alice.source)
+    assert received.datagram is not None
+    assert (received.datagram.sender, received.datagram.protocol) == (alice.peer, PING)
+    assert received.datagram.payload == b"question"
+    (reply,) = bob.send(0.0, alice, b"answer")
+    for packet in (*received.answers, reply):
+        alice.receive(0.0, packet, bob.source)
+    assert alice.payloads == [b"answer"]
+
+
+@pytest.mark.parametrize("protocol", ["/a", "/" + "x" * (PROTOCOL_BYTES_MAX - 1)])
+def test_the_longest_payload_fills_a_datagram_and_one_byte_more_does_not_fit(protocol: str) -> None:
+    alice, bob = acquainted()
+    payload = bytes(payload_bytes_max(protocol))
+    (packet,) = alice.send(0.0, bob, payload, protocol)
+    assert len(packet) == DATAGRAM_BYTES_MAX
+    carry(0.0, alice, bob, [packet])
+    assert bob.payloads == [payload]
+    with pytest.raises(LocalProtocolError):
+        alice.send(0.0, bob, payload + b"x", protocol)
+
+
+@given(st.integers(0, payload_bytes_max(PING)))
+def test_a_message_of_any_length_comes_with_the_handshake_or_right_behind_it(size: int) -> None:
+    alice, bob = Node(1), Node(2)
+    packets = alice.send(0.0, bob, bytes(size))
+    assert INITIATION_BYTES_MIN <= len(packets[0]) <= DATAGRAM_BYTES_MAX
+    carry(0.0, alice, bob, packets)
+    assert bob.payloads == [bytes(size)]
+
+
+@pytest.mark.parametrize("protocol", ["", "/", "ping", "/pi ng", "/ping\n", "/" + "x" * PROTOCOL_BYTES_MAX])
+def test_a_name_that_is_no_protocol_is_our_own_bug(protocol: str) -> None:
+    with pytest.raises(LocalProtocolError):
+        payload_bytes_max(protocol)
+
+
+def test_both_beginning_at_once_ends_with_one_session_and_both_messages() -> None:
+    for first, second in ((1, 2), (2, 1)):
+        alice, bob = Node(first), Node(second)
+        ours, theirs = alice.send(0.0, bob, b"from alice"), bob.send(0.0, alice, b"from bob")
+        carry(0.0, alice, bob, ours)
+        assert refused(alice, theirs[0]) == "replay"
+        people = {alice.peer: alice, bob.peer: bob}
+        for now in (0.6, 1.2, 2.0, 3.0):
+            wake(now, alice, people)
+            wake(now, bob, people)
+        assert (alice.payloads, bob.payloads) == ([b"from bob"], [b"from alice"])
+        assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
+        assert all(len(one.send(3.0, other, b"")[0]) < 100 for one, other in ((alice, bob), (bob, alice)))
+
+
+def test_crossing_initiations_that_both_arrive_end_with_one_session_too() -> None:
+    alice, bob = Node(1), Node(2)
+    (ours,), (theirs,) = alice.send(0.0, bob, b"from alice"), bob.send(0.0, alice, b"from bob")
+    (first, second) = (alice, bob) if alice.peer < bob.peer else (bob, alice)
+    to_second = first.receive(0.0, theirs if first is alice else ours, second.source).answers
+    to_first = second.receive(0.0, ours if first is alice else theirs, first.source).answers
+    # The smaller id's initiation is said again, and has come already.
+    assert [refused(second, packet) for packet in to_second] == ["replay"]
+    carry(0.0, second, first, to_first)
+    assert (alice.payloads, bob.payloads) == ([b"from bob"], [b"from alice"])
+    assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
+
+
+def test_a_lost_initiation_and_a_lost_response_are_made_good_and_nothing_comes_twice() -> None:
+    alice, bob = Node(1), Node(2)
+    alice.send(0.0, bob, b"first")
+    alice.send(0.0, bob, b"second")
+    assert alice.sessions.deadline == RETRY_SECONDS
+    (again,) = alice.sessions.wake(RETRY_SECONDS)
+    bob.receive(RETRY_SECONDS, again[1], alice.source)
+    later = alice.sessions.deadline
+    assert later == 3 * RETRY_SECONDS
+    wake(later, alice, {bob.peer: bob})
+    assert bob.payloads == [b"first", b"second"]
+
+
+def test_what_waits_is_bounded_and_given_up_in_the_end() -> None:
+    alice, bob = Node(1), Node(2)
+    for _ in range(QUEUE_MAX + 5):
+        alice.send(0.0, bob, b"x")
+    assert alice.counters["datagrams_dropped_unsent"] == 5
+    sent = 0
+    while alice.sessions.deadline <= WAIT_SECONDS + 30:
+        sent += len(alice.sessions.wake(alice.sessions.deadline))
+    assert alice.counters["datagrams_dropped_unsent"] == QUEUE_MAX + 5
+    assert alice.sessions.peers == ()
+    assert alice.sessions.deadline == float("inf")
+    assert 4 <= sent <= 10
+
+
+# --- who may ------------------------------------------------------------------------------------------
+
+
+def test_another_swarm_another_key_and_another_receiver_get_no_answer() -> None:
+    alice, bob = Node(1), Node(2)
+    (packet,) = alice.send(0.0, bob, b"x")
+    assert refused(Node(2, swarm=Swarm("other")), packet) == "swarm"
+    assert refused(Node(2, swarm=Swarm("test", (b"k" * 32,))), packet) == "swarm"
+    assert refused(Node(3), packet) == "swarm"
+
+
+def test_keys_change_without_a_gap() -> None:
+    old, new = b"o" * 32, b"n" * 32
+    for ours, theirs in (((old,), (old, new)), ((new, old), (old, new)), ((new,), (new, old))):
+        for turn in (1, -1):
+            keys = (ours, theirs)[::turn]
+            alice, bob = (Node(n, swarm=Swarm("test", k)) for n, k in zip((1, 2), keys, strict=True))
+            carry(0.0, alice, bob, alice.send(0.0, bob, b"x"))
+            carry(0.0, bob, alice, bob.send(0.0, alice, b"y"))
+            assert (alice.payloads, bob.payloads) == ([b"y"], [b"x"])
+
+
+def initiation(sender: Identity, claimed: PeerId, receiver: PeerId, payload: bytes | None = None) -> bytes:
+    """One that only a member makes, in whatever name and with whatever payload."""
+    handshake = Handshake(
+        initiator=True,
+        static=agreement_private(sender.seed),
+        ephemeral=bytes(range(32)),
+        prologue=b"peerloom/session/1\0test",
+        cipher="ChaChaPoly",
+        pattern="IKpsk2",
+        psk=SWARM.secrets[0],
+        remote_static=agreement_public(receiver),
+    )
+    offer = write_offer(Offer(claimed, 1, True, None)) if payload is None else payload
+    body = INITIATION_HEAD.pack(INITIATION, 7) + handshake.write(offer)
+    body += mac(mac_key(SWARM.secrets[0], receiver), body)
+    return body + bytes(16)
+
+
+def test_nobody_comes_in_the_name_of_another_or_of_nobody_or_of_ourselves() -> None:
+    alice, mallory = Identity(b"a" * 32), Identity(b"m" * 32)
+    bob = Node(2)
+    assert bob.receive(0.0, initiation(alice, alice.peer, bob.peer), ELSEWHERE).peer == alice.peer
+    assert refused(bob, initiation(mallory, alice.peer, bob.peer)) == "identity"
+    assert refused(bob, initiation(mallory, PeerId(bytes(32)), bob.peer)) == "seal"
+    assert refused(bob, initiation(bob.identity, bob.peer, bob.peer)) == "identity"
+
+
+def test_a_member_with_a_malformed_payload_is_refused() -> None:
+    alice, bob = Identity(b"a" * 32), Node(2)
+    good = write_offer(Offer(alice.peer, 1, True, Request(b"/x", b"y", stamp=1)))
+    later = write_offer(Offer(alice.peer, 1, True, Request(b"/x", b"y", stamp=2)))
+    for payload in (later, good[:-1] + b"x", good.replace(b"/x", b"xx")):
+        assert refused(bob, initiation(alice, alice.peer, bob.peer, payload)) == "malformed"
+
+
+@given(
+    name=st.sampled_from([b"/x", b"/peerloom/dht/1"]),
+    payload=st.binary(max_size=900),
+    stamp=st.integers(1, 2**64 - 1),
+    anew=st.booleans(),
+)
+def test_an_offer_is_read_as_it_was_written(name: bytes, payload: bytes, stamp: int, anew: bool) -> None:
+    peer = Node(1).peer
+    offer = read_offer(write_offer(Offer(peer, stamp, anew, Request(name, payload, stamp=stamp))))
+    assert (offer.peer, offer.stamp, offer.anew) == (peer, stamp, anew)
+    assert offer.request is not None
+    assert (offer.request.name, offer.request.payload) == (name, payload)
+
+
+# --- replays, forgeries, windows ----------------------------------------------------------------------
+
+
+def test_an_initiation_counts_once_and_an_older_one_not_at_all() -> None:
+    alice, bob = Node(1), Node(2)
+    (older,) = alice.send(0.0, bob, b"x")
+    ((_, newer),) = alice.sessions.wake(RETRY_SECONDS)
+    bob.receive(1.0, newer, alice.source)
+    assert refused(bob, newer) == "replay"
+    assert refused(bob, older) == "replay"
+    assert bob.payloads == [b"x"]
+
+
+@given(
+    which=st.sampled_from(["initiation", "response", "transport"]),
+    where=st.integers(0),
+    bit=st.integers(0, 7),
+)
+def test_one_changed_bit_is_refused_and_what_was_meant_still_arrives(
+    which: str, where: int, bit: int
+) -> None:
+    alice, bob = Node(1), Node(2)
+    (packet,) = alice.send(0.0, bob, b"hello")
+    receiver, sender = bob, alice
+    if which != "initiation":
+        (packet,), receiver, sender = bob.receive(0.0, packet, alice.source).answers, alice, bob
+    if which == "transport":
+        carry(0.0, bob, alice, [packet])
+        (packet,), receiver, sender = alice.send(0.0, bob, b"hello"), bob, alice
+    at = where % (len(packet) - (16 if which == "initiation" else 0))
+    changed = packet[:at] + bytes((packet[at] ^ 1 << bit,)) + packet[at + 1 :]
+    with pytest.raises(RemoteProtocolError):
+        receiver.receive(0.0, changed, sender.source)
+    carry(0.0, sender, receiver, [packet])
+    assert alice.send(0.0, bob, b"goes on")
+
+
+@given(st.lists(st.integers(0, 40), max_size=80))
+def test_each_packet_opens_once_in_whatever_order_they_come(order: list[int]) -> None:
+    alice, bob = acquainted()
+    sent = [alice.send(0.0, bob, b"%d" % number)[0] for number in range(41)]
+    opened: set[int] = set()
+    for number in order:
+        if number in opened:
+            assert refused(bob, sent[number]) == "replay"
+        else:
+            assert bob.receive(0.0, sent[number], alice.source).newest == (number > max(opened, default=-1))
+            opened.add(number)
+    assert len(bob.arrived) == len(opened)
+
+
+@given(st.lists(st.integers(0, 3_000), max_size=60))
+def test_a_window_remembers_all_that_it_can_hold(counters: list[int]) -> None:
+    window, seen = Window(), set[int]()
+    for counter in counters:
+        highest = max(seen, default=-1)
+        assert window.is_new(counter) == (counter not in seen and counter > highest - WINDOW_BITS)
+        if window.is_new(counter):
+            assert window.mark(counter) == (counter > highest)
+            seen.add(counter)
+
+
+def test_a_strangers_largest_counter_is_only_refused() -> None:
+    alice, bob = acquainted()
+    (packet,) = alice.send(0.0, bob, b"x")
+    assert refused(bob, packet[:5] + b"\xff" * 8 + packet[13:]) == "replay"
+
+
+# --- renewal ------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_renewed_under_traffic_and_nothing_is_lost() -> None:
+    alice, bob = acquainted()
+    under_way: list[bytes] = []
+    sent = []
+    for step in range(1_500):
+        now = step * 0.25
+        payload = b"%d" % step
+        sent.append(payload)
+        packets = alice.send(now, bob, payload)
+        # Every packet comes a step late, so that some of the old session follow the new one.
+        carry(now, alice, bob, under_way)
+        under_way = packets
+        carry(now, bob, alice, bob.send(now, alice, b"pong"))
+    carry(375.0, alice, bob, under_way)
+    assert bob.payloads == sent
+    assert len(alice.arrived) == 1_500
+    assert alice.counters["sessions_begun"] == bob.counters["sessions_begun"] == 4
+    assert alice.counters["silences_noticed"] == 0
+
+
+def test_the_responder_renews_if_only_it_has_something_to_say() -> None:
+    alice, bob = acquainted()
+    people = {alice.peer: alice, bob.peer: bob}
+    for step in range(400):
+        carry(float(step), bob, alice, bob.send(float(step), alice, b"x"))
+        wake(step + 0.5, alice, people)
+        wake(step + 0.5, bob, people)
+    assert len(alice.arrived) == 400
+    # The second at 150 s, by bob; from then on one every 120 s.
+    assert alice.counters["sessions_begun"] == 4
+
+
+def test_a_session_too_old_neither_sends_nor_receives_and_is_forgotten() -> None:
+    alice, bob = acquainted()
+    (packet,) = alice.send(0.0, bob, b"old")
+    assert refused(bob, packet, REJECT_SECONDS) == "expired"
+    (packet,) = alice.send(REJECT_SECONDS, bob, b"new")
+    assert len(packet) >= INITIATION_BYTES_MIN
+    bob.sessions.wake(REJECT_SECONDS)
+    assert bob.sessions.peers == ()
+
+
+def test_whoever_has_nothing_to_say_answers_soon_and_nobody_answers_that() -> None:
+    alice, bob = acquainted()
+    carry(1.0, alice, bob, alice.send(1.0, bob, b"one way"))
+    ((peer, packet),) = bob.sessions.wake(1.0 + REPLY_SECONDS)
+    assert (peer, len(packet)) == (alice.peer, 29)
+    assert alice.receive(2.0, packet, bob.source).answers == []
+    assert alice.sessions.wake(1.0 + SILENCE_SECONDS + 1) == []
+    assert alice.counters["silences_noticed"] == 0
+
+
+def test_a_peer_that_restarted_is_met_again_whoever_speaks_first() -> None:
+    alice, bob = acquainted()
+    bob = Node(2, now=10.0, wall=WALL, life=1)
+    carry(10.0, bob, alice, bob.send(10.0, alice, b"I am back"))
+    carry(10.0, alice, bob, alice.send(10.0, bob, b"welcome"))
+    assert (alice.payloads, bob.payloads) == ([b"I am back"], [b"welcome"])
+    bob = Node(2, now=20.0, wall=WALL, life=2)
+    (lost,) = alice.send(20.0, bob, b"lost")
+    assert refused(bob, lost) == "index"
+    wake(20.0 + SILENCE_SECONDS, alice, {bob.peer: bob})
+    carry(25.0, alice, bob, alice.send(25.0, bob, b"heard"))
+    assert bob.payloads == [b"heard"]
+
+
+def test_an_initiation_that_was_held_back_does_not_keep_us_from_the_living_session() -> None:
+    alice, bob = acquainted()
+    (held,) = Node(1, wall=WALL + 5_000, life=3).send(0.0, bob, b"late")
+    bob.receive(1.0, held, ELSEWHERE)
+    carry(2.0, alice, bob, alice.send(2.0, bob, b"still here"))
+    carry(5.0, bob, alice, bob.send(5.0, alice, b"me too"))
+    assert alice.payloads == [b"me too"]
+
+
+def test_a_peer_with_an_id_that_is_no_key_is_not_sent_to() -> None:
+    alice = Node(1)
+    assert alice.sessions.send(0.0, PeerId(bytes(32)), PING, b"x") == []
+    assert alice.counters["datagrams_dropped_no_key"] == 1
+
+
+def test_idle_peers_are_forgotten_and_the_clock_is_left_alone() -> None:
+    alice, bob = acquainted()
+    people = {alice.peer: alice, bob.peer: bob}
+    now = 0.0
+    while min(alice.sessions.deadline, bob.sessions.deadline) < float("inf"):
+        now = min(alice.sessions.deadline, bob.sessions.deadline)
+        wake(now, alice, people)
+        wake(now, bob, people)
+    assert now <= REKEY_SECONDS + REJECT_SECONDS
+    assert alice.sessions.peers == bob.sessions.peers == ()

@@ -1,0 +1,233 @@
+"""What strangers, floods and forged addresses can do to datagram sessions: cost a little, nothing else."""
+
+import random
+
+import pytest
+
+from crypto.identity import Identity, PeerId
+from crypto.sessions import limits, table
+from crypto.sessions.core import Sessions
+from crypto.sessions.limits import Bucket, prefix_of
+from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
+from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS
+from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
+
+VICTIM: Source = ("203.0.113.7", 7)
+
+
+def stranger(number: int, *, now: float = 0.0) -> Sessions:
+    seed = number.to_bytes(32, "big")
+    return Sessions(Identity(seed), SWARM, random.Random(number).randbytes, now=now, wall_milliseconds=WALL)
+
+
+def flood(target: Node, now: float, count: int, *, first: int = 1_000) -> list[int]:
+    """Initiations of strangers from one source that never go on; the lengths of all answers."""
+    answered = []
+    for number in range(first, first + count):
+        (packet,) = stranger(number, now=now).send(now, target.peer, PING, b"")
+        try:
+            answered += [len(answer) for answer in target.sessions.receive(now, packet, VICTIM).answers]
+        except DatagramRefused as refusal:
+            target.counters[refusal.reason] += 1
+    return answered
+
+
+# --- addresses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 500, 1_000])
+def test_an_unproven_address_is_never_sent_more_than_three_times_what_came_from_it(size: int) -> None:
+    bob, mallory = Node(2), stranger(7)
+    came = went = 0
+    for step in range(20):
+        now = step * 0.5
+        for packet in mallory.send(now, bob.peer, PING, bytes(size)) if step % 5 == 0 else []:
+            came += len(packet)
+            went += sum(map(len, bob.receive(now, packet, VICTIM).answers))
+        # The application has much to say to whoever asked.
+        for _ in range(5):
+            went += sum(map(len, bob.sessions.send(now, mallory_peer(7), PING, bytes(1_100))))
+        went += sum(len(packet) for _, packet in bob.sessions.wake(now))
+    assert came > 0
+    assert went <= AMPLIFICATION_MAX * came
+
+
+def mallory_peer(number: int) -> PeerId:
+    return Identity(number.to_bytes(32, "big")).peer
+
+
+def test_whatever_answers_an_initiation_is_at_most_three_times_as_long() -> None:
+    assert AMPLIFICATION_MAX * INITIATION_BYTES_MIN >= DATAGRAM_BYTES_MAX
+
+
+def test_a_peer_that_moves_is_challenged_and_loses_nothing() -> None:
+    alice, bob = acquainted()
+    alice.source = ("198.51.100.9", 99)
+    (packet,) = alice.send(1.0, bob, b"question from elsewhere")
+    received = bob.receive(1.0, packet, alice.source)
+    assert not received.newest
+    (challenge,) = received.answers
+    # The reply waits until the new address is proven.
+    assert bob.send(1.0, alice, b"reply") == []
+    (proof,) = alice.receive(1.1, challenge, bob.source).answers
+    proven = bob.receive(1.2, proof, alice.source)
+    assert proven.newest
+    for answer in proven.answers:
+        alice.receive(1.3, answer, bob.source)
+    assert alice.payloads == [b"reply"]
+
+
+def test_a_forged_move_sends_the_victim_challenges_only_and_holds_messages_up_for_a_moment() -> None:
+    alice, bob = acquainted()
+    went = 0
+    arrived_at = []
+    for step in range(100):
+        now = 1.0 + step * 0.1
+        (packet,) = alice.send(now, bob, b"")
+        # Somebody on the way changes the source.
+        received = bob.receive(now, packet, VICTIM)
+        assert not received.newest
+        went += sum(map(len, received.answers))
+        packets = bob.send(now, alice, b"%d" % step)
+        packets += [packet for _, packet in bob.sessions.wake(now)]
+        for each in packets:
+            alice.receive(now, each, bob.source)
+            arrived_at.append(now)
+    assert 0 < went <= AMPLIFICATION_MAX * 100 * len(packet)
+    assert arrived_at[0] <= 1.0 + HOLD_SECONDS + 0.5
+    assert len(alice.arrived) == 100
+
+
+def test_a_challenge_answered_from_another_address_proves_nothing() -> None:
+    alice, bob = acquainted()
+    (packet,) = alice.send(1.0, bob, b"")
+    (challenge,) = bob.receive(1.0, packet, VICTIM).answers
+    (proof,) = alice.receive(1.0, challenge, bob.source).answers
+    received = bob.receive(1.0, proof, alice.source)
+    assert received.newest  # alice is where she was
+    (packet,) = alice.send(1.0, bob, b"")
+    assert not bob.receive(1.0, packet, VICTIM).newest
+
+
+# --- load ---------------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_strangers_is_answered_with_cookies_and_leaves_sessions_alone() -> None:
+    alice, bob = acquainted()
+    answered = flood(bob, 1.0, 400)
+    assert bob.counters["cookies_sent"] >= 400 - limits.FREE_BURST
+    assert max(answered) < INITIATION_BYTES_MIN
+    carry(1.0, alice, bob, alice.send(1.0, bob, b"still here"))
+    carry(1.0, bob, alice, bob.send(1.0, alice, b"me too"))
+    assert (alice.payloads, bob.payloads) == ([b"me too"], [b"still here"])
+
+
+def test_an_honest_peer_shows_its_cookie_and_comes_in_during_a_flood() -> None:
+    alice, bob = Node(1), Node(2)
+    flood(bob, 0.0, 300)
+    carry(0.0, alice, bob, alice.send(0.0, bob, b"let me in"))
+    assert bob.payloads == []
+    wake(0.0, alice, {bob.peer: bob})
+    assert bob.payloads == [b"let me in"]
+    carry(0.0, bob, alice, bob.send(0.0, alice, b"welcome"))
+    assert alice.payloads == [b"welcome"]
+
+
+def test_a_cookie_is_of_no_use_elsewhere_nor_for_long() -> None:
+    cookies, key = Cookies(random.Random(1).randbytes), b"k" * 32
+    here, there = ("10.0.0.1", 1), ("10.0.0.2", 1)
+    cookie = open_cookie(cookies.answer(0.0, key, 5, b"m" * 16, here), key, b"m" * 16)
+    assert cookie is not None
+    shown = mac(cookie, b"packet")
+    assert cookies.is_shown(0.0, b"packet", shown, here)
+    assert not cookies.is_shown(0.0, b"packet", shown, there)
+    assert not cookies.is_shown(0.0, b"other", shown, here)
+    assert cookies.is_shown(COOKIE_SECONDS, b"packet", shown, here)
+    assert not cookies.is_shown(2 * COOKIE_SECONDS, b"packet", shown, here)
+
+
+def test_a_cookie_for_another_packet_or_with_a_changed_bit_is_refused() -> None:
+    alice, bob = Node(1), Node(2)
+    flood(bob, 0.0, 300)
+    (packet,) = alice.send(0.0, bob, b"x")
+    (cookie,) = bob.receive(0.0, packet, alice.source).answers
+    with pytest.raises(DatagramRefused):
+        alice.receive(0.0, cookie[:-1] + bytes((cookie[-1] ^ 1,)), bob.source)
+    (later,) = Node(1, life=1).send(0.0, bob, b"x")
+    assert later != packet
+    with pytest.raises(DatagramRefused):
+        Node(1, life=1).receive(0.0, cookie, bob.source)
+    assert alice.receive(0.0, cookie, bob.source).answers == []
+
+
+def test_one_source_with_cookies_is_held_to_its_own_rate() -> None:
+    bob = Node(2)
+    flood(bob, 0.0, 250)
+    refusals = []
+    for number in range(5_000, 5_000 + 150):
+        eager = stranger(number)
+        (packet,) = eager.send(0.0, bob.peer, PING, b"")
+        (cookie,) = bob.receive(0.0, packet, VICTIM).answers
+        eager.receive(0.0, cookie, bob.source)
+        ((_, again),) = eager.wake(0.0)
+        try:
+            bob.receive(0.0, again, VICTIM)
+        except DatagramRefused as refusal:
+            refusals.append(refusal.reason)
+    assert refusals == ["busy"] * (150 - int(limits.SOURCE_BURST))
+
+
+def test_strangers_push_out_strangers_and_no_friends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "PEERS_MAX", 10)
+    monkeypatch.setattr(table, "STRANGERS_MAX", 6)
+    alice, bob = acquainted()
+    flood(bob, 1.0, 50)
+    assert len(bob.sessions.peers) <= 10
+    assert alice.peer in bob.sessions.peers
+    friends = [Node(number) for number in range(10, 22)]
+    for friend in friends:
+        carry(2.0, bob, friend, bob.send(2.0, friend, b""))
+    assert len(bob.sessions.peers) == 10
+    # All ten were used just now: there is no room for a stranger.
+    flood(bob, 3.0, 1, first=9_000)
+    assert bob.counters["full"] == 1
+    assert {friend.peer for friend in friends[-10:]} == set(bob.sessions.peers)
+
+
+def test_one_prefix_makes_us_keep_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "PEERS_PER_PREFIX_MAX", 5)
+    bob = Node(2)
+    flood(bob, 0.0, 20)
+    assert len(bob.sessions.peers) == 5
+    assert bob.counters["full"] == 15
+
+
+def test_what_waits_for_all_peers_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 10_000)
+    alice = Node(1)
+    for number in range(10, 20):
+        for _ in range(5):
+            alice.send(0.0, Node(number), bytes(1_000))
+    assert alice.counters["datagrams_dropped_unsent"] == 41
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+    bucket = Bucket(rate=2.0, burst=3.0, tokens=3.0, at=0.0)
+    assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]
+    assert [bucket.take(0.5), bucket.take(0.5), bucket.take(0.4)] == [True, False, False]
+    assert sum(bucket.take(100.0) for _ in range(10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::2:3", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+    ],
+)
+def test_addresses_of_one_owner_share_a_prefix(one: str, other: str, same: bool) -> None:
+    assert (prefix_of((one, 1)) == prefix_of((other, 2))) == same
