@@ -62,7 +62,10 @@ def demo(
     if story.missing is not None:
         raise RunFailed(story.missing, f"look: {short_path(folder / RESULT_NAME)}")
     took = seconds_text(document["total_seconds"])
-    show([f"Done in {took}. Next: python -m node (this machine), python -m node sim (200 simulated)"], sys.stderr if as_json else None)
+    show(
+        [f"Done in {took}. Next: python -m node (this machine), python -m node sim (200 simulated)"],
+        sys.stderr if as_json else None,
+    )
 
 
 def _prepare(folder: Path, steps: int) -> None:
