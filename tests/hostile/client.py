@@ -2,7 +2,8 @@
 
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tests.hostile import guests, packets, visitors
@@ -35,20 +36,25 @@ BY_CONNECTIONS: tuple[type[Attack], ...] = (
 ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
 
 
-def strike_all(connection: Connection, target: Target, rates: Mapping[str, float]) -> None:
-    """The whole of the process: says "ready" once all attacks are made, begins when told to, ends when told
-    to, and says how often each struck."""
+def be_hostile(connection: Connection, target: Target) -> None:
+    """The whole of the process: hears at which rates each attack is to strike, says "ready" once they are
+    made, begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    attacks = [ATTACKS[name](target) for name in rates]
+    with suppress(EOFError):  # the other end of the line is gone
+        while True:
+            _strike_for_a_while(connection, target, connection.recv())
+
+
+def _strike_for_a_while(connection: Connection, target: Target, rates: Mapping[str, float]) -> None:
+    attacks = {name: ATTACKS[name](target) for name in rates}
     over = threading.Event()
     strikes: dict[str, int] = {}
 
-    def strike(attack: Attack) -> None:
-        name = type(attack).__name__
-        strikes[name] = keep_striking(attack, rates[name], over.is_set)
+    def strike(name: str) -> None:
+        strikes[name] = keep_striking(attacks[name], rates[name], over.is_set)
 
-    threads = [threading.Thread(target=strike, args=(attack,), daemon=True) for attack in attacks]
+    threads = [threading.Thread(target=strike, args=(name,), daemon=True) for name in attacks]
     connection.send("ready")
     connection.recv()
     for thread in threads:
@@ -57,11 +63,11 @@ def strike_all(connection: Connection, target: Target, rates: Mapping[str, float
     over.set()
     for thread in threads:
         thread.join()
-    connection.send(strikes)
-    for attack in attacks:
+    for attack in attacks.values():
         attack.close()
+    connection.send(strikes)
 
 
-def full_rates(attacks: Sequence[type[Attack]], part: float = 1.0) -> dict[str, float]:
+def rates_of(attacks: Iterable[type[Attack]], part: float = 1.0) -> dict[str, float]:
     """Each attack's own rate, or that part of it."""
     return {attack.__name__: attack.rate * part for attack in attacks}

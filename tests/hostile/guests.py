@@ -8,6 +8,7 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
+from itertools import count
 
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
@@ -68,10 +69,10 @@ class Guest:
         self.say(encode(Hello("stream", (protocol,))))
         while (answer := self._reader.next_message()) is None:
             space = self._reader.space()
-            count = self.socket.recv_into(space[:1_000])
-            if not count:
+            length = self.socket.recv_into(space[:1_000])
+            if not length:
                 raise EOFError
-            self._reader.filled(count)
+            self._reader.filled(length)
         if not isinstance(answer, tuple) or answer[0] != encode((0, 0)):
             raise EOFError
 
@@ -88,6 +89,8 @@ class Guests(Attack):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._held: deque[Guest] = deque()
+        self.turns = count()
+        """Who can misbehave in several ways does so in turn."""
 
     def guest(self) -> Guest:
         return Guest(self.target, self.host())
@@ -115,7 +118,7 @@ class WrongHellos(Guests):
     counters = (*Guests.counters, "streams_refused_protocol")
 
     def misbehave(self, guest: Guest) -> None:
-        match self.rng.randrange(6):
+        match next(self.turns) % 6:
             case 0:
                 guest.say(self.rng.randbytes(100))
             case 1:
@@ -137,7 +140,7 @@ class GarbledGuests(Guests):
     rate = 20.0
 
     def misbehave(self, guest: Guest) -> None:
-        match self.rng.randrange(4):
+        match next(self.turns) % 4:
             case 0:
                 guest.socket.sendall(b"\x01\x00" + self.rng.randbytes(256))
             case 1:
@@ -157,7 +160,7 @@ class HugeGuests(Guests):
 
     def misbehave(self, guest: Guest) -> None:
         guest.open()
-        match self.rng.randrange(3):
+        match next(self.turns) % 3:
             case 0:
                 guest.seal(struct.pack(">II", 2**32 - 2, 0) + bytes(65_000))
             case 1:

@@ -1,4 +1,4 @@
-"""The honest peer's process: it asks the victim all the time, as a node does, and counts what was answered."""
+"""The honest peer's process: it asks the victim all the time, as a node does, and counts the answers."""
 
 import os
 import time

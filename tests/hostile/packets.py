@@ -263,5 +263,3 @@ class Beacons(Attack):
 
     def close(self) -> None:
         self._socket.close()
-
-

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tests.hostile.client import strike_all
+from tests.hostile.client import ATTACKS, BY_CONNECTIONS, BY_PACKETS, be_hostile
 from tests.hostile.honest import DEADLINE_SECONDS, be_honest
 from tests.hostile.victim import be_victim
 
@@ -44,24 +44,24 @@ class Far:
         except EOFError:
             raise AssertionError(f"{self.process.name} has ended") from None
 
-    def ask(self, word: str, seconds: float = READY_SECONDS) -> Any:
+    def ask(self, word: Any, seconds: float = READY_SECONDS) -> Any:
         self.tell(word)
         return self.hear(seconds)
 
-    def tell(self, word: str) -> None:
+    def tell(self, word: Any) -> None:
         self._line.send(word)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Of one attack, or several at once. `refused` counts by the victim's own names; `tallies` are the honest
-    peer's; `grown_bytes` is the most that the victim's memory was above what it was before."""
+    peer's; `highest_bytes` is the most memory that the victim had."""
 
     seconds: float
     strikes: Mapping[str, int]
     refused: Mapping[str, int]
     cpu_seconds: float
-    grown_bytes: int
+    highest_bytes: int
     tallies: Mapping[str, Mapping[str, Any]]
 
     @property
@@ -75,7 +75,7 @@ class Outcome:
 
 
 class Scene:
-    """`victim_peer` and the rest of its `target` are known from the start. Made by `scene`."""
+    """Made by `scene`. The clients have one process for packets and one for connections."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -85,6 +85,9 @@ class Scene:
         self._memory = psutil.Process(self._victim.process.pid)
         self._honest = self._start("honest peer", be_honest, self.target)
         self._honest.hear()
+        self._clients = [
+            self._start(f"hostile client {number}", be_hostile, self.target) for number in (1, 2)
+        ]
 
     def _start(self, name: str, main: Callable[..., None], *arguments: Any) -> Far:
         context = multiprocessing.get_context("spawn")
@@ -104,35 +107,35 @@ class Scene:
     def rss_bytes(self) -> int:
         return int(self._memory.memory_info().rss)
 
-    def run(self, *clients: Mapping[str, float], seconds: float, honest: bool = True) -> Outcome:
-        """Let a client loose with each of these attacks, at these rates; none to see what peace costs."""
-        started = [
-            self._start(f"client {number}", strike_all, self.target, dict(rates))
-            for number, rates in enumerate(clients)
+    def run(self, rates: Mapping[str, float], *, seconds: float, honest: bool = True) -> Outcome:
+        """Let the attacks strike, each so often a second; none to see what peace costs."""
+        sides = [
+            (client, {name: rates[name] for name in rates if ATTACKS[name] in attacks})
+            for client, attacks in zip(self._clients, (BY_PACKETS, BY_CONNECTIONS), strict=True)
         ]
-        for client in started:
+        for client, own in sides:
+            client.tell(own)
+        for client, _ in sides:
             client.hear()
         if honest:
             self._honest.tell("go")
         before, begun = self.figures(), time.perf_counter()
         with self._highest() as highest:
-            for client in started:
+            for client, _ in sides:
                 client.tell("begin")
             time.sleep(seconds)
             after, took = self.figures(), time.perf_counter() - begun
             strikes: Counter[str] = Counter()
-            for client in started:
+            for client, _ in sides:
                 strikes.update(client.ask("end"))
-        tallies = self._honest.ask("pause", 2 * DEADLINE_SECONDS)
-        for client in started:
-            client.process.join(ENDING_SECONDS)
+            tallies = self._honest.ask("pause", 2 * DEADLINE_SECONDS) if honest else {}
         return Outcome(
             seconds=took,
             strikes=strikes,
             refused=Counter(after["counters"]) - Counter(before["counters"]),
             cpu_seconds=after["cpu_seconds"] - before["cpu_seconds"],
-            grown_bytes=highest() - before["rss_bytes"],
-            tallies=tallies if honest else {},
+            highest_bytes=highest(),
+            tallies=tallies,
         )
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ async def _be_victim(connection: Connection, folder: Path, beacon_port: int) -> 
             nursery.start_soon(answer, network)
             connection.send(Target(HOST, network.port, beacon_port, node.peer, SWARM))
             while await trio.to_thread.run_sync(_asked, connection, abandon_on_cancel=True):
-                connection.send(figures(network))
+                connection.send(figures(lambda: node.counters))
             nursery.cancel_scope.cancel()
 
 
@@ -78,10 +79,10 @@ async def answer(network: RealNetwork) -> None:
             network.send(sender, ASK, message)
 
 
-def figures(network: RealNetwork) -> dict[str, Any]:
+def figures(counters: Callable[[], Mapping[str, int]]) -> dict[str, Any]:
     """What the process has used and refused so far."""
     return {
         "cpu_seconds": time.process_time(),
         "rss_bytes": psutil.Process().memory_info().rss,
-        "counters": dict(network.counters),
+        "counters": dict(counters()),
     }
