@@ -37,8 +37,8 @@ ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
 
 
 def be_hostile(connection: Connection, target: Target) -> None:
-    """The whole of the process: hears at which rates each attack is to strike, says "ready" once they are
-    made, begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
+    """The whole of the process: hears how often each attack is to strike, says "ready" once they are made,
+    begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(EOFError):  # the other end of the line is gone
