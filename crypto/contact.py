@@ -51,7 +51,7 @@ class Address:
 
     def of(self, peer: PeerId | None) -> "Address":
         """The same place with another expectation of who is there."""
-        return replace(self, peer=peer)
+        return self if self.peer == peer else replace(self, peer=peer)
 
 
 @lru_cache(maxsize=PARSED_MAX)

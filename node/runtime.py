@@ -73,6 +73,8 @@ SUBSCRIBER_EVENTS_MAX = 10_000
 REMEMBER_SECONDS = 60.0
 REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
 """Garbage is counted; only at these counts does it become one line on screen."""
+INTERFACES_SECONDS = 20.0
+"""How often this machine's addresses are looked at: a laptop that was carried away is found soon after."""
 CAPACITY_PURPOSE = "capacity"
 
 
@@ -173,6 +175,8 @@ class Node:
             nursery.start_soon(self.joining.try_heard)
         if self.network.reachable is None:
             nursery.start_soon(self.reach.echo)
+            if isinstance(self.network, RealNetwork):
+                nursery.start_soon(self._watch_interfaces, self.network)
             nursery.start_soon(
                 self.reach.run,
                 own_rng(self._rng),
@@ -274,6 +278,7 @@ class Node:
             observe=self._observe,
             make=self._make_kademlia,
         )
+        self._told = self.network.addresses
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self.joining = Joining(
             self.network,
@@ -413,12 +418,24 @@ class Node:
 
     # Whether others reach this node
 
+    async def _watch_interfaces(self, network: RealNetwork) -> None:
+        """A machine that has changed its network tells where it is now, and asks others anew."""
+        while True:
+            await trio.sleep(INTERFACES_SECONDS)
+            if network.look():
+                self.reach.move()
+                self._tell_places(None, 0)
+
     def _reachability_found(self, verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
-        if self.stopping.is_set():
-            return
         for address in found:
             self.network.announce(address)
-        if found:
+        self._tell_places(verdict, asked)
+
+    def _tell_places(self, verdict: bool | None, asked: int) -> None:
+        if self.stopping.is_set():
+            return  # who has said goodbye tells nothing more
+        if self.network.addresses != self._told:
+            self._told = self.network.addresses
             self.membership.update(self._profile())
         self.discovery.appear(self.network.addresses, client=verdict is False)
         self._publish(

@@ -101,8 +101,7 @@ class _Pipe:
         await stand_still(self._line.sender_pace)
         while self._queued_bytes >= WINDOW_BYTES_MAX and not self._is_ended and not self._is_dropped:
             await self._writers.park()
-        now = _now()
-        if self._is_ended or self._broken_at <= now:
+        if self._is_ended or self.is_broken:
             raise StreamClosed("this side sends no more" if self._is_ended else "the other side closed it")
         if self._is_dropped:
             return  # on its way to a reader that has gone, which the writer cannot know yet
@@ -130,6 +129,11 @@ class _Pipe:
                 self._queued_bytes -= len(message) + len(payload)
                 self._writers.unpark_all()
                 return message, payload
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the writer knows by now that the reader has closed."""
+        return self._broken_at <= _now()
 
     def end(self, why: str, *, is_cut: bool = False) -> None:
         """The writer sends no more: the reader finds out after the last message, why and whether it was
@@ -282,6 +286,8 @@ class SimStream:
     async def send_eof(self) -> None:
         await trio.lowlevel.checkpoint()
         self._check_open()
+        if self._outgoing.is_broken:
+            raise StreamClosed("the other side closed it")
         self._outgoing.end("the other side sends no more")
 
     def _check_open(self) -> None:

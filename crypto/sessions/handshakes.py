@@ -189,6 +189,7 @@ class Handshakes:
         if attempt is None or not attempt.is_waiting:
             return []
         attempt.is_waiting = False
+        self._counters["cookies_shown"] += 1
         return [attempt.packet] if state.may_send(now, len(attempt.packet)) else []
 
     # --- theirs ------------------------------------------------------------------------------------

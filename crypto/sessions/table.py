@@ -18,7 +18,8 @@ from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, Memory, PeerState
 
 PEERS_MAX = 4_096
-"""At 5 to 10 KB each; a full SWIM scope has up to 600 members, a routing table as many again."""
+"""At 7 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
+routing table as many again."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 PEERS_PER_PREFIX_MAX = 1_024
@@ -27,8 +28,9 @@ RECENT_SECONDS = 60.0
 """A peer used within this time is not dropped for a stranger."""
 MEMORIES_MAX = 16_384
 """Stamps remembered, the latest used: 200 bytes each; only they keep old initiations from coming twice."""
-QUEUE_MAX = 32
-"""Messages of one peer that wait for a session; the oldest are dropped."""
+QUEUE_MAX = 128
+"""Messages of one peer that wait for a session; the oldest are dropped. As many as a kernel's usual buffer
+takes: what could be said in one go to a peer that is known can be said to one that is not."""
 QUEUED_BYTES_MAX = 8 * 2**20
 """Of all peers together."""
 _ALARMS_SPARE = 64

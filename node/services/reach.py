@@ -119,6 +119,7 @@ class Reach:
         self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
         self._serving = 0
         self._echoes = (0.0, 0)
+        self._moved = trio.Event()
         network.handle(PROTOCOL, self._serve)
 
     async def run(
@@ -134,13 +135,21 @@ class Reach:
         """
         core = Reachability(rng, self._clock.monotonic())
         while True:
-            await trio.sleep_until(core.deadline)
+            with trio.move_on_at(core.deadline):
+                await self._moved.wait()
+                self._moved = trio.Event()
+                core = Reachability(rng, self._clock.monotonic())
+                continue
             others = [peer for peer in peers() if peer != self._network.peer]
             peer = core.next(self._clock.monotonic(), others)
             if peer is not None and await self._ask(core, peer):
                 own = {address.of(None) for address in self._network.addresses}
                 unknown = tuple(address for address in core.addresses if address not in own)
                 changed(core.verdict, core.asked, unknown)
+
+    def move(self) -> None:
+        """This node is elsewhere: what others have said of it is of the old place."""
+        self._moved.set()
 
     async def _ask(self, core: Reachability, peer: PeerId) -> bool:
         """Whether it tried."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 HALF_OPEN_MAX = 128
 """Each holds a socket and a task. With handshakes of 0.4 s over a slow path, 300 strangers a second crowd out
 nobody, even if each has a source of its own."""
-_PREFIX_BITS = {4: 32, 6: 64}
-"""What one source is given: an address, or the network of a household, of which it can have any address."""
+_NETWORK_BYTES = 8
+"""Of an IPv6 address what a household is given; of the rest it can have any."""
 
 
 class Doorway:
@@ -23,7 +23,7 @@ class Doorway:
     def __init__(self, places_max: int = HALF_OPEN_MAX) -> None:
         self._places_max = places_max
         # By source those who stand there, longest first; each with what sends it away.
-        self._standing: dict[str, dict[int, Callable[[], None]]] = {}
+        self._standing: dict[bytes, dict[int, Callable[[], None]]] = {}
         self._entered = 0
         self._count = 0
 
@@ -52,7 +52,7 @@ class Doorway:
         self._leave(source, number)
         send_away()
 
-    def _leave(self, source: str, number: int) -> None:
+    def _leave(self, source: bytes, number: int) -> None:
         standing = self._standing.get(source, {})
         if standing.pop(number, None) is not None:
             self._count -= 1
@@ -60,9 +60,9 @@ class Doorway:
                 del self._standing[source]
 
 
-def source_of(host: str) -> str:
-    """Whom an address counts for; IPv4 within IPv6 as IPv4."""
+def source_of(host: str) -> bytes:
+    """Whom an address counts for: the address itself, or its network for IPv6. IPv4 within IPv6 as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return str(ipaddress.ip_network((address, _PREFIX_BITS[address.version]), strict=False))
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.packed
+    return address.ipv4_mapped.packed if address.ipv4_mapped else address.packed[:_NETWORK_BYTES]

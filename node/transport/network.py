@@ -74,6 +74,8 @@ class RealNetwork:
         self._book = AddressBook()
         self._connections = Connections(self._credentials, self._book, self._router, self._counters)
         self._addresses: tuple[Address, ...] = ()
+        self._places: tuple[Place, ...] = ()
+        self._dialable: tuple[Address, ...] = ()
         self._datagrams: Datagrams | None = None
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -112,6 +114,15 @@ class RealNetwork:
     def reachable(self) -> bool | None:
         return None
 
+    def look(self) -> bool:
+        """Look at this machine's interfaces again; whether `addresses` are others than before. What others
+        had confirmed was of the old network, and is forgotten."""
+        found = tuple(address.of(self.peer) for address in dialable(self._places, self._announce))
+        if found == self._dialable:
+            return False
+        self._addresses = self._dialable = found
+        return True
+
     def announce(self, address: Address) -> None:
         """As the seam says, unless a person has said what to tell, or there are too many."""
         address = address.of(self.peer)
@@ -134,14 +145,13 @@ class RealNetwork:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if self._datagrams is None:
             self._counters["messages_while_not_running"] += 1
-        elif not self._book.for_stream(peer):
+        elif not (addresses := self._where(peer)):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
-        else:
-            if not self._datagrams.send(peer, protocol, message, self._where(peer)):
-                # Only names to look up, or only the other address family: TCP knows both.
-                self._queue_one_shot(peer, protocol, message)
+        elif not self._datagrams.send(peer, protocol, message, addresses):
+            # Only names to look up, or only the other address family: TCP knows both.
+            self._queue_one_shot(peer, protocol, message)
 
     async def open(self, peer: PeerId, protocol: str, *others: str) -> SecureStream:
         return await self._connections.open(peer, protocol, *others)
@@ -155,8 +165,8 @@ class RealNetwork:
             raise LocalProtocolError("this network runs already")
         bound = await bind_all(self._listen)
         self.ports = tuple(each.port for each in bound)
-        places = [(each.host, each.port) for each in bound]
-        self._addresses = tuple(address.of(self.peer) for address in dialable(places, self._announce))
+        self._places = places = tuple((each.host, each.port) for each in bound)
+        self.look()
         sockets = UdpSockets([each.udp for each in bound], self._counters)
         sessions = Sessions(
             self._identity,

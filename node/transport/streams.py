@@ -122,6 +122,8 @@ class SecureStream:
         Raises:
             StreamEnded: all has come. StreamClosed: it is over, with the reason.
         """
+        # Once it is closed here, the turn is its end's.
+        self._check_receiving()
         await self._receiving.take()
         try:
             while True:

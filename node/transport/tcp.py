@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import trio
 
@@ -31,9 +32,13 @@ VANISHED_SECONDS = 45.0
 """The kernel has repeated itself for so long without any answer: the other machine is gone. Looked at every
 few seconds, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by TCP_USER_TIMEOUT,
 which also ends a connection whose other side answers, but does not read."""
+KEEPALIVE_QUESTIONS = 3
+"""A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
 """One packet may always be on its way."""
 
+_FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
+"""A read of up to a mebibyte and its decryption take as long as so many short calls, or longer."""
 _TCP_INFO_BYTES = 60
 _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
 """Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
@@ -74,6 +79,9 @@ class Connection:
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
+        # A connection that is gone already refuses options; the next read will tell.
+        with suppress(OSError, AttributeError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
         self.peer = session.peer
         self.why: str | None = None
         self._writer = RecordWriter(session.sending)
@@ -175,6 +183,8 @@ class Connection:
         await self._rest()
         try:
             while (received := self._next(payload_bytes_max)) is None:
+                # A sender that is faster than we are would have us read a long message in one breath.
+                await self._rest()
                 if not await self._fill():
                     return None
         except RemoteProtocolError as error:
@@ -232,6 +242,7 @@ class Connection:
             except BlockingIOError:
                 if not await self._wait_for_bytes(inside=inside):
                     return False
+        self._calls += _FILL_CALLS
         self._filled(count, len(space))
         return True
 

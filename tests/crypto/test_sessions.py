@@ -12,10 +12,14 @@ from crypto.protocols import PROTOCOL_BYTES_MAX
 from crypto.sessions.core import WAIT_SECONDS
 from crypto.sessions.macs import mac, mac_key
 from crypto.sessions.packets import (
+    COOKIE,
+    COOKIE_BYTES,
     DATAGRAM_BYTES_MAX,
     INITIATION,
     INITIATION_BYTES_MIN,
     INITIATION_HEAD,
+    RESPONSE,
+    RESPONSE_BYTES,
     DatagramRefused,
     Offer,
     Request,
@@ -184,6 +188,24 @@ def test_nobody_comes_in_the_name_of_another_or_of_nobody_or_of_ourselves() -> N
     assert refused(bob, initiation(mallory, alice.peer, bob.peer)) == "identity"
     assert refused(bob, initiation(mallory, PeerId(bytes(32)), bob.peer)) == "seal"
     assert refused(bob, initiation(bob.identity, bob.peer, bob.peer)) == "identity"
+
+
+@given(
+    kind=st.sampled_from([INITIATION, RESPONSE, COOKIE]),
+    ephemeral=st.sampled_from([bytes(32), b"\1" + bytes(31), b"\xff" * 32])
+    | st.binary(min_size=32, max_size=32),
+    rest=st.binary(max_size=900),
+)
+def test_whatever_has_a_right_mac_is_still_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
+    bob = Node(2)
+    packets = bob.send(0.0, Node(1), b"x")
+    # In an open swarm anybody can make the mac; a response or cookie even names a handshake of ours.
+    names = bytes(4) + packets[0][1:5] if kind == RESPONSE else packets[0][1:5]
+    body = bytes((kind,)) + names + (ephemeral + rest).ljust(380, b"\0")
+    if kind != INITIATION:
+        body = body[: (RESPONSE_BYTES if kind == RESPONSE else COOKIE_BYTES) - 16]
+    body += mac(mac_key(SWARM.secrets[0], bob.peer), body)
+    assert refused(bob, body + bytes(16) if kind == INITIATION else body) in ("seal", "malformed")
 
 
 def test_a_member_with_a_malformed_payload_is_refused() -> None:

@@ -134,6 +134,20 @@ def test_an_honest_peer_shows_its_cookie_and_comes_in_during_a_flood() -> None:
     assert alice.payloads == [b"welcome"]
 
 
+def test_a_session_is_renewed_during_a_flood_and_loses_nothing_meanwhile() -> None:
+    alice, bob = acquainted()
+    for step in range(1_200, 1_220):
+        now = step / 10
+        flood(bob, now, 20, first=step * 100)
+        if step == 1_200:
+            flood(bob, now, 250)
+        carry(now, alice, bob, alice.send(now, bob, b"%d" % step))
+        wake(now, alice, {bob.peer: bob})
+    assert bob.payloads == [b"%d" % step for step in range(1_200, 1_220)]
+    assert alice.counters["cookies_shown"] == 1
+    assert alice.counters["sessions_begun"] == bob.counters["sessions_begun"] == 2
+
+
 def test_a_cookie_is_of_no_use_elsewhere_nor_for_long() -> None:
     cookies, key = Cookies(random.Random(1).randbytes), b"k" * 32
     here, there = ("10.0.0.1", 1), ("10.0.0.2", 1)

@@ -4,7 +4,7 @@ python -m tests.node.namespaced LETTER echo    be there, and answer
 python -m tests.node.namespaced LETTER visit   go to each address of the first neighbour that is heard, say
                                                for each what came back, as lines of JSON, and end
 python -m tests.node.namespaced LETTER move    at the first of them, for each line of standard input, say how
-                                               many of a hundred datagrams came back
+                                               many of a hundred datagrams came back, and where it is
 """
 
 import json
@@ -85,7 +85,9 @@ async def exchange(address: Address) -> None:
             for number in range(DATAGRAMS):
                 mover.send(peer, PING, b"%d" % number)
                 back.update(await inbox.take(trio.current_time() + 1))
-            sys.stdout.write(json.dumps({"back": len(back)}) + "\n")
+            mover.look()
+            hosts = [address.host for address in mover.addresses]
+            sys.stdout.write(json.dumps({"back": len(back), "hosts": hosts}) + "\n")
             sys.stdout.flush()
 
 

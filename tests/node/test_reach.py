@@ -184,6 +184,25 @@ async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
         assert found.there == make_address("127.0.0.1", bob.port)
 
 
+async def test_a_node_that_has_moved_asks_at_once_what_others_find_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("node.services.reachability.SOON_SECONDS", 0.01)
+    async with reaching("a", "b") as ((alice, bob), (reach, other), _), trio.open_nursery() as nursery:
+        told: list[tuple[bool | None, int]] = []
+
+        def changed(verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
+            assert found == ()
+            told.append((verdict, asked))
+
+        nursery.start_soon(reach.run, Random(1), lambda: (alice.peer, bob.peer), changed)
+        await until(lambda: told == [(True, 1)])
+        other._served.clear()  # a minute later
+        reach.move()
+        await until(lambda: told == [(True, 1)] * 2)
+        nursery.cancel_scope.cancel()
+
+
 async def test_only_ports_are_asked_for_so_nobody_else_can_be_dialled() -> None:
     async with reaching("a", "b", "c") as ((alice, bob, carol), _, _):
         closed = unused_address().port

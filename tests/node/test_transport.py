@@ -151,6 +151,21 @@ async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_ol
             assert payloads == [b"to the new address"]
 
 
+async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same() -> None:
+    alice, place = make_network("a"), raw_socket()
+    port = place.getsockname()[1]
+    bob = make_network("b", listen=("127.0.0.1", port))
+    bob.inbox(PING)
+    async with running(alice):
+        alice.learn(bob.peer, [make_address("127.0.0.1", port)])
+        alice.send(bob.peer, PING, b"are you there yet?")
+        await raw_arrival(place)
+        place.close()
+        async with running(bob):
+            assert bob.port == port
+            assert await arrival(bob) == (alice.peer, b"are you there yet?")
+
+
 async def test_garbage_is_counted_and_the_node_lives() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)

@@ -47,7 +47,7 @@ class RealWorld:
     """Sockets on 127.0.0.1."""
 
     inbox_max = INBOX_MESSAGES_MAX
-    pause_seconds = 0.03
+    pause_seconds = 0.01
 
     def network(self, letter: str) -> Network:
         return make_network(letter)
