@@ -66,9 +66,9 @@ class Connections:
         self._waiting: dict[Connection, None] = {}
         self._doorway = Doorway()
         # Those that came in, with their source, the newest last.
-        self._inbound: dict[Connection, str] = {}
+        self._inbound: dict[Connection, bytes] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
-        self._inbound_by_source: Counter[str] = Counter()
+        self._inbound_by_source: Counter[bytes] = Counter()
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -281,14 +281,14 @@ class Connections:
             self._counters["handshakes_timed_out"] += 1
         return None
 
-    def _has_room(self, source: str) -> bool:
+    def _has_room(self, source: bytes) -> bool:
         """Whether one more from there would be let in."""
         if len(self._inbound) < INBOUND_MAX or self._waiting:
             return True
         most = max(self._inbound_by_source.values())
         return self._inbound_by_source[source] + 1 < most
 
-    def _enter(self, connection: Connection, source: str) -> Connection | None:
+    def _enter(self, connection: Connection, source: bytes) -> Connection | None:
         """Count it in, and make room for it where there is none; None if there is none to be made."""
         if not self._has_room(source):
             self._counters["connections_over_limit"] += 1
