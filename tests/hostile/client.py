@@ -1,5 +1,6 @@
 """The hostile client's own process: each attack in a thread of its own, at its rate."""
 
+import os
 import resource
 import threading
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from multiprocessing.connection import Connection
 from tests.hostile import guests, packets, visitors
 from tests.hostile.attack import Attack, Target, keep_striking
 
+NICENESS = 5
 BY_PACKETS: tuple[type[Attack], ...] = (
     packets.RandomPackets,
     packets.NearlyPackets,
@@ -39,6 +41,8 @@ ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
 def be_hostile(connection: Connection, target: Target) -> None:
     """The whole of the process: hears how often each attack is to strike, says "ready" once they are made,
     begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
+    # In the world it would be another machine: it is not to win by taking the victim's processor.
+    os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(EOFError):  # the other end of the line is gone

@@ -83,7 +83,7 @@ class Guest:
 class Guests(Attack):
     """Shakes hands, does what `misbehave` does, and stays until thrown out."""
 
-    counters = (*REFUSALS, "hellos_refused", "streams_broken", "streams_refused_busy")
+    counters: tuple[str, ...] = (*REFUSALS, "hellos_refused", "streams_broken", "streams_refused_busy")
     held_max = 100
 
     def __init__(self, target: Target) -> None:

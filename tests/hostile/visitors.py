@@ -20,7 +20,6 @@ REFUSALS = (
     "handshakes_broken",
     "handshakes_timed_out",
     "connections_over_limit",
-    "connections_over_rate",
 )
 
 
