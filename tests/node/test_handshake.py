@@ -276,7 +276,7 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "private"])
 async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tuple[bytes, ...]) -> None:
     alice, bob = make_network("a", keys=keys), make_network("b", keys=keys)
-    bob._doorway = Doorway(places_max=32)
+    bob._connections._doorway = Doorway(places_max=32)
     kinds = [
         say_nothing,
         say_garbage,
@@ -299,10 +299,10 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
         await until(lambda: bob.counters["handshakes_displaced"] > 0)
         for _ in range(20):
             assert await alice.identify(bob.addresses[0]) == bob.peer
-            assert len(bob._doorway) <= 32
+            assert len(bob._connections._doorway) <= 32
         nursery.cancel_scope.cancel()
     assert bob.counters["handshakes_by_outsiders" if keys else "handshakes_refused"] > 0
-    assert len(bob._doorway) == 0
+    assert len(bob._connections._doorway) == 0
 
 
 HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1", "fe80::1%eth0"]
