@@ -19,7 +19,7 @@ _MISFITS_MAX = 16
 """After so many facts too large for the room left, a message is full enough."""
 
 
-class _Item(msgspec.Struct, eq=False, gc=False):
+class _Item(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A fact that waits; `size` as in a message, `sent` so often. Small, for where a swarm starts all facts
     of all wait at all; and no part of a cycle."""
 
@@ -96,8 +96,8 @@ class Dissemination:
             self._remove(key)
         else:
             del self._tiers[item.sent][key]
-            item.sent += 1
-            self._tier(item.sent)[key] = item
+            again = _Item(item.subject, item.fact, item.size, item.sent + 1)
+            self._items[key] = self._tier(again.sent)[key] = again
 
     def _tier(self, sent: int) -> dict[bytes, _Item]:
         while len(self._tiers) <= sent:

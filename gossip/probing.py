@@ -5,7 +5,7 @@ it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), 
 with mute relays that the fault may be its own.
 """
 
-import msgspec
+from dataclasses import dataclass
 
 from crypto.identity import PeerId
 
@@ -15,7 +15,8 @@ RELAY_PATIENCE = 0.8
 """A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
 
 
-class Probe(msgspec.Struct):
+@dataclass(slots=True)
+class Probe:
     """One probe of `target` in `incarnation`. Times are monotonic seconds."""
 
     target: PeerId
@@ -35,7 +36,8 @@ class Probe(msgspec.Struct):
         self.end_at += given
 
 
-class Relay(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Relay:
     """We ping `target` for `requester`, whose probe has `number`."""
 
     requester: PeerId
