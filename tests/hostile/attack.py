@@ -2,8 +2,8 @@
 
 import random
 import socket
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
@@ -63,14 +63,14 @@ def from_all_hosts(kind: int) -> list[socket.socket]:
     return made
 
 
-def keep_striking(attack: Attack, rate: float, is_over: Callable[[], bool]) -> int:
+def keep_striking(attack: Attack, rate: float, over: threading.Event) -> int:
     """Strike evenly, `rate` times a second, until it is over; how often it was. Who is late makes up for it,
     but not for more than a tenth of a second."""
     strikes, due_at = 0, time.perf_counter()
-    while not is_over():
+    while not over.is_set():
         now = time.perf_counter()
         if due_at > now:
-            time.sleep(max(_NAP_SECONDS_MIN, min(due_at - now, 0.05)))
+            over.wait(max(_NAP_SECONDS_MIN, due_at - now))
             continue
         due_at = max(due_at, now - 0.1) + 1 / rate
         attack.strike()

@@ -56,7 +56,7 @@ def _strike_for_a_while(connection: Connection, target: Target, rates: Mapping[s
     strikes: dict[str, int] = {}
 
     def strike(name: str) -> None:
-        strikes[name] = keep_striking(attacks[name], rates[name], over.is_set)
+        strikes[name] = keep_striking(attacks[name], rates[name], over)
 
     threads = [threading.Thread(target=strike, args=(name,), daemon=True) for name in attacks]
     connection.send("ready")

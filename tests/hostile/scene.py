@@ -123,7 +123,7 @@ class Scene:
         with self._highest() as highest:
             for client, _ in sides:
                 client.tell("begin")
-            time.sleep(seconds)
+            threading.Event().wait(seconds)
             after, took = self.figures(), time.perf_counter() - begun
             strikes: Counter[str] = Counter()
             for client, _ in sides:
