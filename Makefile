@@ -41,6 +41,7 @@ soak: $(READY)
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	$(BIN)/python benchmarks/survival.py
+	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:

@@ -7,6 +7,7 @@ ended in order on both sides carries the next to that peer. Which addresses a pe
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import trio
 
@@ -16,7 +17,7 @@ from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.transport.book import AddressBook
-from node.transport.doorway import Doorway
+from node.transport.doorway import Doorway, source_of
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, Outsider, accept, dial
 from node.transport.idle import IDLE_SECONDS, IdleConnections
 from node.transport.pool import Pool
@@ -26,7 +27,9 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import Assembly, Connection
 
 INBOUND_MAX = 512
-"""Connections from others at once; each in use costs a buffer of 128 KiB."""
+"""Connections from others at once; each in use costs a buffer of up to 128 KiB. When all are taken, who comes
+takes one from the source that has most, if its own has fewer: in an open swarm anybody has as many peer ids
+as he likes, but not as many addresses."""
 INBOUND_PER_PEER_MAX = 64
 """So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
 REFUSALS_MAX = 16
@@ -62,8 +65,10 @@ class Connections:
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
         self._doorway = Doorway()
-        self._inbound: dict[Connection, None] = {}
+        # Those that came in, with their source, the newest last.
+        self._inbound: dict[Connection, bytes] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
+        self._inbound_by_source: Counter[bytes] = Counter()
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -221,12 +226,10 @@ class Connections:
         self._open.pop(connection, None)
         self._waiting.pop(connection, None)
         self._idle.forget(connection)
-        if connection in self._inbound:
-            del self._inbound[connection]
-            by_peer, peer = self._inbound_by_peer, connection.peer
-            by_peer[peer] -= 1
-            if not by_peer[peer]:
-                del by_peer[peer]
+        source = self._inbound.pop(connection, None)
+        if source is not None:
+            _take_one(self._inbound_by_peer, connection.peer)
+            _take_one(self._inbound_by_source, source)
 
     def _closed(self, stream: SecureStream) -> None:
         """A stream that was opened here was closed here."""
@@ -250,12 +253,6 @@ class Connections:
 
     async def serve(self, transport: trio.SocketStream) -> None:
         """One connection that came in, from its first byte to its end."""
-        if len(self._inbound) >= INBOUND_MAX:
-            self._make_room(next(iter(self._waiting), None))
-        if len(self._inbound) >= INBOUND_MAX:
-            self._counters["connections_over_limit"] += 1
-            transport.socket.close()
-            return
         try:
             connection = await self._shake_hands(transport)
         finally:
@@ -265,14 +262,15 @@ class Connections:
 
     async def _shake_hands(self, transport: trio.SocketStream) -> Connection | None:
         try:
-            scope = trio.CancelScope()
-            with self._doorway.place(transport.socket.getpeername()[0], scope.cancel), scope:
-                session = await accept(transport, self._credentials)
-                connection = self._make(transport, session)
-                self._inbound[connection] = None
-                self._inbound_by_peer[session.peer] += 1
-                return connection
-            self._counters["handshakes_displaced"] += 1
+            host = transport.socket.getpeername()[0]
+            if self._has_room(source_of(host)):
+                scope = trio.CancelScope()
+                with self._doorway.place(host, scope.cancel), scope:
+                    session = await accept(transport, self._credentials)
+                    return self._enter(self._make(transport, session), source_of(host))
+                self._counters["handshakes_displaced"] += 1
+            else:
+                self._counters["connections_over_limit"] += 1
         except Outsider:
             self._counters["handshakes_by_outsiders"] += 1
         except RemoteProtocolError:
@@ -283,10 +281,37 @@ class Connections:
             self._counters["handshakes_timed_out"] += 1
         return None
 
-    def _make_room(self, waiting: Connection | None) -> None:
-        """End one that waits for another hello; its opener will dial again if it has one."""
-        if waiting is not None:
-            waiting.end("others need the room")
+    def _has_room(self, source: bytes) -> bool:
+        """Whether one more from there would be let in."""
+        if len(self._inbound) < INBOUND_MAX or self._waiting:
+            return True
+        most = max(self._inbound_by_source.values())
+        return self._inbound_by_source[source] + 1 < most
+
+    def _enter(self, connection: Connection, source: bytes) -> Connection | None:
+        """Count it in, and make room for it where there is none; None if there is none to be made."""
+        if not self._has_room(source):
+            self._counters["connections_over_limit"] += 1
+            connection.end("there is no room")
+            return None
+        if len(self._inbound) >= INBOUND_MAX:
+            self._make_room(next(iter(self._waiting), None) or self._newest_of_most())
+        self._inbound[connection] = source
+        self._inbound_by_source[source] += 1
+        self._inbound_by_peer[connection.peer] += 1
+        return connection
+
+    def _newest_of_most(self) -> Connection:
+        """Of the source that has most connections here the one that came last: whoever crowds has come since
+        there was little room, whoever works has been there."""
+        most = max(self._inbound_by_source, key=self._inbound_by_source.__getitem__)
+        return next(each for each in reversed(self._inbound) if self._inbound[each] == most)
+
+    def _make_room(self, leaving: Connection | None) -> None:
+        """End one, preferably one that waits for another hello; its opener will dial again if it has one."""
+        if leaving is not None:
+            self._counters["connections_displaced"] += 1
+            leaving.end("others need the room")
 
     async def _serve_peer(self, connection: Connection) -> None:
         by_peer, peer = self._inbound_by_peer, connection.peer
@@ -343,3 +368,9 @@ class Connections:
         if connection.why is None:
             self._open[connection] = None
         return is_free and self._is_staying
+
+
+def _take_one(counts: "Counter[Any]", key: object) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

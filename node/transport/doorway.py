@@ -9,10 +9,13 @@ trips, and is through before its turn comes.
 import ipaddress
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 HALF_OPEN_MAX = 128
 """Each holds a socket and a task. With handshakes of 0.4 s over a slow path, 300 strangers a second crowd out
 nobody, even if each has a source of its own."""
+HOSTS_MAX = 4_096
+"""Whose source is remembered: to find it costs as much as to take a connection from the kernel."""
 _NETWORK_BYTES = 8
 """Of an IPv6 address what a household is given; of the rest it can have any."""
 
@@ -60,6 +63,7 @@ class Doorway:
                 del self._standing[source]
 
 
+@lru_cache(maxsize=HOSTS_MAX)
 def source_of(host: str) -> bytes:
     """Whom an address counts for: the address itself, or its network for IPv6. IPv4 within IPv6 as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])

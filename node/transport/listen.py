@@ -14,7 +14,9 @@ from node.errors import UsageError
 
 PORT_ATTEMPTS = 11
 """The wanted port and the ten behind it: enough for several nodes on one machine."""
-BACKLOG = 128
+BACKLOG = 1_024
+"""Connections that the kernel holds until we take them: a burst from strangers must not push out who comes
+next, whose own kernel tries again only after a second. (Linux takes the least of this and `somaxconn`.)"""
 
 Place = tuple[str, int]
 """Where to listen: an IP literal or a name of this machine, and a port, 0 for any."""

@@ -31,6 +31,9 @@ LINES_MAX = 16
 """Interfaces and families spoken on: a machine full of containers has hundreds, and nobody listens there."""
 LOOK_SECONDS = 20.0
 """How often the interfaces are looked at: a machine that has changed its network is found soon after."""
+GATHER_SECONDS = 0.01
+"""Between two looks at what has come: nobody waits for a beacon, and a turn of the event loop costs ten times
+what one does."""
 PACKETS_MAX = 256
 """Packets that wait to be taken; the newest are dropped."""
 
@@ -156,18 +159,24 @@ class Multicast:
     async def _receive(self, line: "_Line") -> None:
         while True:
             try:
-                data, source = await line.receive()
+                await line.readable()
+                for _ in range(PACKETS_MAX):
+                    self._arrived(*line.receive())
+            except BlockingIOError:
+                pass  # that was all
             except trio.ClosedResourceError:
                 return
             except OSError:
                 self._counters["datagrams_faulty_socket"] += 1
                 await trio.sleep(FAULT_PAUSE_SECONDS)
-                continue
-            if len(self._packets) >= PACKETS_MAX:
-                self._counters["beacons_dropped"] += 1
-                continue
-            self._packets.append((source, data))
-            self._stirred.set()
+            await trio.sleep(GATHER_SECONDS)
+
+    def _arrived(self, data: bytes, source: str) -> None:
+        if len(self._packets) >= PACKETS_MAX:
+            self._counters["beacons_dropped"] += 1
+            return
+        self._packets.append((source, data))
+        self._stirred.set()
 
 
 class _Line:
@@ -185,7 +194,6 @@ class _Line:
         except BaseException:
             self._bare.close()
             raise
-        self._socket = trio.socket.from_stdlib_socket(self._bare)
 
     def _join_4(self, interface: Interface, port: int) -> tuple[str | int, ...]:
         here = socket.inet_aton(interface.host)
@@ -219,10 +227,18 @@ class _Line:
             return False
         return True
 
-    async def receive(self) -> tuple[bytes, str]:
-        """The next packet and the host it came from; a longer one than allowed shows as too long."""
-        data, source = await self._socket.recvfrom(BEACON_BYTES_MAX + 1)
+    async def readable(self) -> None:
+        """Wait until something has come. Raises trio.ClosedResourceError."""
+        if self._bare.fileno() < 0:
+            raise trio.ClosedResourceError
+        await trio.lowlevel.wait_readable(self._bare)
+
+    def receive(self) -> tuple[bytes, str]:
+        """The next packet and the host it came from; a longer one than allowed shows as too long. Raises
+        BlockingIOError: there is none."""
+        data, source = self._bare.recvfrom(BEACON_BYTES_MAX + 1)
         return data, str(source[0])
 
     def close(self) -> None:
-        self._socket.close()
+        trio.lowlevel.notify_closing(self._bare)
+        self._bare.close()

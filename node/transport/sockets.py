@@ -17,6 +17,11 @@ FAULT_PAUSE_SECONDS = 0.05
 """A socket that reports an error is asked again after this; a lasting error must not spin."""
 BATCH_MAX = 64
 """Packets read at once, before others get their turn: at most some milliseconds of refusing."""
+REFUSED_PAUSE_SECONDS = 0.002
+REFUSED_PAUSE_SECONDS_MAX = 0.02
+"""After a batch with nothing authentic in it the next is left to gather, the longer the more such there were
+in a row. A turn of the event loop costs ten times what refusing a packet does; a flood of strangers is to
+have few of them. A peer's packet waits no longer than this, and the kernel has room for more."""
 BUFFER_BYTES = 2**20
 """What the kernel is asked to hold for us, so that a burst from strangers does not push out the rest."""
 ROUTES_MAX = 4_096
@@ -85,10 +90,10 @@ class UdpSockets:
             self._came_by.popitem(last=False)
 
     async def receive_forever(
-        self, bytes_max: int, arrived: Callable[[bytes, Route], None], all_read: Callable[[], None]
+        self, bytes_max: int, arrived: Callable[[bytes, Route], bool], all_read: Callable[[], None]
     ) -> None:
         """Until cancelled; longer ones arrive with `bytes_max` + 1 bytes, so that they show as too long.
-        `all_read` is called after each batch."""
+        `arrived` says whether a packet was authentic; `all_read` is called after each batch."""
         async with trio.open_nursery() as nursery:
             for index in range(len(self._sockets)):
                 nursery.start_soon(self._receive, index, bytes_max, arrived, all_read)
@@ -97,22 +102,30 @@ class UdpSockets:
         self,
         index: int,
         bytes_max: int,
-        arrived: Callable[[bytes, Route], None],
+        arrived: Callable[[bytes, Route], bool],
         all_read: Callable[[], None],
     ) -> None:
         own = self._sockets[index]
+        await trio.lowlevel.wait_readable(own)
+        refused_in_a_row = 0
         while True:
-            await trio.lowlevel.wait_readable(own)
+            read, authentic, pause_seconds = 0, 0, 0.0
             try:
-                for _ in range(BATCH_MAX):
+                while read < BATCH_MAX:
                     packet, source = own.recvfrom(bytes_max + 1)
-                    arrived(packet, (index, source[:2]))
+                    read += 1
+                    authentic += arrived(packet, (index, source[:2]))
             except BlockingIOError:
-                pass
+                refused_in_a_row = refused_in_a_row + 1 if read and not authentic else 0
+                pause_seconds = min(REFUSED_PAUSE_SECONDS * refused_in_a_row, REFUSED_PAUSE_SECONDS_MAX)
             except OSError:
                 self._counters["datagrams_faulty_socket"] += 1
-                await trio.sleep(FAULT_PAUSE_SECONDS)
+                pause_seconds = FAULT_PAUSE_SECONDS
             all_read()
+            if pause_seconds:
+                await trio.sleep(pause_seconds)
+            else:
+                await trio.lowlevel.wait_readable(own)
 
 
 def _target(family: int, address: Address, *, mapped: bool) -> Source | None:

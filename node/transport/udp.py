@@ -64,13 +64,14 @@ class Datagrams:
                 for route in self._routes(self._where(peer)):
                     self._sockets.send(packet, route)
 
-    def _take(self, packet: bytes, route: Route) -> None:
+    def _take(self, packet: bytes, route: Route) -> bool:
+        """Whether somebody is proved by it."""
         source = route[1]
         try:
             received = self._sessions.receive(self._clock.monotonic(), packet, source)
         except DatagramRefused as refusal:
             self._counters[f"datagrams_refused_{refusal.reason}"] += 1
-            return
+            return False
         for answer in received.answers:
             self._sockets.send(answer, route)
         if received.newest and received.peer is not None:
@@ -81,6 +82,7 @@ class Datagrams:
         if received.datagram is not None:
             self._counters["datagrams_received"] += 1
             self._arrived(received.datagram)
+        return received.peer is not None
 
     def _wake_in_time(self) -> None:
         if self._sessions.deadline < self._sleep.deadline:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -18,6 +19,7 @@ from node.errors import UsageError
 from node.seams import Network
 from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
+from node.transport.sockets import REFUSED_PAUSE_SECONDS, Route, UdpSockets
 from tests.node.nets import PING, acquaint, arrival, make_network, raw_address, running, until, unused_address
 
 
@@ -185,6 +187,40 @@ async def test_garbage_is_counted_and_the_node_lives() -> None:
         acquaint(alice, bob)
         alice.send(bob.peer, PING, b"still there?")
         assert await arrival(bob) == (alice.peer, b"still there?")
+
+
+def test_what_strangers_send_is_left_to_gather_and_what_peers_send_is_not() -> None:
+    clock = trio.testing.MockClock()
+
+    async def main() -> None:
+        came: list[bytes] = []
+
+        def arrived(packet: bytes, _: Route) -> bool:
+            came.append(packet)
+            return packet.startswith(b"peer")
+
+        with raw_socket() as own, raw_socket() as other:
+            sockets = UdpSockets([own], Counter())
+
+            async def after(packet: bytes) -> list[bytes]:
+                other.sendto(packet, own.getsockname())
+                await trio.testing.wait_all_tasks_blocked(0.02)
+                return came
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(sockets.receive_forever, 100, arrived, lambda: None)
+                assert await after(b"peer 1") == [b"peer 1"]
+                assert await after(b"peer 2") == [b"peer 1", b"peer 2"]
+                came.clear()
+                assert await after(b"stranger 1") == [b"stranger 1"]
+                # The clock stands still.
+                assert await after(b"stranger 2") == [b"stranger 1"]
+                assert await after(b"peer 3") == [b"stranger 1"]
+                clock.jump(REFUSED_PAUSE_SECONDS)
+                assert (await after(b"peer 4"))[1:] == [b"stranger 2", b"peer 3", b"peer 4"]
+                nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=clock)
 
 
 async def hang_up(connection: trio.SocketStream) -> None:

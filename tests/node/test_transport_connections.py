@@ -15,6 +15,8 @@ from node.transport import connections, streams, tcp
 from node.transport.idle import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
 from node.transport.network import RealNetwork
 from node.transport.records import Mark
+from tests.hostile.attack import Target
+from tests.hostile.guests import ECHO, Guest
 from tests.node.nets import BULK, PING, acquaint, arrival, echo, make_network, running, until
 
 
@@ -199,6 +201,38 @@ async def test_who_only_waits_makes_room_for_who_wants_something(monkeypatch: py
 
 def number_waiting_is(network: RealNetwork, number: int) -> bool:
     return len(network._connections._waiting) == number
+
+
+async def test_a_crowd_from_one_address_keeps_nobody_from_elsewhere_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "INBOUND_MAX", 4)
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(ECHO, echo)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        target = Target("127.0.0.1", bob.port, 0, bob.peer, "test")
+        crowd: list[Guest] = []
+
+        async def one_more() -> None:
+            guest = await trio.to_thread.run_sync(Guest, target, "127.0.0.2")
+            crowd.append(guest)
+            await trio.to_thread.run_sync(guest.open)
+
+        for _ in range(4):
+            await one_more()
+        streams = [await alice.open(bob.peer, ECHO) for _ in range(2)]
+        assert bob.counters["connections_displaced"] == 2
+        # As many as others have is as much as anybody gets.
+        with pytest.raises(Unreachable):
+            await alice.open(bob.peer, ECHO)
+        with pytest.raises((EOFError, OSError)):
+            await one_more()
+        for stream in streams:
+            await stream.send(b"still here")
+            assert await stream.receive() == b"still here"
+        for guest in crowd:
+            guest.close()
 
 
 @pytest.mark.parametrize("marks", [(Mark.END, Mark.END), (Mark.CLOSE, Mark.CLOSE), (Mark.CLOSE, Mark.END)])

@@ -163,6 +163,22 @@ def test_a_long_payload_is_read_through_a_borrowed_buffer_that_is_counted_and_gi
     assert reader.held_bytes == 0
 
 
+def test_a_reader_takes_little_memory_until_much_has_come_of_a_record() -> None:
+    writer, reader = pair()
+    long = writer.whole(bytes(60_000))
+    assert long is not None
+    taken = 0
+    while reader.next_message() is None:
+        space = reader.space()
+        assert len(space) <= 4_096 or taken >= 2_048
+        part = long[taken : taken + min(1_000, len(space))]
+        space[: len(part)] = part
+        reader.filled(len(part))
+        taken += len(part)
+    assert taken == len(long)
+    assert len(reader.space()) > len(long)
+
+
 def test_a_payload_over_what_the_receiver_allows_is_refused_before_it_takes_memory() -> None:
     writer, reader = pair()
     data = b"".join(bytes(chunk) for chunk in writer.chunks(b"", bytes(10), bytes(11)))

@@ -1,0 +1,134 @@
+"""A node under a hostile client: what each attack costs it, how it grows, and whether an honest peer is
+served.
+
+First every attack alone, and the CPU above that of peace for each thing refused; then ten thousand
+connections; then everything at once, while an honest peer asks all the time. `--minutes` says for how long.
+Victim, honest peer and clients are processes on loopback.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _figures import Goal, leave, report
+
+from tests.hostile.attack import Attack
+from tests.hostile.client import BY_CONNECTIONS, BY_PACKETS, rates_of
+from tests.hostile.guests import Guests
+from tests.hostile.packets import PatientPackets, RandomPackets, UnwelcomePackets
+from tests.hostile.scene import Outcome, Scene, scene
+from tests.hostile.visitors import DrippingVisitors, HalfVisitors, RecordedVisitors, SilentVisitors
+
+RANDOM_GOAL_MICROSECONDS, REFUSED_GOAL_MICROSECONDS = 15.0, 100.0
+GROWTH_GOAL_MIB = 50.0
+CONNECTIONS, CONNECTIONS_PER_SECOND = 10_000, 2_000.0
+COMPUTED = (UnwelcomePackets, PatientPackets, HalfVisitors, RecordedVisitors, Guests)
+"""What makes a node compute a handshake before it can tell. Not the price of one is bounded, but how many."""
+
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="shorter, under 50 s")
+    parser.add_argument("--minutes", type=float, default=0.5, help="how long all attacks last at once")
+    return parser.parse_args()
+
+
+def refused(outcome: Outcome, attacks: Sequence[type[Attack]]) -> int:
+    return sum(outcome.refused.get(name, 0) for name in {name for each in attacks for name in each.counters})
+
+
+def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: float) -> Row:
+    """One attack without any other, and without the honest peer."""
+    outcome = played.run(rates_of([attack]), seconds=seconds, honest=False)
+    cpu_seconds = max(0.0, outcome.cpu_seconds - peace_share * outcome.seconds)
+    # Whoever drips is refused once, for many bytes; each of them is a thing to be dealt with.
+    strikes = outcome.strikes[attack.__name__]
+    count = strikes if issubclass(attack, DrippingVisitors) else refused(outcome, [attack])
+    return {
+        "attack": attack.__name__,
+        "per_second": round(strikes / outcome.seconds, 1),
+        "refused": count,
+        "microseconds_each": round(1e6 * cpu_seconds / max(1, count, strikes // 2), 1),
+        "core_share": round(cpu_seconds / outcome.seconds, 3),
+    }
+
+
+def with_honest(name: str, outcome: Outcome) -> Row:
+    """What the honest peer got while something went on."""
+    return {
+        "phase": name,
+        "seconds": round(outcome.seconds, 1),
+        "strikes": sum(outcome.strikes.values()),
+        "refused": refused(outcome, (*BY_PACKETS, *BY_CONNECTIONS)),
+        "core_share": round(outcome.cpu_seconds / outcome.seconds, 3),
+        "highest_mib": round(outcome.highest_bytes / 2**20, 1),
+        **{
+            kind: f"{tally['answered']}/{tally['asked']} in {tally['tries']} tries,"
+            f" slowest {tally['slowest_seconds']:.2f} s"
+            for kind, tally in outcome.tallies.items()
+        },
+    }
+
+
+def goals_of(rows: list[Row], outcomes: list[Outcome], before_bytes: int) -> list[Goal]:
+    computed = {each.__name__ for each in (*BY_PACKETS, *BY_CONNECTIONS) if issubclass(each, COMPUTED)}
+    cheap = {row["attack"]: row["microseconds_each"] for row in rows if row.get("attack", "") not in computed}
+    random_microseconds = cheap.pop(RandomPackets.__name__)
+    unanswered = sum(
+        tally["asked"] - tally["answered"] for outcome in outcomes for tally in outcome.tallies.values()
+    )
+    highest_bytes = max(outcome.highest_bytes for outcome in outcomes)
+    return [
+        Goal("honest requests not answered", unanswered, "<=", 0),
+        Goal("growth of memory, MiB", (highest_bytes - before_bytes) / 2**20, "<=", GROWTH_GOAL_MIB),
+        Goal(
+            "CPU of a random datagram refused, microseconds",
+            random_microseconds,
+            "<=",
+            RANDOM_GOAL_MICROSECONDS,
+        ),
+        *(
+            Goal(f"CPU of one of {name}, microseconds", microseconds, "<=", REFUSED_GOAL_MICROSECONDS)
+            for name, microseconds in cheap.items()
+        ),
+    ]
+
+
+def main() -> int:
+    """Peace, each attack alone, ten thousand connections, all at once."""
+    flags = arguments()
+    alone_seconds = 1.0 if flags.quick else 5.0
+    with scene() as played:
+        peace = played.run({}, seconds=2.0, honest=False)
+        played.run({}, seconds=1.0)  # the honest peer's sessions and streams are no growth
+        before_bytes = played.figures()["rss_bytes"]
+        peace_share = peace.cpu_seconds / peace.seconds
+        rows = [
+            alone(played, attack, alone_seconds, peace_share) for attack in (*BY_PACKETS, *BY_CONNECTIONS)
+        ]
+        crowd = played.run(
+            {SilentVisitors.__name__: CONNECTIONS_PER_SECOND},
+            seconds=1.1 * CONNECTIONS / CONNECTIONS_PER_SECOND,
+        )
+        everything = played.run(
+            rates_of((*BY_PACKETS, *BY_CONNECTIONS)), seconds=8.0 if flags.quick else 60 * flags.minutes
+        )
+        after = played.run({}, seconds=2.0)
+    found = [
+        with_honest("connections", crowd),
+        with_honest("all at once", everything),
+        with_honest("after", after),
+    ]
+    goals = goals_of(rows, [crowd, everything, after], before_bytes)
+    return report("hostile", [*rows, *found], goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,78 @@
+"""What all attacks have in common, and the clock that they keep to. No attack is here."""
+
+import random
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
+"""Where strangers come from. The honest peer is at 127.0.0.1, as the victim is."""
+_NAP_SECONDS_MIN = 50e-6
+"""Shorter sleeps come out longer anyway."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The victim, as a stranger may know it. The beacons of its local network are heard at `beacon_port`."""
+
+    host: str
+    port: int
+    beacon_port: int
+    peer: PeerId
+    swarm: str
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+class Attack:
+    """One kind of hostile traffic: `strike` does it once. What it does may fail: the victim defends itself.
+
+    `rate` is how often a second; `counters` are the victim's own for what it refuses of this.
+    """
+
+    rate = 0.0
+    counters: tuple[str, ...] = ()
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.rng = random.Random(type(self).__name__)
+
+    def strike(self) -> None:
+        raise AssertionError("an attack does something")
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+
+    def host(self) -> str:
+        """Where the next one comes from."""
+        return self.rng.choice(HOSTS)
+
+
+def from_all_hosts(kind: int) -> list[socket.socket]:
+    """A socket at each of `HOSTS` that never waits."""
+    made = []
+    for host in HOSTS:
+        made.append(socket.socket(socket.AF_INET, kind))
+        made[-1].setblocking(False)
+        made[-1].bind((host, 0))
+    return made
+
+
+def keep_striking(attack: Attack, rate: float, over: threading.Event) -> int:
+    """Strike evenly, `rate` times a second, until it is over; how often it was. Who is late makes up for it,
+    but not for more than a tenth of a second."""
+    strikes, due_at = 0, time.perf_counter()
+    while not over.is_set():
+        now = time.perf_counter()
+        if due_at > now:
+            over.wait(max(_NAP_SECONDS_MIN, due_at - now))
+            continue
+        due_at = max(due_at, now - 0.1) + 1 / rate
+        attack.strike()
+        strikes += 1
+    return strikes

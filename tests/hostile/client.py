@@ -1,0 +1,77 @@
+"""The hostile client's own process: each attack in a thread of its own, at its rate."""
+
+import os
+import resource
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from tests.hostile import guests, packets, visitors
+from tests.hostile.attack import Attack, Target, keep_striking
+
+NICENESS = 5
+BY_PACKETS: tuple[type[Attack], ...] = (
+    packets.RandomPackets,
+    packets.NearlyPackets,
+    packets.OtherSwarmPackets,
+    packets.ReplayedPackets,
+    packets.UnwelcomePackets,
+    packets.PatientPackets,
+    packets.KnownIndexPackets,
+    packets.Beacons,
+)
+BY_CONNECTIONS: tuple[type[Attack], ...] = (
+    visitors.SilentVisitors,
+    visitors.GarbledVisitors,
+    visitors.HastyVisitors,
+    visitors.HalfVisitors,
+    visitors.RecordedVisitors,
+    visitors.DrippingVisitors,
+    guests.WrongHellos,
+    guests.GarbledGuests,
+    guests.HugeGuests,
+    guests.DrippingGuests,
+    guests.GreedyGuests,
+    guests.CrowdingGuests,
+)
+ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
+
+
+def be_hostile(connection: Connection, target: Target) -> None:
+    """The whole of the process: hears how often each attack is to strike, says "ready" once they are made,
+    begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
+    # In the world it would be another machine: it is not to win by taking the victim's processor.
+    os.nice(NICENESS)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(EOFError):  # the other end of the line is gone
+        while True:
+            _strike_for_a_while(connection, target, connection.recv())
+
+
+def _strike_for_a_while(connection: Connection, target: Target, rates: Mapping[str, float]) -> None:
+    attacks = {name: ATTACKS[name](target) for name in rates}
+    over = threading.Event()
+    strikes: dict[str, int] = {}
+
+    def strike(name: str) -> None:
+        strikes[name] = keep_striking(attacks[name], rates[name], over)
+
+    threads = [threading.Thread(target=strike, args=(name,), daemon=True) for name in attacks]
+    connection.send("ready")
+    connection.recv()
+    for thread in threads:
+        thread.start()
+    connection.recv()
+    over.set()
+    for thread in threads:
+        thread.join()
+    for attack in attacks.values():
+        attack.close()
+    connection.send(strikes)
+
+
+def rates_of(attacks: Iterable[type[Attack]], part: float = 1.0) -> dict[str, float]:
+    """Each attack's own rate, or that part of it."""
+    return {attack.__name__: attack.rate * part for attack in attacks}

@@ -1,0 +1,223 @@
+"""Attacks on connections by peers of the swarm: they shake hands as they should, and then do not behave.
+
+In an open swarm anybody can be one, and as many as he likes.
+"""
+
+import os
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from itertools import count
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity
+from node.transport.pool import Pool
+from node.transport.records import MESSAGE_BYTES_MAX, Mark, RecordReader, RecordWriter
+from node.transport.router import Hello
+from tests.hostile.attack import Attack, Target
+from tests.hostile.visitors import REFUSALS, handshake, read
+
+ECHO = "/hostile/echo/1"
+"""The stream that the victim serves to everybody: it sends back what comes."""
+ANSWER_SECONDS = 3.0
+GREEDY_BYTES = 60_000
+SOCKET_BYTES = 4_096
+
+
+class Guest:
+    """One connection, after the handshake. Raises OSError, EOFError where the victim has thrown it out."""
+
+    def __init__(self, target: Target, host: str, identity: Identity | None = None) -> None:
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            # Little room for what is not read, so that the victim feels it.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+            self.socket.settimeout(ANSWER_SECONDS)
+            self.socket.bind((host, 0))
+            self.socket.connect(target.place)
+            hands = handshake(target, identity)
+            outgoing = hands.start()
+            while True:
+                self.socket.sendall(outgoing)
+                if hands.session is not None:
+                    break
+                outgoing = hands.receive(read(self.socket, hands.wanted))
+        except BaseException:
+            self.socket.close()
+            raise
+        self._cipher = hands.session.sending
+        self._writer = RecordWriter(hands.session.sending)
+        self._reader = RecordReader(hands.session.receiving, Pool())
+
+    def say(self, message: bytes) -> None:
+        whole = self._writer.whole(message)
+        assert whole is not None
+        self.socket.sendall(whole)
+
+    def mark(self) -> None:
+        self.socket.sendall(self._writer.mark(Mark.END))
+
+    def seal(self, plain: bytes) -> None:
+        """A record of whatever it is."""
+        sealed = self._cipher.encrypt(plain)
+        self.socket.sendall(len(sealed).to_bytes(2, "big") + sealed)
+
+    def open(self, protocol: str = ECHO) -> None:
+        """Ask for a stream, and read the answer."""
+        self.say(encode(Hello("stream", (protocol,))))
+        while (answer := self._reader.next_message()) is None:
+            space = self._reader.space()
+            length = self.socket.recv_into(space[:1_000])
+            if not length:
+                raise EOFError
+            self._reader.filled(length)
+        if not isinstance(answer, tuple) or answer[0] != encode((0, 0)):
+            raise EOFError
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Guests(Attack):
+    """Shakes hands, does what `misbehave` does, and stays until thrown out."""
+
+    counters: tuple[str, ...] = (*REFUSALS, "hellos_refused", "streams_broken", "streams_refused_busy")
+    held_max = 100
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._held: deque[Guest] = deque()
+        self.turns = count()
+        """Who can misbehave in several ways does so in turn."""
+
+    def guest(self) -> Guest:
+        return Guest(self.target, self.host())
+
+    def misbehave(self, guest: Guest) -> None:
+        raise AssertionError("an attack does something")
+
+    def strike(self) -> None:
+        with suppress(OSError, EOFError, RemoteProtocolError):
+            guest = self.guest()
+            self._held.append(guest)
+            if len(self._held) > self.held_max:
+                self._held.popleft().close()
+            self.misbehave(guest)
+
+    def close(self) -> None:
+        for guest in self._held:
+            guest.close()
+
+
+class WrongHellos(Guests):
+    """Do not say what they want: garbage, a mark, something unknown, too much."""
+
+    rate = 20.0
+    counters = (*Guests.counters, "streams_refused_protocol")
+
+    def misbehave(self, guest: Guest) -> None:
+        match next(self.turns) % 6:
+            case 0:
+                guest.say(self.rng.randbytes(100))
+            case 1:
+                guest.mark()
+            case 2:
+                for _ in range(30):
+                    guest.say(encode(Hello("stream", ("/nobody/speaks/this",))))
+            case 3:
+                guest.say(bytes(5_000))
+            case 4:
+                guest.say(encode(["stream", ["/" + "x" * 500] * 50]))
+            case 5:
+                guest.say(b"")
+
+
+class GarbledGuests(Guests):
+    """Records that nobody sealed; right ones that hold no message; messages in crumbs."""
+
+    rate = 20.0
+
+    def misbehave(self, guest: Guest) -> None:
+        match next(self.turns) % 4:
+            case 0:
+                guest.socket.sendall(b"\x01\x00" + self.rng.randbytes(256))
+            case 1:
+                guest.socket.sendall(b"\x00\x00")
+            case 2:
+                guest.open()
+                guest.seal(self.rng.randbytes(3))
+            case 3:
+                guest.open()
+                guest.seal(struct.pack(">II", 1_000, 0) + bytes(10))
+
+
+class HugeGuests(Guests):
+    """Lengths that are not allowed, and the longest that are, with nothing to follow."""
+
+    rate = 20.0
+
+    def misbehave(self, guest: Guest) -> None:
+        guest.open()
+        match next(self.turns) % 3:
+            case 0:
+                guest.seal(struct.pack(">II", 2**32 - 2, 0) + bytes(65_000))
+            case 1:
+                guest.seal(struct.pack(">II", MESSAGE_BYTES_MAX, 0) + bytes(65_511))
+            case 2:
+                guest.seal(struct.pack(">II", 10, 2**32 - 1) + bytes(10))
+
+
+class DrippingGuests(Guests):
+    """A hello, and in their streams a message, a byte at a time; `rate` bytes a second of all together."""
+
+    rate = 60.0
+    held_max = 60
+
+    def misbehave(self, guest: Guest) -> None:
+        if len(self._held) % 2:
+            guest.open()
+
+    def strike(self) -> None:
+        if len(self._held) < self.held_max:
+            super().strike()
+            return
+        guest = self._held.popleft()
+        try:
+            # It begins with the length of a long record.
+            guest.socket.sendall(b"\xff")
+        except OSError:
+            guest.close()
+            return
+        self._held.append(guest)
+
+
+class GreedyGuests(Guests):
+    """One peer with as many streams as it can get, which asks for much on all of them and reads nothing."""
+
+    rate = 30.0
+    held_max = 200
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._identity = Identity(os.urandom(32))
+
+    def guest(self) -> Guest:
+        return Guest(self.target, self.host(), self._identity)
+
+    def misbehave(self, guest: Guest) -> None:
+        guest.open()
+        guest.socket.settimeout(0.01)
+        for _ in range(20):
+            guest.say(bytes(GREEDY_BYTES))
+
+
+class CrowdingGuests(Guests):
+    """Ever new peers who open a stream each, and stay: so many that there would be room for nobody else."""
+
+    rate = 50.0
+    held_max = 2_000
+
+    def misbehave(self, guest: Guest) -> None:
+        guest.open()

@@ -1,0 +1,52 @@
+"""A node under a hostile client, all in processes of their own: it lives, stays small, and serves the honest.
+
+How much it costs is not asked here: see `benchmarks/hostile.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hostile.client import BY_CONNECTIONS, BY_PACKETS, rates_of
+from tests.hostile.scene import Scene, scene
+
+GROWTH_BYTES_MAX = 50 * 2**20
+PART = 0.2
+"""Of the rates of the attacks: a machine that has other things to do stands it."""
+REFUSED = {
+    "datagrams_refused_malformed",
+    "datagrams_refused_index",
+    "datagrams_refused_swarm",
+    "datagrams_refused_replay",
+    "datagrams_refused_seal",
+    "beacons_refused_size",
+    "beacons_of_others",
+    "handshakes_refused",
+    "handshakes_broken",
+    "hellos_refused",
+    "streams_refused_protocol",
+    "streams_broken",
+}
+"""Each is what some of the attacks must meet, so that none of them goes into the void."""
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[Scene]:
+    with scene() as made:
+        yield made
+
+
+def test_a_node_under_every_attack_answers_all_that_an_honest_peer_asks(played: Scene) -> None:
+    before_bytes = played.figures()["rss_bytes"]
+    refused: Counter[str] = Counter()
+    for attacks, seconds in ((BY_PACKETS, 4.0), (BY_CONNECTIONS, 4.0), ((*BY_PACKETS, *BY_CONNECTIONS), 4.0)):
+        outcome = played.run(rates_of(attacks, PART), seconds=seconds)
+        refused.update(outcome.refused)
+        assert outcome.unanswered == {}
+        assert [attack.__name__ for attack in attacks if not outcome.strikes[attack.__name__]] == []
+        assert all(tally["asked"] for tally in outcome.tallies.values())
+        assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
+    assert {name for name in REFUSED if not refused[name]} == set()
+    # Peace again: who was honest is as welcome as before, and so is everybody new.
+    assert played.run({}, seconds=0.5).unanswered == {}
