@@ -31,6 +31,9 @@ LINES_MAX = 16
 """Interfaces and families spoken on: a machine full of containers has hundreds, and nobody listens there."""
 LOOK_SECONDS = 20.0
 """How often the interfaces are looked at: a machine that has changed its network is found soon after."""
+LOOK_SECONDS_ALONE = 1.0
+"""The same where only loopback is there yet: at the start of a machine its network comes a little later than
+its programs, and the questions of the first seconds should still be heard."""
 GATHER_SECONDS = 0.01
 """Between two looks at what has come: nobody waits for a beacon, and a turn of the event loop costs ten times
 what one does."""
@@ -133,12 +136,18 @@ class Multicast:
                 self._look(nursery)
                 task_status.started()
                 while True:
-                    await trio.sleep(LOOK_SECONDS)
+                    await trio.sleep(LOOK_SECONDS_ALONE if self._awaits_others else LOOK_SECONDS)
                     self._look(nursery)
             finally:
                 for line in self._lines.values():
                     line.close()
                 self._lines.clear()
+
+    @property
+    def _awaits_others(self) -> bool:
+        """Whether it would speak on other interfaces than loopback, and there is none."""
+        everywhere = any(ipaddress.ip_address(host).is_unspecified for host, _ in self._places)
+        return everywhere and all(ipaddress.ip_address(line.host).is_loopback for line in self._lines)
 
     def _look(self, nursery: trio.Nursery) -> None:
         """Open what has come, close what has gone."""
