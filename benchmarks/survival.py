@@ -214,9 +214,12 @@ class Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended wherever it was taken up."""
-        accepted = [name for name in self.nodes.living if self.events("RunAccepted", name)]
-        return len(self.endings) >= max(1, len(accepted))
+        """Whether it has ended wherever it was taken up and not given back."""
+        held = [
+            len(self.events("RunAccepted", name)) - len(self.events("RunReleased", name))
+            for name in self.nodes.living
+        ]
+        return len(self.endings) >= max(1, sum(count > 0 for count in held))
 
     # What it cost
 

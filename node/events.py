@@ -227,6 +227,12 @@ class RunEnded(Event, frozen=True, kw_only=True):
     weights: str = ""
 
 
+class RunReleased(Event, frozen=True, kw_only=True):
+    """This node was asked into a run by a plan that did not come about: it has no part in it."""
+
+    run: str
+
+
 class StrangerRefused(Event, frozen=True, kw_only=True):
     """Refusals by one reason passed a threshold; below it they are only counted."""
 

@@ -212,6 +212,14 @@ def _(event: events.RunEvaluated, state: State) -> State:
 
 
 @_fold.register
+def _(event: events.RunReleased, state: State) -> State:
+    view = state.runs.get(event.run)
+    if view is None or view.plan is not None:  # in an earlier plan it had a part
+        return state
+    return replace(state, runs={run: other for run, other in state.runs.items() if run != event.run})
+
+
+@_fold.register
 def _(event: events.RunEnded, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:

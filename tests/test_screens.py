@@ -153,6 +153,7 @@ HISTORY: list[events.Event] = [
     ),
     events.RunEvaluated(at=NOW - 2, run="0123456789abcdef", accuracy=0.975, loss=0.1, samples=360),
     events.RunEnded(at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab"),
+    events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
     events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
     events.MemberLeft(at=NOW, peer=peer(2)),
     events.NodeStopped(at=NOW),
@@ -214,6 +215,7 @@ def test_the_screen_of_a_node() -> None:
         22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
+        22:13:19   run 01234567 goes on without this node
         22:13:19   refused 100 times so far: malformed
         22:13:20   lab-2 left
         22:13:20   said goodbye

@@ -13,9 +13,19 @@ import trio
 
 from crypto.identity import Identity
 from node.errors import StageFailed
-from node.events import CheckpointKept, Event, RunChanged, RunPlanned, RunResumed, StepCommitted
+from node.events import (
+    CheckpointKept,
+    Event,
+    RunAccepted,
+    RunChanged,
+    RunPlanned,
+    RunReleased,
+    RunResumed,
+    StepCommitted,
+)
 from node.runs.manifest import Manifest
 from node.runs.succession import LOST_SECONDS_MAX
+from node.seams import Stage
 from partition.plan.reach import FORK_SECONDS
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
 from tests.stack import _live, prepare, swarm
@@ -235,6 +245,33 @@ def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None
     states = [event.state for event in said(world, RunChanged)]
     assert "degraded" in states
     assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
+
+
+def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_ended() -> None:
+    async def scenario(world: World) -> None:
+        await world.reached(2)
+        world.crash(other(world, "d"))
+        await world.reached(4)
+        await spare(world, "x")
+        newcomer = world.group.nodes["x"]
+        open_stage = newcomer.seams.executor.open_stage
+
+        async def open_late(specification: bytes) -> Stage:
+            await trio.sleep(400)
+            return await open_stage(specification)
+
+        newcomer.seams.executor.open_stage = open_late  # type: ignore[method-assign]
+        assert await world.ended(60), standing(world)
+        assert [type(event) for event in world.group.events["x"] if hasattr(event, "run")] == [
+            RunAccepted,
+            RunReleased,
+        ]
+        assert newcomer.runs.has_slot
+        await trio.sleep(400)
+        assert newcomer.runs.has_slot
+        assert newcomer.runs.members == {}
+
+    play("abcd", small(stages=2, replicas=2, steps=24), scenario, ends=False)
 
 
 # All at once

@@ -191,6 +191,9 @@ class EventScreen:
         detail = f": {event['detail']}" if event["detail"] else ""
         return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]
 
+    def _released(self, event: Event) -> list[str]:
+        return [_at(event, f"run {event['run'][:8]} goes on without this node")]
+
     def _refused(self, event: Event) -> list[str]:
         return [_at(event, f"refused {event['count']} times so far: {event['reason']}")]
 
@@ -222,6 +225,7 @@ _RENDERERS = {
     "StepCommitted": EventScreen._committed,
     "RunEvaluated": EventScreen._evaluated,
     "RunEnded": EventScreen._ended,
+    "RunReleased": EventScreen._released,
     "StrangerRefused": EventScreen._refused,
     "NodeStopped": EventScreen._stopped,
 }

@@ -183,6 +183,7 @@ class RunMember:
                 nursery.start_soon(self._pulse.run)
                 self.members_changed()
                 await trio.sleep_forever()
+        await self._succession.give_up()
 
     async def prepare(self, plan: Plan) -> str | None:
         """Open the stage that a plan gives to this node, before it is decided. Returns why it could not."""
@@ -199,7 +200,7 @@ class RunMember:
         """That plan did not come about."""
         if await self._hosting.unprepare(plan) and self.plan is None and not self._is_ended:
             self._is_ended = True
-            self._service.forgotten(self)
+            self._service.released(self)
 
     def _on_chain_event(self, event: Any) -> None:
         match event:

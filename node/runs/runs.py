@@ -19,7 +19,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
-from node.events import Event, RunAccepted, RunEnded, RunPlanned, StageLeased
+from node.events import Event, RunAccepted, RunEnded, RunPlanned, RunReleased, StageLeased
 from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
@@ -400,6 +400,11 @@ class Runs:
         self.members.pop(member.run.id, None)
         self._forget_files(member)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+
+    def released(self, member: RunMember) -> None:
+        """The plan that was to bring this node into a run did not come about."""
+        self.forgotten(member)
+        self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
     def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
         """A run is over here: forget its plans, say so."""

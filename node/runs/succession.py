@@ -266,6 +266,12 @@ class Succession:
     async def _release(self, asking: _Asking) -> None:
         await release(self.run, asking.plan, list(asking.rows), self.ask)
 
+    async def give_up(self) -> None:
+        """Nothing comes next any more: let whoever has been asked to come go again."""
+        asking, self._asking = self._asking, None
+        if asking is not None and asking.plan != self.chain.head:
+            await self._release(asking)
+
     def _mind(self, found: Hopeless | None) -> None:
         """What looks hopeless may be so for a moment only: who is missing comes back, a provider comes."""
         now = self.monotonic()
