@@ -71,9 +71,8 @@ STAGES = 2
 PASS_SECONDS = 0.02
 """Of a stage over real sockets: so that a flood is over long before the run is."""
 FLOOD_ROUNDS, BOMBS = 3, 8
-KEPT_BYTES_MAX = 12 << 20
-"""What may be left of a flood that has passed: what the run itself holds, what waits for its turn, and a
-megabyte to write from for each end of a stream that has sent anything long, the stranger's too."""
+KEPT_BYTES_MAX = 4 << 20
+"""What may be left of a flood that has passed: what the run itself holds, and what waits for its turn."""
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_end
             await trio.sleep(400)
             return await open_stage(specification)
 
-        newcomer.seams.executor.open_stage = open_late  # type: ignore[method-assign]
+        newcomer.seams.executor.open_stage = open_late  # type: ignore[method-assign]  # a slow disk
         assert await world.ended(60), standing(world)
         assert [type(event) for event in world.group.events["x"] if hasattr(event, "run")] == [
             RunAccepted,

@@ -4,7 +4,7 @@ A message is eight bytes of head (its length, its payload's length), its bytes, 
 records; a record is two bytes of length and a ciphertext of at most 65,535 bytes. A message begins with
 a record of its own, so that nothing waits for the next one, and so does its payload, so that every
 record of it is decrypted straight to its place. What is long leaves in chunks of many records, each
-chunk for one write, encrypted into one buffer that is used again and again.
+chunk for one write, encrypted into one buffer that is lent until the last of them has left.
 
 A mark is a head alone, whose first length no message can have: what a side says about the conversation.
 """
@@ -58,9 +58,9 @@ class Mark(IntEnum):
 class RecordWriter:
     """One direction's messages to bytes."""
 
-    def __init__(self, cipher: CipherState) -> None:
+    def __init__(self, cipher: CipherState, pool: Pool) -> None:
         self._cipher = cipher
-        self._chunk: bytearray | None = None
+        self._pool = pool
 
     def whole(self, message: bytes) -> bytes | None:
         """All the bytes to write for a message without payload that fits a record; None if it does not."""
@@ -103,13 +103,11 @@ class RecordWriter:
         yield chunk[:at]
 
     def _buffer(self, content_bytes: int) -> memoryview:
-        """Small messages get a small buffer of their own; a large one is made at the first need and kept."""
+        """Small messages get a small buffer of their own; a large one is lent for this message only."""
         if content_bytes + _HEAD_BYTES <= RECORD_PLAIN_BYTES_MAX:
             # A record for the message and one for the payload.
             return memoryview(bytearray(_HEAD_BYTES + content_bytes + 2 * (_RECORD_HEADER_BYTES + TAG_BYTES)))
-        if self._chunk is None:
-            self._chunk = bytearray(_CHUNK_RECORDS * _RECORD_BYTES_MAX)
-        return memoryview(self._chunk)
+        return self._pool.lend(_CHUNK_RECORDS * _RECORD_BYTES_MAX)
 
     def _put(self, plain: bytes | memoryview, chunk: memoryview, at: int) -> int:
         sealed_bytes = len(plain) + TAG_BYTES

@@ -84,7 +84,7 @@ class Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
         self.peer = session.peer
         self.why: str | None = None
-        self._writer = RecordWriter(session.sending)
+        self._writer = RecordWriter(session.sending, pool)
         self._reader = RecordReader(session.receiving, pool)
         self._assembly = assembly
         self._counters = counters

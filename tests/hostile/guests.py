@@ -48,7 +48,7 @@ class Guest:
             self.socket.close()
             raise
         self._cipher = hands.session.sending
-        self._writer = RecordWriter(hands.session.sending)
+        self._writer = RecordWriter(hands.session.sending, Pool())
         self._reader = RecordReader(hands.session.receiving, Pool())
 
     def say(self, message: bytes) -> None:

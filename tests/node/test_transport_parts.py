@@ -102,7 +102,7 @@ def make_cipher() -> CipherState:
 
 
 def pair() -> tuple[RecordWriter, RecordReader]:
-    return RecordWriter(make_cipher()), RecordReader(make_cipher(), Pool())
+    return RecordWriter(make_cipher(), Pool()), RecordReader(make_cipher(), Pool())
 
 
 EDGE = RECORD_PLAIN_BYTES_MAX
