@@ -325,15 +325,18 @@ class Kademlia:
         then: Callable[[float, Search], None],
         *,
         values: bool = False,
+        width: int | None = None,
         seeds: Sequence[Contact] = (),
     ) -> Search:
-        self.table.bucket_of(key).touch_last_updated(now)
+        # Give or take a quarter: what was filled together must not be refreshed together for ever.
+        jitter = self.settings.refresh_seconds * self._rng.uniform(-0.25, 0.25)
+        self.table.bucket_of(key).touch_last_updated(now + jitter)
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self.table.nearest(key, 2 * self.settings.k)
         if len(known) < self.settings.alpha:
             # After an outage of our own all seem to fail; better to ask them than to ask nobody.
             known = self.table.nearest(key, self.settings.k, failing=True)
-        lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values)
+        lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values, width=width)
         if values:
             for held in self.records.get(self._wall(now), key):
                 lookup.learn(held)
@@ -472,7 +475,10 @@ class Kademlia:
             for contact in list(stalest.nodes.values()):
                 if contact.heard + settings.refresh_seconds <= now:
                     self._check(now, contact)
-            self._search(now, random_key(self._rng, *stalest.range), lambda _now, _search: None)
+            # Where there is no room for anybody, it is enough to see that the way there is open.
+            width = settings.alpha if stalest.full else settings.k
+            key = random_key(self._rng, *stalest.range)
+            self._search(now, key, lambda _now, _search: None, width=width)
         due = self._stalest().last_updated + settings.refresh_seconds
         self._refresh_due = max(due, now + settings.refresh_gap_seconds)
 

@@ -69,10 +69,20 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 
 
 class Lookup:
-    """The state of one lookup of `key`, begun with `seeds`. With `values` it collects records."""
+    """The state of one lookup of `key`, begun with `seeds`. With `values` it collects records.
+
+    It ends when the `width` nearest alive have answered, k if nothing is said.
+    """
 
     def __init__(
-        self, key: Key, own: PeerId, seeds: Iterable[Contact], settings: Settings, *, values: bool
+        self,
+        key: Key,
+        own: PeerId,
+        seeds: Iterable[Contact],
+        settings: Settings,
+        *,
+        values: bool,
+        width: int | None = None,
     ) -> None:
         self.key = key
         self.values = values
@@ -81,6 +91,7 @@ class Lookup:
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
         self._own = own
         self._settings = settings
+        self._wanted = settings.k if width is None else width
         self._shortlist = Shortlist(key, settings.k)
         self._standing: dict[PeerId, Standing] = {}
         # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
@@ -193,7 +204,7 @@ class Lookup:
     @property
     def _width(self) -> int:
         """How many of the nearest have to answer before the end: fewer, once there are records."""
-        return self._settings.find_width if self.records else self._settings.k
+        return self._settings.find_width if self.records else self._wanted
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
         if contact.peer == self._own:

@@ -44,7 +44,8 @@ class Settings:
     """A contact heard from within this time is not pinged to make room for another; 0 or more."""
 
     refresh_seconds: float = 600.0
-    """A bucket in which nothing was looked up for so long is refreshed; above `refresh_gap_seconds`."""
+    """A bucket in which nothing was looked up for so long is refreshed, give or take a quarter; above
+    `refresh_gap_seconds`."""
 
     refresh_gap_seconds: float = 2.0
     """The least time between two refreshes, so that they do not come in a burst; above 0."""
