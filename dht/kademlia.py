@@ -381,10 +381,7 @@ class Kademlia:
             if not record.expired(self._wall(now)):
                 lookup.learn(record)
         # What a peer said of itself goes before what others say of it.
-        hints = [
-            self.table.get(PeerId(hint.peer)) or Contact(PeerId(hint.peer), hint.addresses)
-            for hint in answer.hints[: self.settings.k]
-        ]
+        hints = [self._hinted(lookup, hint) for hint in answer.hints[: self.settings.k]]
         lookup.named(pending.contact.peer, hints)
         more = isinstance(answer, messages.Values) and answer.more
         if more and pending.page + 1 < self.settings.pages_max:
@@ -393,6 +390,13 @@ class Kademlia:
             self._ask(now, pending.contact, message, search, page=pending.page + 1)
         else:
             lookup.answered(pending.contact)
+
+    def _hinted(self, lookup: Lookup, hint: messages.Hint) -> Contact:
+        peer = PeerId(hint.peer)
+        known = lookup.candidates.get(peer)  # the same few are named again and again
+        if known is None or known.addresses != hint.addresses:
+            known = self.table.get(peer) or Contact(peer, hint.addresses)
+        return known
 
     def _report_records(self, _now: float, search: Search) -> None:
         records = search.lookup.records

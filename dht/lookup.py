@@ -89,6 +89,7 @@ class Lookup:
         self.requests = 0
         self.records: dict[PeerId, Record] = {}
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.candidates: dict[PeerId, Contact] = {}
         self._own = own
         self._settings = settings
         self._wanted = settings.k if width is None else width
@@ -207,13 +208,14 @@ class Lookup:
         return self._settings.find_width if self.records else self._wanted
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
-        if contact.peer == self._own:
+        standing = self._standing.get(contact.peer)
+        if contact.peer == self._own or standing not in (None, Standing.HEARD):
             return
-        new = contact.peer not in self._standing
-        if self._standing.setdefault(contact.peer, Standing.HEARD) is not Standing.HEARD:
-            return
+        new = standing is None
         if new:
+            self._standing[contact.peer] = Standing.HEARD
             self._depth[contact.peer] = 0 if source is None else self._depth[source] + 1
+        self.candidates[contact.peer] = contact
         named = self.addresses.get(contact.peer, ())
         if named != contact.addresses:
             merged = tuple(dict.fromkeys((*named, *contact.addresses)))

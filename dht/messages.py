@@ -142,6 +142,8 @@ ANSWER_OF: dict[type[Request], type[Answer]] = {
 
 Item = TypeVar("Item")
 
+_HINT_HEAD_BYTES = len(encode(Hint(bytes(PEER_ID_BYTES), ()))) - len(encode(()))
+
 
 def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
     """As many of `items`, from the first, as fit `room_bytes` when encoded."""
@@ -152,6 +154,22 @@ def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
             break
         fitting.append(item)
     return tuple(fitting)
+
+
+def hints_to_fit(hints: Iterable[Hint], room_bytes: int) -> tuple[Hint, ...]:
+    """The same of hints, which are many: what precedes the addresses of one is always as long."""
+    fitting: list[Hint] = []
+    for hint in hints:
+        room_bytes -= _HINT_HEAD_BYTES + _texts_bytes(hint.addresses)
+        if room_bytes < 0:
+            break
+        fitting.append(hint)
+    return tuple(fitting)
+
+
+@lru_cache(maxsize=PARSED_MAX)
+def _texts_bytes(addresses: tuple[str, ...]) -> int:
+    return len(encode(addresses))
 
 
 def encoded_bytes(message: Any) -> int:

@@ -2,7 +2,17 @@
 
 from crypto.identity import PeerId
 from dht.keys import Key
-from dht.messages import RECORDS_MAX, FindNode, FindValue, Hint, Nodes, Values, cut_to_fit, encoded_bytes
+from dht.messages import (
+    RECORDS_MAX,
+    FindNode,
+    FindValue,
+    Hint,
+    Nodes,
+    Values,
+    cut_to_fit,
+    encoded_bytes,
+    hints_to_fit,
+)
 from dht.records import RecordStore
 from dht.routing import Table
 from dht.settings import Settings
@@ -21,7 +31,7 @@ def nodes_reply(
     empty = Nodes(message.id, addresses, ())
     room = settings.payload_bytes_max - encoded_bytes(empty) - ARRAY_HEADS_BYTES
     contacts = table.nearest(Key(message.key), settings.k, without=sender)
-    return Nodes(message.id, addresses, cut_to_fit((contact.hint for contact in contacts), room))
+    return Nodes(message.id, addresses, hints_to_fit((contact.hint for contact in contacts), room))
 
 
 def values_reply(
@@ -45,5 +55,5 @@ def values_reply(
     if not message.after:
         room -= sum(encoded_bytes(fact) for fact in page)
         contacts = table.nearest(Key(message.key), settings.k, without=sender)
-        hints = cut_to_fit((contact.hint for contact in contacts), max(room, HINTS_ROOM_BYTES))
+        hints = hints_to_fit((contact.hint for contact in contacts), max(room, HINTS_ROOM_BYTES))
     return Values(message.id, addresses, page, len(page) < len(facts), hints)

@@ -7,8 +7,6 @@ one member wait side by side: they are independent confirmations (Lifeguard).
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.messages import FACTS_MAX, fact_bytes
@@ -19,14 +17,17 @@ _MISFITS_MAX = 16
 """After so many facts too large for the room left, a message is full enough."""
 
 
-class _Item(msgspec.Struct, frozen=True, eq=False, gc=False):
+class _Item:
     """A fact that waits; `size` as in a message, `sent` so often. Small, for where a swarm starts all facts
-    of all wait at all; and no part of a cycle."""
+    of all wait at all."""
 
-    subject: PeerId
-    fact: Fact
-    size: int
-    sent: int = 0
+    __slots__ = ("fact", "sent", "size", "subject")
+
+    def __init__(self, subject: PeerId, fact: Fact) -> None:
+        self.subject = subject
+        self.fact = fact
+        self.size = fact_bytes(fact)
+        self.sent = 0
 
 
 class Dissemination:
@@ -37,42 +38,44 @@ class Dissemination:
 
     def __init__(self) -> None:
         self.waits = False
+        self._count = 0
         self._tiers: list[dict[bytes, _Item]] = []
-        self._items: dict[bytes, _Item] = {}
-        # Per subject the keys of its waiting facts; bounded by members and confirmations.
-        self._keys_of: dict[PeerId, tuple[bytes, ...]] = {}
+        # What waits about each subject; bounded by members and confirmations.
+        self._about: dict[PeerId, tuple[_Item, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._count
 
     def put(self, subject: PeerId, fact: Fact, *, beside: bool = False) -> None:
         """Let `fact` about `subject` travel; it replaces older ones unless it stands `beside` them."""
         if not beside:
             self.drop(subject)
-        key = fact.signature
-        if key not in self._items:
-            self._keys_of[subject] = (*self._keys_of.get(subject, ()), key)
-            item = self._items[key] = _Item(subject, fact, fact_bytes(fact))
-            self.waits = True
-            self._tier(0)[key] = item
+        others = self._about.get(subject, ())
+        if any(other.fact.signature == fact.signature for other in others):
+            return
+        item = _Item(subject, fact)
+        self._about[subject] = (*others, item)
+        self._tier(0)[fact.signature] = item
+        self._count += 1
+        self.waits = True
 
     def drop(self, subject: PeerId) -> None:
         """Pass on nothing more about `subject`."""
-        for key in self._keys_of.get(subject, ()):
-            self._remove(key)
+        for item in self._about.get(subject, ()):
+            self._remove(item)
 
     def take(self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = ()) -> tuple[Fact, ...]:
         """Facts for one message of at most `bytes_max`: `first`, then those due. Counts them as sent.
 
         A fact sent `transmits_max` times is dropped.
         """
-        if not self._items:
+        if not self.waits:
             return tuple(first)
         chosen = list(first)
         room = bytes_max - sum(map(fact_bytes, chosen))
-        taken = [fact.signature for fact in chosen if fact.signature in self._items]
+        taken = [item for fact in chosen for tier in self._tiers if (item := tier.get(fact.signature))]
         misfits = 0
-        for key, item in self._due():
+        for item in self._due():
             if len(chosen) >= FACTS_MAX or room < _SMALLEST_BYTES or misfits >= _MISFITS_MAX:
                 break
             if item.size > room:
@@ -80,37 +83,37 @@ class Dissemination:
             elif not first or item.fact not in first:
                 room -= item.size
                 chosen.append(item.fact)
-                taken.append(key)
-        for key in taken:
-            self._sent(key, transmits_max)
+                taken.append(item)
+        for item in taken:
+            self._sent(item, transmits_max)
         return tuple(chosen)
 
-    def _due(self) -> Iterator[tuple[bytes, _Item]]:
+    def _due(self) -> Iterator[_Item]:
         for tier in self._tiers:
             if tier:
-                yield from reversed(tier.items())
+                yield from reversed(tier.values())
 
-    def _sent(self, key: bytes, transmits_max: int) -> None:
-        item = self._items[key]
+    def _sent(self, item: _Item, transmits_max: int) -> None:
         if item.sent + 1 >= transmits_max:
-            self._remove(key)
+            self._remove(item)
         else:
+            key = item.fact.signature
             del self._tiers[item.sent][key]
-            again = _Item(item.subject, item.fact, item.size, item.sent + 1)
-            self._items[key] = self._tier(again.sent)[key] = again
+            item.sent += 1
+            self._tier(item.sent)[key] = item
 
     def _tier(self, sent: int) -> dict[bytes, _Item]:
         while len(self._tiers) <= sent:
             self._tiers.append({})
         return self._tiers[sent]
 
-    def _remove(self, key: bytes) -> None:
-        item = self._items.pop(key)
-        del self._tiers[item.sent][key]
-        keys = tuple(other for other in self._keys_of.pop(item.subject) if other != key)
-        if keys:
-            self._keys_of[item.subject] = keys
-        if not self._items:
+    def _remove(self, item: _Item) -> None:
+        del self._tiers[item.sent][item.fact.signature]
+        rest = tuple(other for other in self._about.pop(item.subject) if other is not item)
+        if rest:
+            self._about[item.subject] = rest
+        self._count -= 1
+        if not self._count:
             # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
-            self._tiers, self._items, self._keys_of = [], {}, {}
+            self._tiers, self._about = [], {}
             self.waits = False

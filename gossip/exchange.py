@@ -158,8 +158,9 @@ class Exchange:
 
     def next_interval(self, now: float) -> None:
         """A probe interval has begun."""
-        self._asked.clear()
-        self._served.clear()
+        if self._asked or self._served:
+            self._asked.clear()
+            self._served.clear()
         self._searched = False
         if self._scope.lonely(self._table.live):
             self._fit(now)

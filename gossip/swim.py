@@ -105,6 +105,11 @@ class Swim:
         return {row.peer: row.status for row in self._table.rows.values()}
 
     @property
+    def live(self) -> int:
+        """How many are listed as live, this peer included."""
+        return self._table.live
+
+    @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What others could make grow here: how much it is, and its limit."""
         most = self._settings.members_max
@@ -211,7 +216,8 @@ class Swim:
             del self._flight.probes[number]
             self._health.better()
             self._table.answered(probe.target)
-        relay = self._flight.relays.get(number)
+        relays = self._flight.relays
+        relay = relays.get(number) if relays else None
         if relay is not None and sender == relay.target:
             del self._flight.relays[number]
             return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
@@ -329,9 +335,14 @@ class Swim:
 
     def _plan(self) -> None:
         """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
-        due = min(self._tick_at, self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline)
+        due = self._tick_at
+        for other in (self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline):
+            if other < due:
+                due = other
         flight = self._flight
-        self.deadline = min(due, flight.deadline) if flight.probes or flight.relays else due
+        if (flight.probes or flight.relays) and (in_flight := flight.deadline) < due:
+            due = in_flight
+        self.deadline = due
 
     def _refuse_if_scoped_otherwise(self, message: Message) -> None:
         if isinstance(message, Sync | Compare) != self.scope.whole:

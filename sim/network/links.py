@@ -182,7 +182,12 @@ class Links:
         if self._is_parted and not self.connects(sender, receiver):
             self.counters["cut"] += 1
             return ()
-        latency = self.latency_ticks(sender, receiver)
+        # As `latency_ticks`, for each message there is.
+        latency = self._base[sender.region][receiver.region]
+        span = self._span[sender.region][receiver.region]
+        if span:
+            share = ((sender.key ^ receiver.key) * _SPREAD & _MASK) >> _BITS
+            latency += share * span >> _BITS
         if not self._fates_differ and not self._lossy:
             return (latency,)
         data = name + receiver.peer + _MESSAGE.pack(tick, count)
@@ -233,15 +238,15 @@ class Sender:
     def trips(self, now: float, receiver: Place) -> tuple[int, ...]:
         """One datagram leaves for `receiver` at the instant `now`: how long each copy of it travels, in
         ticks. None of them, if it never arrives."""
-        links = self._links
         if self.place.nat is not None:
             self.place.nat.sent(receiver.peer, now)
-        tick = round(now * TICKS_PER_SECOND)
+        tick, count = round(now * TICKS_PER_SECOND), 0
         if tick != self._tick:
-            self._tick, self._counts = tick, {}
-        count = self._counts.get(receiver.peer, 0)
-        self._counts[receiver.peer] = count + 1
-        return links.fate(self._name, self.place, receiver, tick, count)
+            self._tick, self._counts = tick, {receiver.peer: 1}
+        else:
+            count = self._counts.get(receiver.peer, 0)
+            self._counts[receiver.peer] = count + 1
+        return self._links.fate(self._name, self.place, receiver, tick, count)
 
 
 def _distances(model: NetworkModel) -> tuple[list[list[int]], list[list[int]]]:

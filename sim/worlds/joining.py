@@ -93,7 +93,7 @@ class Joining:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        if is_alone(life):
+        if life.swim.live <= 1:  # nobody but itself
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
@@ -131,16 +131,6 @@ def _answer(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
     if not meet or not links.may_open(other, ground.now):
         return "timeout"
     return "ok" if other in ground.lives else "refused"
-
-
-def is_alone(life: Life) -> bool:
-    """Whether it lists nobody but itself as live."""
-    live = 0
-    for status in life.swim.statuses.values():
-        live += status in _LIVE
-        if live > 1:
-            return False
-    return True
 
 
 def remembered(life: Life) -> tuple[PeerId, ...]:
