@@ -22,7 +22,7 @@ from dht.lookup import Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
 from dht.records import Record, RecordStore, Refusal, check_record
 from dht.requests import Pending, Publication, Requests, Search, checked_page
-from dht.routing import Bucket, Contact, Table
+from dht.routing import WAITING_MAX, Bucket, Contact, Table
 from dht.serving import nodes_reply, values_reply
 from dht.settings import Settings
 from dht.timers import Timer, Timers
@@ -81,7 +81,7 @@ class Kademlia:
         """What others could make grow here: how much it is, and its limit."""
         waiting = sum(len(bucket.replacement_nodes) for bucket in self.table.buckets)
         return {
-            "contacts": (len(self.table) + waiting, 2 * self.settings.k * KEY_BITS),
+            "contacts": (len(self.table) + waiting, (self.settings.k + WAITING_MAX) * KEY_BITS),
             "records": (len(self.records), self.settings.records_max),
             "checks": (len(self._checking), self.settings.checks_max),
         }

@@ -25,6 +25,11 @@ from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 
+WAITING_MAX = 8
+"""Of a bucket's newcomers, how many wait for a place. Each stands for hours to come where the oldest of the
+bucket live on, and is pinged; a bucket of k = 20 does not lose more between two refreshes."""
+
+
 class Contact:
     """A peer with its key, and where it may be reached; verified once it stands in a Table.
 
@@ -64,7 +69,8 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 
     def __init__(self, lower: int, upper: int, k: int, last_updated: float) -> None:
         self.last_updated = last_updated
-        super().__init__(lower, upper, k, replacementNodeFactor=1)
+        super().__init__(lower, upper, k)
+        self.max_replacement_nodes = min(k, WAITING_MAX)
         self.nodes = {}
         self.replacement_nodes = {}
 
@@ -74,7 +80,7 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             self.last_updated = now
 
     def add_node(self, node: Contact) -> bool:
-        """As the package's; who waits for a place is at most as many as have one."""
+        """As the package's; at most k or WAITING_MAX wait for a place."""
         if node.id in self.nodes or not self.full:
             self.nodes.pop(node.id, None)
             self.nodes[node.id] = node
