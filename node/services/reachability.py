@@ -27,9 +27,10 @@ BELIEVED_SECONDS = 3_600.0
 SOON_SECONDS = 5.0
 """Between two questions while nothing is known; twice as long after each peer that could not be asked."""
 LATER_SECONDS = 1_200.0
-"""Between two questions of a node that is reached: so the newest three are always younger than an hour."""
+"""Between two questions of a node that all reach: so the newest three are always younger than an hour."""
 DOUBT_SECONDS = 300.0
-"""The same of a node that is not: a router may have been set right."""
+"""The same where one of the newest could not: a router may have been set right, and until three came through
+nobody else learns where."""
 UNASKED_SECONDS = 600.0
 """A peer that could not be asked, of an older version or just gone, is left alone for so long."""
 UNASKED_MAX = 256
@@ -114,7 +115,7 @@ class Reachability:
         while len(self._reports) > REPORTS_MAX:
             self._reports.popitem(last=False)
         if self.asked >= OTHERS:
-            self.deadline = now + (LATER_SECONDS if self.verdict else DOUBT_SECONDS)
+            self.deadline = now + self._patience_seconds
 
     def failed(self, now: float, peer: PeerId) -> None:
         """`peer` could not be asked, or did not try."""
@@ -130,8 +131,11 @@ class Reachability:
         return [report for report in self._reports.values() if report.outcomes][-OTHERS:]
 
     def _is_stale(self, now: float) -> bool:
-        seconds = LATER_SECONDS if self.verdict else DOUBT_SECONDS
-        return all(report.at + seconds <= now for report in self._newest)
+        return all(report.at + self._patience_seconds <= now for report in self._newest)
+
+    @property
+    def _patience_seconds(self) -> float:
+        return LATER_SECONDS if all(report.worked for report in self._newest) else DOUBT_SECONDS
 
     def _forget(self, now: float) -> None:
         for peer in [peer for peer, report in self._reports.items() if report.at + BELIEVED_SECONDS < now]:

@@ -105,6 +105,17 @@ def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
         assert now == pytest.approx(OTHERS * 5 + 2 * seconds)
 
 
+def test_while_one_of_the_newest_could_not_the_next_is_asked_soon() -> None:
+    core = Reachability(Random(1), 0.0)
+    for number, reason in enumerate(("timeout", "timeout", "", "")):
+        core.answered(number, peer(number), report(number, number, reason))
+        if number >= 2:
+            assert core.verdict is True
+            assert core.deadline == number + DOUBT_SECONDS
+    core.answered(9, peer(9), report(9, 9))
+    assert core.deadline == 9 + LATER_SECONDS
+
+
 def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
     core = Reachability(Random(1), 0.0)
     times = []
