@@ -77,3 +77,10 @@ def unused_address() -> Address:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return make_address(*probe.getsockname())
+
+
+def free_port() -> int:
+    """A UDP port that nobody has, for the beacons of one test."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

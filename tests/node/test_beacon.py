@@ -1,9 +1,7 @@
 """Beacons of the local network: the core in virtual time, the sockets on loopback, whole nodes simulated."""
 
 import os
-import socket
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,11 +11,9 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from crypto.contact import Address, make_address
-from crypto.identity import Identity, PeerId
+from crypto.identity import PeerId
 from crypto.swarm import Swarm
 from node import config
-from node.runtime import Node
-from node.services.capacity import Capacity
 from node.transport.beacon import (
     ANSWERS_ENOUGH,
     BEACON_BYTES_MAX,
@@ -30,13 +26,11 @@ from node.transport.beacon import (
     NeighbourHeard,
 )
 from node.transport.multicast import Multicast, interfaces_of
-from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, SimClock
-from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
-from sim.storage import MemoryStorage
-from tests.node.nets import make_network, running
+from sim.seams import Medium
+from tests.node.nets import free_port, make_network, running
+from tests.node.simulated import simulated_node
 
 SWARM = Swarm("test")
 HOST = "192.168.1.20"
@@ -166,12 +160,6 @@ def test_garbage_and_tampered_packets_change_nothing(garbage: bytes, place: int,
 # --- sockets ---------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_node_on_loopback_beacons_only_on_loopback() -> None:
     (only,) = interfaces_of(["127.0.0.1"])
     assert only.host == "127.0.0.1"
@@ -211,34 +199,18 @@ async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
 def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> None:
     medium = Medium(Links(NetworkModel(), 1), has_local=True)
 
-    def node(number: int, *, lan: bool = True, swarm: str = "default") -> Node:
-        identity: Identity = seeded_identity(1, number)
-        storage = MemoryStorage()
-        storage.write("identity.key", identity.seed)
-        storage.write("static.key", bytes(32))
-        return Node(
-            config.Config(
-                name=f"n{number}",
-                data_dir=Path("/simulated"),
-                join=config.Join(lan=lan),
-                swarm=config.Swarm(name=swarm),
-            ),
-            network=medium.attach(identity.peer),
-            clock=SimClock(),
-            rng=seeded_rng(1, number),
-            entropy=seeded_entropy(1, number),
-            executor=SimExecutor(),
-            storage=storage,
-            capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
-        )
-
     async def scenario() -> None:
-        async with node(0) as first, node(1) as second, node(2, swarm="other") as other:
+        away = {"swarm": config.Swarm(name="other")}
+        async with (
+            simulated_node(medium, 0) as first,
+            simulated_node(medium, 1) as second,
+            simulated_node(medium, 2, settings=away) as other,
+        ):
             await trio.sleep(15)
             assert set(first.membership.live) == {first.peer, second.peer}
             assert other.membership.live == (other.peer,)
             assert [join.found_by for join in first.state.joins] == ["beacon"]
-            async with node(3, lan=False) as shy:
+            async with simulated_node(medium, 3, settings={"join": config.Join(lan=False)}) as shy:
                 await trio.sleep(60)
                 assert shy.membership.live == (shy.peer,)
 

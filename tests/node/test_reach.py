@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -17,10 +16,7 @@ from crypto.contact import Address, make_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node import config
-from node.runtime import Node
 from node.seams import RealClock, Stream
-from node.services.capacity import Capacity
 from node.services.reach import (
     ECHOES_PER_SECOND_MAX,
     HOST_SERVED_MAX,
@@ -42,13 +38,12 @@ from node.services.reachability import (
     Report,
 )
 from node.transport.network import RealNetwork
-from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
-from sim.seams import Medium, SimClock
-from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
-from sim.storage import MemoryStorage
+from sim.seams import Medium
+from sim.seeds import seeded_identity
 from tests.node.nets import acquaint, make_network, running, until, unused_address
+from tests.node.simulated import SEED, simulated_node
 
 OWN = make_address("198.51.100.7", 9747)
 
@@ -291,33 +286,17 @@ def test_a_node_behind_a_translator_finds_out_and_stands_in_no_table_if_it_must(
     nat: Nat, reachable: bool
 ) -> None:
     medium = Medium(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
-    translated = [medium.links.at(seeded_identity(1, number).peer).nat is not None for number in range(40)]
+    translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
     inside = translated.index(True)
     outside = [number for number in range(40) if not translated[number]][:4]
 
-    def node(number: int, *join: str) -> Node:
-        identity, storage = seeded_identity(1, number), MemoryStorage()
-        storage.write("identity.key", identity.seed)
-        storage.write("static.key", bytes(32))
-        return Node(
-            config.Config(name=f"n{number}", data_dir=Path("/simulated")),
-            join=join,
-            network=medium.attach(identity.peer),
-            clock=SimClock(),
-            rng=seeded_rng(1, number),
-            entropy=seeded_entropy(1, number),
-            executor=SimExecutor(),
-            storage=storage,
-            capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
-        )
-
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
-            public = [await stack.enter_async_context(node(outside[0]))]
+            public = [await stack.enter_async_context(simulated_node(medium, outside[0]))]
             first = public[0].network.addresses[0].short
             for number in outside[1:]:
-                public.append(await stack.enter_async_context(node(number, first)))
-            hidden = await stack.enter_async_context(node(inside, first))
+                public.append(await stack.enter_async_context(simulated_node(medium, number, first)))
+            hidden = await stack.enter_async_context(simulated_node(medium, inside, first))
             await trio.sleep(90)
             found = hidden.state.reachability
             assert found is not None
