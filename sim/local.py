@@ -5,6 +5,7 @@ simulation says so: what finds its own way to others is no measure of how peers 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import trio
@@ -14,15 +15,21 @@ from sim.alarm import Alarm
 from sim.network.instants import nearest_instant
 
 PACKETS_MAX = 256
-"""As in `node.transport.multicast`."""
+"""As in `node.transport.multicast`; here those on their way count as well."""
 
 
 class SimLocal:
     """`node.seams.LocalNetwork` of one simulated peer; `near()` are those that hear it, each with the seconds
-    that a packet takes."""
+    that a packet takes. What finds no room is one of the `counters`."""
 
-    def __init__(self, address: Address, near: Callable[[], Iterable[tuple["SimLocal", float]]]) -> None:
-        self._address = address
+    def __init__(
+        self,
+        address: Address,
+        near: Callable[[], Iterable[tuple["SimLocal", float]]],
+        counters: Counter[str],
+    ) -> None:
+        self._address = address.of(None)
+        self._counters = counters
         self._near = near
         self._packets: list[tuple[float, int, str, bytes]] = []
         self._number = 0
@@ -51,7 +58,9 @@ class SimLocal:
         return taken
 
     def _expect(self, due: float, host: str, data: bytes) -> None:
-        if len(self._packets) < PACKETS_MAX:
-            self._number += 1
-            heapq.heappush(self._packets, (due, self._number, host, data))
-            self._alarm.no_later_than(due)
+        if len(self._packets) >= PACKETS_MAX:
+            self._counters["beacons_dropped"] += 1
+            return
+        self._number += 1
+        heapq.heappush(self._packets, (due, self._number, host, data))
+        self._alarm.no_later_than(due)

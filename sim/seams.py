@@ -28,7 +28,7 @@ from functools import partial
 
 import trio
 
-from crypto.contact import Address
+from crypto.contact import ADDRESSES_MAX, Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.protocols import protocol_bytes
@@ -41,6 +41,7 @@ from sim.alarm import Alarm
 from sim.executor import SimExecutor, sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox
 from sim.local import SimLocal
+from sim.network.addresses import Home, Homes
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
 from sim.network.links import Links, Sender
@@ -56,7 +57,6 @@ EPOCH_SECONDS = 1_800_000_000.0
 """What the wall clock shows when a simulation begins."""
 HANDSHAKE_TRIPS = 4
 """One-way trips before a stream can be used: TCP's two, and two for Noise XX."""
-_PORT = 9747
 
 
 class SimClock:
@@ -86,7 +86,7 @@ class Medium:
         self.has_local = has_local
         self._stall_seconds = stall_seconds
         self._networks: dict[PeerId, SimNetwork] = {}
-        self._places: dict[tuple[str, int], PeerId] = {}
+        self.homes = Homes()
         self._paces: dict[PeerId, Pace] = {}
         self._traffic: dict[tuple[PeerId, str], Traffic] = {}
         self._counts: Counter[str] = Counter()
@@ -101,14 +101,8 @@ class Medium:
         old = self._networks.get(peer)
         if old is not None and old.alive:
             raise LocalProtocolError("this peer has a network already")
-        if old is not None:
-            address = old.addresses[0]
-        else:
-            number = len(self._networks) + 1
-            host = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
-            address = Address("ip4", host, _PORT, peer)
-        network = self._networks[peer] = SimNetwork(self, peer, address)
-        self._places[address.host, address.port] = peer
+        home = self.homes.settle(peer, is_inside=self.links.at(peer).nat is not None)
+        network = self._networks[peer] = SimNetwork(self, peer, home)
         if old is not None:
             network.inherit(old.bequeath())
         return network
@@ -159,21 +153,19 @@ class Medium:
         return network if network is not None and network.alive else None
 
     def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]:
-        """The local networks of those in the region of `peer` that it reaches now, and how far they are."""
+        """The local networks of those in the region of `peer` that it reaches now, and how far they are; a
+        peer behind a translator is alone there."""
+        links = self.links
         for other, network in self._networks.items():
-            if other == peer or not network.alive or network.local is None:
+            if other == peer or network.local is None:
                 continue
-            if self.links.region(other) == self.links.region(peer) and self.reaches(peer, other):
-                yield network.local, self.links.latency_seconds(peer, other)
+            is_near = links.region(other) == links.region(peer) and self.reaches(peer, other)
+            if is_near and links.at(other).nat is links.at(peer).nat is None:
+                yield network.local, links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
-        """Where a peer is, or was before it was killed."""
-        network = self._networks.get(peer)
-        return None if network is None else network.addresses[0]
-
-    def peer_at(self, address: Address) -> PeerId | None:
-        """Who was ever attached at an address."""
-        return self._places.get((address.host, address.port))
+        """Where others see a peer, or saw it before it was killed."""
+        return self.homes.outside(peer)
 
     @property
     def counters(self) -> Counter[str]:
@@ -268,13 +260,13 @@ class Medium:
 class SimNetwork:
     """`node.seams.Network` of one simulated peer. Made by `Medium.attach`; streams need `run`."""
 
-    def __init__(self, medium: Medium, peer: PeerId, address: Address) -> None:
+    def __init__(self, medium: Medium, peer: PeerId, home: Home) -> None:
         self.alive = True
         self.pace = medium.pace(peer)
         self._medium = medium
         self._peer = peer
-        self._address = address
-        self._addresses: tuple[Address, ...] = (address,)
+        self._home = home
+        self._addresses: tuple[Address, ...] = (home.own,)
         self._counters: Counter[str] = Counter()
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
@@ -285,7 +277,8 @@ class SimNetwork:
         # With whether the other side opened it.
         self._streams: dict[SimStream, bool] = {}
         self._nursery: trio.Nursery | None = None
-        self.local = SimLocal(address, partial(medium.near, peer)) if medium.has_local else None
+        self._local = SimLocal(home.own, partial(medium.near, peer), self._counters)
+        self._has_local = medium.has_local
         self._scope = trio.CancelScope()
 
     @property
@@ -297,12 +290,22 @@ class SimNetwork:
         return self._addresses
 
     @property
+    def outside(self) -> Address:
+        """Where others see it: one of `addresses`, or in front of a translator."""
+        return self._home.outside
+
+    @property
     def reachable(self) -> bool | None:
         """An address of its own, with no translator before it, is one that others reach."""
         return True if self._medium.links.at(self._peer).nat is None else None
 
+    @property
+    def local(self) -> SimLocal | None:
+        return self._local if self._has_local and self._nursery is not None else None
+
     def announce(self, address: Address) -> None:
-        self._addresses = tuple(dict.fromkeys((*self._addresses, address.of(self._peer))))
+        found = dict.fromkeys((*self._addresses, address.of(self._peer)))
+        self._addresses = tuple(found)[:ADDRESSES_MAX]
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -339,7 +342,7 @@ class SimNetwork:
 
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Only an address that is really the peer's makes it reachable."""
-        there = [self._medium.peer_at(address) for address in addresses]
+        there = [self._medium.homes.peer_at(address) for address in addresses]
         if peer != self._peer and peer in there:
             self._known[peer] = None
         elif impostors := [each for each in there if each is not None]:
@@ -449,7 +452,6 @@ class SimNetwork:
         if not self.alive or target._nursery is None or chosen is None:
             target._counters["streams_refused_protocol"] += 1
             raise Unreachable("refused", f"{short_peer(peer)} does not speak {' or '.join(names)}")
-        target._known[self._peer] = None
         near, far = self._join(target, chosen)
         self._add(near, is_served=False)
         target._add(far, is_served=True)
@@ -474,7 +476,7 @@ class SimNetwork:
         raise WrongPeer("wrong key", f"wanted {short_peer(peer)}, found {short_peer(other)}")
 
     async def identify(self, address: Address) -> PeerId:
-        peer = self._medium.peer_at(address)
+        peer = self._medium.homes.peer_at(address)
         if peer is None:
             await trio.lowlevel.checkpoint()
             raise Unreachable("refused", f"nobody answers at {address.short}")
@@ -539,7 +541,7 @@ class SimNetwork:
             return lambda sent_bytes: medium.count_traffic(peer, protocol, sent_bytes)
 
         near, far = stream_pair(there, back, (counter(self._peer), counter(target._peer)))
-        near.source, far.source = target._address, self._address
+        near.source, far.source = target.outside.of(None), self._home.source()
         return near, far
 
     async def _meet(self, peer: PeerId) -> "SimNetwork":

@@ -21,12 +21,17 @@ _ANYONE = PeerId(b"")
 class Translator:
     """The translator before one peer. Times are instants; what opens at one serves only later ones."""
 
-    __slots__ = ("_kind", "_mappings", "_room")
+    __slots__ = ("_is_forwarding", "_kind", "_mappings", "_room")
 
     def __init__(self, kind: Nat) -> None:
         self._kind = kind
         self._mappings: dict[PeerId, tuple[float, float]] = {}  # since when, and when it was last used
         self._room = MAPPINGS_KEPT
+        self._is_forwarding = False
+
+    def forward(self) -> None:
+        """Somebody has set it to let in all that comes for the peer."""
+        self._is_forwarding = True
 
     def sent(self, receiver: PeerId, now: float) -> None:
         """The peer behind it sends."""
@@ -46,12 +51,15 @@ class Translator:
 
     def lets_in(self, sender: PeerId, now: float) -> bool:
         """Whether a datagram of `sender` that comes now reaches the peer behind it."""
+        if self._is_forwarding:
+            return True
         since, used = self._mappings.get(_ANYONE if self._kind == "full-cone" else sender, (now, now))
         return since < now <= used + MAPPING_SECONDS
 
     def lets_streams_in(self, now: float) -> bool:
-        """Whether others may open streams: only through a full cone, as long as its mapping is there."""
-        return self._kind == "full-cone" and self.lets_in(_ANYONE, now)
+        """Whether others may open streams: only through a full cone, as long as its mapping is there, unless
+        it forwards."""
+        return self._is_forwarding or (self._kind == "full-cone" and self.lets_in(_ANYONE, now))
 
     def _use(self, peer: PeerId, now: float) -> None:
         since, used = self._mappings.get(peer, (now, now))

@@ -12,12 +12,12 @@ from crypto.identity import PeerId
 from gossip.member import Profile
 from node.services.capacity import Capacity
 from node.services.membership import encode_metadata
+from sim.network.addresses import outer_address
 from sim.scenario import Scenario
 from sim.seeds import HashSigner, seeded_identity, seeded_peer
 
 SWARM = "sim"
 """The swarm's name, which stands in all signatures."""
-PORT = 9747
 
 
 def capacity(region: str) -> Capacity:
@@ -44,10 +44,8 @@ class Roster:
         return f"n{self.numbers[peer]}"
 
     def address(self, number: int) -> Address:
-        """Where this peer listens, in every life."""
-        place = number + 1
-        host = f"10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}"
-        return Address("ip4", host, PORT, self.peers[number])
+        """Where others see this peer, in every life."""
+        return outer_address(number, self.peers[number])
 
     def signer(self, number: int) -> Signer:
         if self._real:

@@ -172,7 +172,7 @@ async def _drive(seed: int, model: NetworkModel) -> Outcome:
     networks = {peer: medium.attach(peer) for peer in story.peers}
     for network in networks.values():
         for other in networks.values():
-            network.learn(other.peer, other.addresses)
+            network.learn(other.peer, [other.outside])
     inboxes: list[SimInbox] = []
     drivers: dict[tuple[PeerId, str], Driver] = {}
     cores: dict[tuple[PeerId, str], SkewedCore] = {}

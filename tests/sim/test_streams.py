@@ -275,7 +275,7 @@ def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
         for network in networks:
             network.handle(TALK, echo)
         for one, other in (networks, networks[::-1]):
-            one.learn(other.peer, other.addresses)
+            one.learn(other.peer, [other.outside])
         async with running(*networks):
             stream = await networks[0].open(public, TALK)
             await stream.send(b"out")
@@ -284,7 +284,7 @@ def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
                 await networks[1].open(behind, TALK)
             assert caught.value.reason == "timeout"
             with pytest.raises(Unreachable):
-                await networks[1].identify(networks[0].addresses[0])
+                await networks[1].identify(networks[0].outside)
 
     simulate(scenario)
 

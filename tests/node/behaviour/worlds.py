@@ -7,24 +7,29 @@ the real world a short pause of the machine is enough to know that nothing is on
 
 import functools
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from functools import partial
+from itertools import count
 from typing import Protocol
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from crypto.contact import Address, make_address
 from crypto.identity import PeerId
 from node.seams import Network, Stream
 from node.transport.inbox import INBOX_MESSAGES_MAX
 from node.transport.network import RealNetwork
 from sim.inbox import INBOX_MAX
 from sim.network.links import Links
-from sim.network.model import NetworkModel
-from sim.seams import Medium
+from sim.network.model import Access, NetworkModel
+from sim.network.places import Place
+from sim.seams import Medium, SimNetwork
 from sim.seeds import seeded_peer
-from tests.node.nets import make_network
+from tests.node.nets import free_port, make_network
 
 TALK = "/peerloom/talk/2"
 OLD_TALK = "/peerloom/talk/1"
@@ -36,21 +41,69 @@ class World(Protocol):
     inbox_max: int
     pause_seconds: float
 
-    def network(self, letter: str) -> Network:
-        """The network of a peer of its own."""
+    def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
+        """The network of a peer of its own, in another network than the peers of another number `abroad`."""
+
+    def hidden(self, letter: str) -> Network:
+        """That of a peer behind a router which lets nobody in."""
+
+    def outside(self, network: Network) -> Address:
+        """Where others see a peer: what it says itself, or the outer side of its router. Once it runs."""
+
+    def forwarding(self, network: Network) -> AbstractAsyncContextManager[None]:
+        """Meanwhile the router of a hidden peer lets streams in."""
+
+    def close(self) -> None:
+        """The scenario is over."""
 
     def cut(self, network: Network) -> None:
         """All its streams break, without a word to anybody."""
 
 
 class RealWorld:
-    """Sockets on 127.0.0.1."""
+    """Sockets on loopback. A hidden peer listens at 127.0.0.2; what leaves this machine's loopback comes from
+    127.0.0.1, so that is the outer side of its router. There its port is taken, and nobody listens."""
 
     inbox_max = INBOX_MESSAGES_MAX
     pause_seconds = 0.01
 
-    def network(self, letter: str) -> Network:
-        return make_network(letter)
+    def __init__(self) -> None:
+        self._beacon_port = free_port()
+        self._routers: dict[PeerId, socket.socket] = {}
+
+    def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
+        beacon_port = self._beacon_port if has_local else None
+        return make_network(letter, listen=(f"127.0.{abroad}.1", 0), beacon_port=beacon_port)
+
+    def hidden(self, letter: str) -> Network:
+        router = socket.socket()
+        router.bind(("127.0.0.1", 0))
+        network = make_network(letter, listen=("127.0.0.2", router.getsockname()[1]))
+        self._routers[network.peer] = router
+        return network
+
+    def outside(self, network: Network) -> Address:
+        router = self._routers.get(network.peer)
+        if router is None:
+            return network.addresses[0]
+        return make_address("127.0.0.1", router.getsockname()[1], network.peer)
+
+    @asynccontextmanager
+    async def forwarding(self, network: Network) -> AsyncIterator[None]:
+        assert isinstance(network, RealNetwork)
+        assert network.moved == ()
+        router = self._routers[network.peer]
+        router.listen()
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(router.dup()))
+        inner = network.addresses[0]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, partial(_relay, inner), [listener])
+            yield
+            nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        for router in self._routers.values():
+            router.close()
 
     def cut(self, network: Network) -> None:
         assert isinstance(network, RealNetwork)
@@ -58,17 +111,57 @@ class RealWorld:
             connection.end("cut by the test")
 
 
+async def _relay(inner: Address, outer: trio.SocketStream) -> None:
+    """What comes goes to the inner address, and back."""
+
+    async def pump(one: trio.SocketStream, other: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for data in one:
+                await other.send_all(data)
+            await other.send_eof()
+
+    async with await trio.open_tcp_stream(inner.host, inner.port) as behind, trio.open_nursery() as nursery:
+        nursery.start_soon(pump, outer, behind)
+        nursery.start_soon(pump, behind, outer)
+
+
 class SimulatedWorld:
-    """One medium for all, without loss."""
+    """One medium for all, without loss. A hidden peer is behind a restricted translator."""
 
     inbox_max = INBOX_MAX
     pause_seconds = 0.0
 
     def __init__(self) -> None:
-        self._medium = Medium(Links(NetworkModel(), 1))
+        self._model = NetworkModel(access=(Access(0.5), Access(0.5, nat="restricted")))
+        self._medium = Medium(Links(self._model, 1))
 
-    def network(self, letter: str) -> Network:
-        return self._medium.attach(seeded_peer(1, ord(letter)))
+    def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
+        return self._attach(letter, is_hidden=False, has_local=has_local)
+
+    def hidden(self, letter: str) -> Network:
+        return self._attach(letter, is_hidden=True)
+
+    def _attach(self, letter: str, *, is_hidden: bool, has_local: bool = False) -> SimNetwork:
+        peer = seeded_peer(1, ord(letter))
+        # What is behind a translator follows from a peer's number.
+        numbers = (n for n in count() if (Place(peer, self._model, 1, n).nat is not None) == is_hidden)
+        self._medium.links.place(peer, next(numbers))
+        self._medium.has_local = has_local
+        return self._medium.attach(peer)
+
+    def outside(self, network: Network) -> Address:
+        assert isinstance(network, SimNetwork)
+        return network.outside
+
+    @asynccontextmanager
+    async def forwarding(self, network: Network) -> AsyncIterator[None]:
+        router = self._medium.links.at(network.peer).nat
+        assert router is not None
+        router.forward()
+        yield
+
+    def close(self) -> None:
+        pass
 
     def cut(self, network: Network) -> None:
         self._medium.kill(network.peer)
@@ -76,15 +169,21 @@ class SimulatedWorld:
 
 def on_both_networks(scenario: Callable[[World], Awaitable[None]]) -> Callable[[type[World]], None]:
     """Make a test of a scenario: played on each network, under a clock that jumps. A deadlock ends after an
-    hour that takes no time."""
+    hour that takes no time. What a machine cannot play is skipped."""
 
     @pytest.mark.parametrize("kind", [RealWorld, SimulatedWorld], ids=["real", "simulated"])
     def play(kind: type[World]) -> None:
         async def main() -> None:
-            with trio.fail_after(3_600):
-                await scenario(kind())
+            with trio.fail_after(3_600), closing(kind()) as world:
+                await scenario(world)
 
-        trio.run(main, clock=MockClock(autojump_threshold=kind.pause_seconds))
+        reasons = []
+        try:
+            trio.run(main, clock=MockClock(autojump_threshold=kind.pause_seconds))
+        except* pytest.skip.Exception as skips:
+            reasons += [str(skip) for skip in skips.exceptions]
+        if reasons:
+            pytest.skip(reasons[0])
 
     play.__name__, play.__doc__ = scenario.__name__, scenario.__doc__
     return play

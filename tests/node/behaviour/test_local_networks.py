@@ -1,0 +1,122 @@
+"""What every network promises of the local one, and that beacons find others on each."""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import trio
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+from crypto.swarm import Swarm
+from node.seams import LocalNetwork, Network, RealClock
+from node.services.neighbours import Neighbours
+from node.transport.beacon import BEACON_BYTES_MAX
+from sim.local import PACKETS_MAX
+from tests.node.behaviour.worlds import World, content, on_both_networks, running
+
+WAIT_SECONDS = 5.0
+BATCH = 64
+"""No more at once than a kernel's buffer has room for."""
+
+
+def local_of(network: Network) -> LocalNetwork:
+    """A test without multicast is none."""
+    local = network.local
+    assert local is not None
+    if getattr(local, "interfaces", ("simulated",)) == ():
+        pytest.skip("this machine has no multicast on loopback")
+    return local
+
+
+async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, bytes]]:
+    """What comes within some seconds; one's own packets may come back."""
+    packets = []
+    until = trio.current_time() + WAIT_SECONDS
+    while trio.current_time() < until:
+        packets += [packet for packet in await local.take(until) if packet[1] != but]
+    return packets
+
+
+@on_both_networks
+async def test_the_local_network_is_there_while_a_network_runs_that_uses_it(world: World) -> None:
+    near, without = world.network("n", has_local=True), world.network("w")
+
+    def used() -> tuple[bool, bool]:
+        return near.local is not None, without.local is not None
+
+    assert used() == (False, False)
+    async with running(near, without):
+        assert used() == (True, False)
+    assert used() == (False, False)
+
+
+@on_both_networks
+async def test_a_packet_reaches_all_who_are_near_and_says_from_which_host(world: World) -> None:
+    alice, bob, carol = (world.network(letter, has_local=True) for letter in "abc")
+    without = world.network("w")
+    async with running(alice, bob, carol, without):
+        packet = content(1, BEACON_BYTES_MAX)
+        local_of(alice).send(packet)
+        for other in (bob, carol):
+            assert await heard(local_of(other)) == [(alice.addresses[0].host, packet)]
+        assert await heard(local_of(alice), but=packet) == []
+
+
+@on_both_networks
+async def test_a_waiting_take_ends_at_its_time(world: World) -> None:
+    alice = world.network("a", has_local=True)
+    async with running(alice):
+        begun = trio.current_time()
+        assert await local_of(alice).take(begun + 5) == []
+        assert trio.current_time() == pytest.approx(begun + 5)
+        assert await local_of(alice).take(begun) == []
+
+
+@on_both_networks
+async def test_packets_that_nobody_takes_are_bounded_and_the_newest_are_dropped(world: World) -> None:
+    alice, bob = world.network("a", has_local=True), world.network("b", has_local=True)
+    async with running(alice, bob):
+        for batch in range(2 * PACKETS_MAX // BATCH):
+            for number in range(BATCH):
+                local_of(alice).send(content(batch, 2 + number))
+            await trio.sleep(WAIT_SECONDS)
+        packets = await local_of(bob).take(trio.current_time())
+        assert len(packets) == PACKETS_MAX
+        assert {data[0] for _, data in packets} == set(range(PACKETS_MAX // BATCH))
+        assert bob.counters["beacons_dropped"] == PACKETS_MAX
+
+
+@on_both_networks
+async def test_beacons_tell_who_is_near_and_where_it_is_reached_and_a_stranger_to_the_swarm_hears_nothing(
+    world: World,
+) -> None:
+    alice, bob, other = (world.network(letter, has_local=True) for letter in "abo")
+    found: dict[PeerId, dict[PeerId, Sequence[Address]]] = {}
+    counters: Counter[str] = Counter()
+    async with trio.open_nursery() as nursery:
+        for number, (network, swarm) in enumerate(((alice, "home"), (bob, "home"), (other, "away"))):
+            await nursery.start(network.run)
+            mine = found[network.peer] = {}
+            beacons = Neighbours(
+                local_of(network),
+                network.peer,
+                Swarm(swarm),
+                RealClock(),
+                Random(number),
+                lambda length: bytes(length),
+                counters=counters,
+                heard=mine.__setitem__,
+            )
+            await nursery.start(beacons.run)
+        await trio.sleep(60)
+        assert {peer: list(heard) for peer, heard in found.items()} == {
+            alice.peer: [bob.peer],
+            bob.peer: [alice.peer],
+            other.peer: [],
+        }
+        for address in found[alice.peer][bob.peer]:
+            assert address.peer == bob.peer
+            assert await alice.identify(address) == bob.peer
+        nursery.cancel_scope.cancel()
