@@ -141,7 +141,8 @@ class Reach:
                 core = Reachability(rng, self._clock.monotonic())
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
-            peer = core.next(self._clock.monotonic(), others)
+            # A clock of whole microseconds may show a little less than what was waited for.
+            peer = core.next(max(self._clock.monotonic(), core.deadline), others)
             if peer is not None and await self._ask(core, peer):
                 own = {address.of(None) for address in self._network.addresses}
                 unknown = tuple(address for address in core.addresses if address not in own)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -38,9 +38,10 @@ from node.services.reachability import (
     Report,
 )
 from node.transport.network import RealNetwork
+from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
-from sim.seams import Medium
+from sim.seams import Medium, SimClock
 from sim.seeds import seeded_identity
 from tests.node.nets import acquaint, make_network, running, until, unused_address
 from tests.node.simulated import SEED, simulated_node
@@ -276,6 +277,28 @@ async def test_an_address_that_others_confirmed_is_told_unless_a_person_said_wha
             network.announce(OWN)
         assert alice.addresses == (make_address("127.0.0.1", alice.port, alice.peer), OWN.of(alice.peer))
         assert [address.host for address in bob.addresses] == ["lab.example"]
+
+
+def test_a_clock_that_shows_a_little_less_than_was_waited_for_does_not_keep_a_node_busy() -> None:
+    class Counted(SimClock):
+        looks = 0
+
+        def monotonic(self) -> float:
+            self.looks += 1
+            assert self.looks < 100
+            return super().monotonic()
+
+    async def scenario() -> None:
+        clock, medium = Counted(), Medium(Links(NetworkModel(), 1))
+        # Five seconds later is no whole microsecond as a float, and the nearest one is before it.
+        await trio.sleep(
+            next(t for t in (number / 1e6 for number in count(1)) if nearest_instant(t + 5.0) < t + 5.0)
+        )
+        reach = Reach(medium.attach(peer(1)), clock, counters=Counter())
+        with trio.move_on_after(60):
+            await reach.run(Random(1), lambda: (), lambda *_: None)
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
 # --- whole nodes, in virtual time --------------------------------------------------------------------
