@@ -114,6 +114,8 @@ class Reachability:
         self._reports[peer] = report
         while len(self._reports) > REPORTS_MAX:
             self._reports.popitem(last=False)
+        # The pause that was in force when it was asked may have been a long one.
+        self.deadline = min(self.deadline, now + self._pause)
         if self.asked >= OTHERS:
             self.deadline = now + self._patience_seconds
 

@@ -34,6 +34,7 @@ from node.services.reachability import (
     DOUBT_SECONDS,
     LATER_SECONDS,
     OTHERS,
+    SOON_SECONDS,
     Reachability,
     Report,
 )
@@ -99,6 +100,22 @@ def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
             asked.append(chosen)
             core.answered(now, chosen, report(now, len(asked), reason))
         assert now == pytest.approx(OTHERS * 5 + 2 * seconds)
+
+
+def test_after_an_answer_the_next_is_asked_soon_however_many_could_not_be_asked_before() -> None:
+    core = Reachability(Random(1), 0.0)
+    others = [peer(number) for number in range(50)]
+    for _ in range(6):
+        now = core.deadline
+        chosen = core.next(now, others)
+        assert chosen is not None
+        core.failed(now, chosen)
+    assert core.deadline > now + 100
+    now = core.deadline
+    chosen = core.next(now, others)
+    assert chosen is not None
+    core.answered(now + 0.1, chosen, report(now + 0.1, 1, "timeout"))
+    assert core.deadline == pytest.approx(now + 0.1 + SOON_SECONDS)
 
 
 def test_while_one_of_the_newest_could_not_the_next_is_asked_soon() -> None:
