@@ -40,6 +40,15 @@ class PeerSlowed:
 
 
 @dataclass(frozen=True)
+class ReachabilityJudged:
+    """One more has tried to dial the peer back: whether it takes itself to be reached, None while it does not
+    know; of how many that tried."""
+
+    reachable: bool | None
+    asked: int
+
+
+@dataclass(frozen=True)
 class NetworkSplit:
     """Nothing passes between these sides any more; whoever is in none is with its like."""
 

@@ -2,10 +2,12 @@
 
 The two cores of a peer are wired to each other as `node.services` and `node.runtime` wire them: whom SWIM
 finds Kademlia may meet, whom it loses Kademlia drops; a peer joins both through whoever answered it, tries
-again while it is alone, and says goodbye when it leaves. Every event is published once, through `sim.watch`.
+again while it is alone, and says goodbye when it leaves; one behind a translator asks others to dial it back,
+and is a client of the DHT where none of them could. Every event is published once, through `sim.watch`.
 
-Not here: addresses that must be learnt before a message can be sent (a peer is reached by its id), streams,
-torch, disks. Those are in `sim.worlds.stack`.
+Not here: streams, torch, disks, and addresses that must be learnt before a message can be sent: a peer is
+reached by its id. So two behind restricted translators meet once both have sent, which nodes do only if
+somebody tells them where the other is seen. All that is in `sim.worlds.stack`.
 """
 
 import math
@@ -41,6 +43,7 @@ from sim.worlds.direction import Direction
 from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
 from sim.worlds.neighbours import Neighbours
+from sim.worlds.reaching import Reaching
 from sim.worlds.records import RecordsWork
 from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
@@ -89,6 +92,8 @@ class CoresWorld:
         self._place = node_key if scenario.membership.scope == "neighbourhood" else None
         if self._place is not None:
             Neighbours(self)
+        if self.links.has_translators:
+            Reaching(self)
         if scenario.records.enabled:
             RecordsWork(self)
         self.training = TrainingRuns(self)

@@ -71,7 +71,7 @@ class Joining:
         pause_seconds: float,
     ) -> None:
         """All handshakes are over, but for those that nobody answers: they are given up later."""
-        answers = {peer: _answer(self._ground, life.peer, peer) for peer in dialled}
+        answers = {peer: handshake(self._ground, life.peer, peer) for peer in dialled}
         found = [peer for peer, answer in answers.items() if answer == "ok"]
         waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
         due = max(self._ground.now, begun + waves * CONNECT_SECONDS)
@@ -112,7 +112,7 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
         through = ground.pick(rng)
         if through is None or through is life:
             continue
-        found = (through.entered, _answer(ground, life.peer, through.peer) == "ok")
+        found = (through.entered, handshake(ground, life.peer, through.peer) == "ok")
         if best is None or found > rank:
             best, rank = through, found
         if all(rank):
@@ -124,7 +124,7 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
     return best
 
 
-def _answer(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
+def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
     """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came back."""
     links = ground.links
     meet = links.reaches(one, other) and links.reaches(other, one)

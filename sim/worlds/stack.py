@@ -29,12 +29,20 @@ from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node import config
 from node.errors import UsageError
-from node.events import Event, JoinTried
+from node.events import Event, JoinTried, ReachabilityFound
 from node.runtime import Node
 from partition.stage import StageSpecification
 from sim.alarm import Alarm
 from sim.engine import Order
-from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.happenings import (
+    NetworkHealed,
+    NetworkSplit,
+    PeerFrozen,
+    PeerSlowed,
+    PeerStarted,
+    PeerStopped,
+    ReachabilityJudged,
+)
 from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.scenario import Scenario
@@ -387,6 +395,8 @@ class StackWorld:
             through = self._through(life)
             if through is not None:
                 life.node.joining.add(through)
+        if isinstance(event, ReachabilityFound):
+            self.tell(life, ReachabilityJudged(event.reachable, event.asked))
         said = self._words.of_node(life, event)
         if said is not None:
             self.tell(life, said)

@@ -1,0 +1,182 @@
+"""Peers that others cannot reach find it out, and stand in nobody's table: in both fidelities."""
+
+from collections import Counter
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+from crypto.identity import PeerId
+from dht.kademlia import Kademlia
+from dht.messages import CLIENT_ADDRESSES
+from node.services.reachability import OTHERS
+from sim.churn.model import Event
+from sim.happenings import ReachabilityJudged, RecordGot
+from sim.network.model import Access, Nat, NetworkModel
+from sim.scenario import Membership, Records, Scenario, Start
+from sim.watch import Observed
+from sim.worlds.cores import CoresWorld
+from sim.worlds.replaceable import Cores
+from sim.worlds.stack import StackWorld
+
+MIXED = Scenario(
+    name="mixed",
+    about="some behind translators of three kinds",
+    nodes=10,
+    seconds=110.0,
+    signatures="ed25519",
+    start=Start(spread_seconds=5.0),
+    network=NetworkModel(
+        nearest_seconds=0.01,
+        farthest_seconds=0.05,
+        access=(
+            Access(share=0.15, nat="restricted"),
+            Access(share=0.12, nat="symmetric"),
+            Access(share=0.18, nat="full-cone"),
+        ),
+    ),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+)
+
+
+class Told:
+    """What one world told of being reached, and by whom whose messages say that their sender is a client."""
+
+    def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
+        self.judged: dict[PeerId, list[ReachabilityJudged]] = {}
+        self.world = world(scenario, seed, self._see)
+        self.clients: set[PeerId] = set()
+        self.world.at(scenario.seconds - 0.001, self._look)
+        self.world.play(lambda: None)
+
+    def _see(self, observed: Observed) -> None:
+        if observed.peer is not None and isinstance(observed.event, ReachabilityJudged):
+            self.judged.setdefault(observed.peer, []).append(observed.event)
+
+    def _look(self) -> None:
+        for peer, life in self.world.lives.items():
+            assert isinstance(life.kademlia, Kademlia)
+            if life.kademlia._addresses == CLIENT_ADDRESSES:
+                self.clients.add(peer)
+
+    def nats(self) -> dict[PeerId, Nat]:
+        return {peer: self.world.links.at(peer).access.nat for peer in self.world.peers}
+
+
+cores = cache(lambda seed: Told(CoresWorld, MIXED, seed))
+stack = cache(lambda seed: Told(StackWorld, MIXED, seed))
+SEEDS = (11, 23)
+"""Each with peers of all kinds, and a first one that others can dial."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_both_fidelities_the_same_peers_find_out_that_they_are_not_reached(seed: int) -> None:
+    last = [
+        {peer: judged[-1].reachable for peer, judged in told.judged.items()}
+        for told in (cores(seed), stack(seed))
+    ]
+    assert last[0] == last[1]
+    assert cores(seed).clients == stack(seed).clients
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_lets_nobody_in_is_a_client_and_nobody_else(seed: int) -> None:
+    nats = cores(seed).nats()
+    assert cores(seed).clients == {peer for peer, nat in nats.items() if nat in ("restricted", "symmetric")}
+    # Who has a public address asks nobody.
+    assert set(cores(seed).judged) == {peer for peer, nat in nats.items() if nat != "none"}
+
+
+def test_there_is_something_of_everything() -> None:
+    assert {nat for seed in SEEDS for nat in cores(seed).nats().values()} == {
+        "none",
+        "full-cone",
+        "restricted",
+        "symmetric",
+    }
+
+
+def test_nobody_knows_before_three_have_tried_in_vain() -> None:
+    told = cores(SEEDS[0])
+    for peer in told.clients:
+        verdicts = [(judged.reachable, judged.asked) for judged in told.judged[peer]]
+        assert verdicts[:OTHERS] == [(None, 1), (None, 2), (False, 3)]
+
+
+def test_where_nobody_can_be_asked_nobody_knows_and_all_serve() -> None:
+    network = replace(MIXED.network, access=(Access(share=1.0, nat="restricted"),))
+    told = Told(CoresWorld, replace(MIXED, network=network), 1)
+    assert told.judged == {}
+    assert told.clients == set()
+
+
+def test_a_new_life_has_to_find_out_anew() -> None:
+    network = replace(MIXED.network, access=(Access(share=0.5, nat="symmetric"),))
+    restart = Event(at_seconds=100.0, kind="restart", share=1.0)
+    told = Told(CoresWorld, replace(MIXED, network=network, events=(restart,)), 1)
+    assert told.judged
+    assert told.clients == set()
+
+
+class Counting(Kademlia):
+    """Counts requests and those that nobody answered, of all peers together."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def _ask(self, *arguments: Any, **options: Any) -> None:
+        self.counts["asked"] += 1
+        super()._ask(*arguments, **options)
+
+    def _silent(self, *arguments: Any) -> None:
+        self.counts["silent"] += 1
+        super()._silent(*arguments)
+
+
+class Unaware(Counting):
+    """Stands in tables whether others reach it or not."""
+
+    def appear(self, addresses: Any, *, client: bool = False) -> None:
+        del client
+        super().appear(addresses)
+
+
+def lookups(core: type[Counting]) -> tuple[float, float, float]:
+    """Two fifths behind symmetric translators: the share of lookups that found their record, that of requests
+    without an answer, and that of contacts in tables who are not reached."""
+
+    counts = Counting.counts
+    got: list[RecordGot] = []
+
+    def see(observed: Observed) -> None:
+        if isinstance(observed.event, RecordGot) and not observed.event.storing and observed.event.expected:
+            got.append(observed.event)
+
+    scenario = replace(
+        MIXED,
+        nodes=30,
+        seconds=400.0,
+        signatures="hash",
+        membership=Membership(preset="wan"),
+        network=replace(MIXED.network, access=(Access(share=0.4, nat="symmetric"),)),
+        records=Records(stores_per_second=0.5, lookups_per_second=2.0),
+    )
+    world = CoresWorld(scenario, 1, see, cores=Cores(kademlia=core))
+    # From when most have been judged.
+    world.at(scenario.seconds / 2, counts.clear)
+    world.play(lambda: None)
+    tables = [life.kademlia.table for life in world.lives.values() if isinstance(life.kademlia, core)]
+    contacts = [contact.peer for table in tables for contact in table]
+    hidden = sum(world.links.at(peer).nat is not None for peer in contacts)
+    found = sum(each.copies > 0 for each in got) / len(got)
+    return found, counts["silent"] / counts["asked"], hidden / len(contacts)
+
+
+def test_tables_without_those_who_are_not_reached_spare_a_swarm_most_requests_in_vain() -> None:
+    found_before, silent_before, hidden_before = lookups(Unaware)
+    found, silent, hidden = lookups(Counting)
+    assert found >= found_before > 0.98
+    assert silent < silent_before / 3
+    # Who asked in vain for long has not found out yet.
+    assert hidden < hidden_before / 5
