@@ -375,7 +375,11 @@ class StackWorld:
         other = first_to_dial(self, life)
         # With nobody to ask it is the network itself.
         life.entered = life.entered or other is None
-        return None if other is None else self.roster.address(other.number)
+        if other is not None:
+            return self.roster.address(other.number)
+        # Whoever cannot be dialled has to dial, even if it is the first: somebody who may come later.
+        is_behind = self.links.at(life.peer).nat is not None
+        return self.roster.address((life.number + 1) % len(self.peers)) if is_behind else None
 
     # What nodes say.
 

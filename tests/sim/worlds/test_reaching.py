@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from dht.kademlia import Kademlia
 from dht.messages import CLIENT_ADDRESSES
+from gossip.member import Status
 from node.services.reachability import OTHERS
 from sim.churn.model import Event
 from sim.happenings import ReachabilityJudged, RecordGot
@@ -42,12 +43,14 @@ MIXED = Scenario(
 
 
 class Told:
-    """What one world told of being reached, and by whom whose messages say that their sender is a client."""
+    """What one world told of being reached, whose messages say in the end that their sender is a client, and
+    how many each lists as live."""
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
         self.judged: dict[PeerId, list[ReachabilityJudged]] = {}
         self.world = world(scenario, seed, self._see)
         self.clients: set[PeerId] = set()
+        self.live: dict[PeerId, int] = {}
         self.world.at(scenario.seconds - 0.001, self._look)
         self.world.play(lambda: None)
 
@@ -57,6 +60,9 @@ class Told:
 
     def _look(self) -> None:
         for peer, life in self.world.lives.items():
+            self.live[peer] = sum(
+                each in (Status.ALIVE, Status.SUSPECT) for each in life.swim.statuses.values()
+            )
             assert isinstance(life.kademlia, Kademlia)
             if life.kademlia._addresses == CLIENT_ADDRESSES:
                 self.clients.add(peer)
@@ -110,6 +116,16 @@ def test_where_nobody_can_be_asked_nobody_knows_and_all_serve() -> None:
     told = Told(CoresWorld, replace(MIXED, network=network), 1)
     assert told.judged == {}
     assert told.clients == set()
+
+
+@pytest.mark.parametrize("world", [CoresWorld, StackWorld])
+def test_a_swarm_comes_about_whose_first_peer_is_dialled_only_once_it_has_spoken(
+    world: type[CoresWorld] | type[StackWorld],
+) -> None:
+    network = replace(MIXED.network, access=(Access(share=0.3, nat="full-cone"),))
+    told = Told(world, replace(MIXED, nodes=6, seconds=40.0, network=network), 3)
+    assert told.nats()[told.world.peers[0]] == "full-cone"
+    assert set(told.live.values()) == {6}
 
 
 def test_a_new_life_has_to_find_out_anew() -> None:
