@@ -1,4 +1,4 @@
-"""py-libp2p as a rival of our streams, where `pip install libp2p` has put it: Noise and yamux over TCP.
+"""py-libp2p as a rival of our streams, where the extra `bench` has put it: Noise and yamux over TCP.
 
 Its packages are imported only once it is known to be there.
 """
