@@ -34,6 +34,8 @@ _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 """Host names of RFC 1123, and underscores, which names of services have."""
+_LINK_LOCAL = re.compile(r"fe[89ab][0-9a-f]:")
+"""fe80::/10 as it is written here."""
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 """An interface as Linux names it."""
 
@@ -68,7 +70,7 @@ class Address:
     @property
     def is_link_local(self) -> bool:
         """Whether it is an IPv6 address of one link only, which needs a zone to be dialled."""
-        return self.kind == "ip6" and ipaddress.ip_address(self.host).is_link_local
+        return self.kind == "ip6" and _LINK_LOCAL.match(self.host) is not None
 
 
 @lru_cache(maxsize=PARSED_MAX)
@@ -190,7 +192,8 @@ def check_contact(signer: Signer, fact: Fact) -> Contact:
 
 
 def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
-    """Addresses a peer claims for itself; a claim for somebody else is refused."""
+    """Addresses a peer claims for itself; a claim for somebody else is refused. What is of one link is left
+    out: it says nothing of ours."""
     addresses = []
     for text in texts:
         try:
@@ -199,5 +202,6 @@ def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]
             raise RemoteProtocolError(f"a contact with a malformed address: {error}") from None
         if address.peer not in (None, peer):
             raise RemoteProtocolError("a contact with another peer's address")
-        addresses.append(address.of(peer))
+        if not address.is_link_local:
+            addresses.append(address.of(peer))
     return tuple(addresses)

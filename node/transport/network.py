@@ -124,8 +124,11 @@ class RealNetwork:
         return True
 
     def announce(self, address: Address) -> None:
-        """As the seam says, unless a person has said what to tell, or there are too many."""
+        """As the seam says, unless a person has said what to tell, or there are too many, or it is of one
+        link only, where beacons tell it."""
         address = address.of(self.peer)
+        if address.is_link_local:
+            return
         if not self._announce and address not in self._addresses and len(self._addresses) < ADDRESSES_MAX:
             self._addresses = (*self._addresses, address)
 

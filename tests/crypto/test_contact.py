@@ -119,6 +119,12 @@ def test_a_signed_contact_says_who_and_where() -> None:
     assert contact.addresses == (Address("ip4", "10.0.0.1", 9747, ALICE.peer),)
 
 
+def test_a_contact_has_no_address_of_one_link_whatever_it_claims() -> None:
+    claimed = ("/ip6/fe80::1/tcp/1", "/ip6zone/eth0/ip6/fe80::1/tcp/1", "/ip6/fd00::1/tcp/1")
+    contact = check_contact(SIGNER, sign_contact(SIGNER, body(addresses=claimed)))
+    assert contact.addresses == (Address("ip6", "fd00::1", 1, ALICE.peer),)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -19,7 +19,14 @@ from node.errors import UsageError
 from node.seams import Network
 from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
-from node.transport.sockets import REFUSED_PAUSE_SECONDS, Route, UdpSockets
+from node.transport.sockets import (
+    REFUSED_PAUSE_SECONDS,
+    Route,
+    UdpSockets,
+    address_of,
+    socket_name,
+    source_of_name,
+)
 from tests.node.nets import PING, acquaint, arrival, make_network, raw_address, running, until, unused_address
 
 
@@ -164,6 +171,32 @@ async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_sam
         async with running(bob):
             assert bob.port == port
             assert await arrival(bob) == (alice.peer, b"are you there yet?")
+
+
+async def test_an_address_of_one_link_is_neither_told_nor_listened_at_without_its_link() -> None:
+    alice = make_network("a")
+    async with running(alice):
+        told = alice.addresses
+        alice.announce(make_address("fe80::1%lo", 1))
+        assert alice.addresses == told
+        alice.announce(make_address("fd00::1", 1))
+        assert len(alice.addresses) == len(told) + 1
+    assert dialable([("fe80::1%lo", 1)]) == ()
+    with pytest.raises(UsageError, match="of which link"):
+        await bind_all([("fe80::1", 0)])
+
+
+def test_a_place_is_called_by_the_system_with_its_zone_apart() -> None:
+    index = socket.if_nametoindex("lo")
+    assert socket_name("fe80::1%lo", 7) == socket_name(f"fe80::1%{index}", 7) == ("fe80::1", 7, 0, index)
+    assert socket_name("fd00::1", 7) == ("fd00::1", 7)
+    assert source_of_name(("fe80::1", 7, 0, index)) == ("fe80::1%lo", 7)
+    assert source_of_name(("fe80::1", 7, 0, 2**20)) == (f"fe80::1%{2**20}", 7)
+    assert source_of_name(("fd00::1", 7, 0, 0)) == ("fd00::1", 7)
+    assert source_of_name(("10.0.0.1", 7)) == ("10.0.0.1", 7)
+    assert address_of(("fe80::1", 7, 0, index)) == make_address("fe80::1%lo", 7)
+    with pytest.raises(OSError, match=r"No such device|no interface"):
+        socket_name("fe80::1%no-such-link", 7)
 
 
 async def test_garbage_is_counted_and_the_node_lives() -> None:
