@@ -17,6 +17,7 @@ from crypto.sessions.packets import payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import UsageError
 from node.seams import Network
+from node.transport import network
 from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from node.transport.sockets import (
@@ -27,7 +28,17 @@ from node.transport.sockets import (
     socket_name,
     source_of_name,
 )
-from tests.node.nets import PING, acquaint, arrival, make_network, raw_address, running, until, unused_address
+from tests.node.nets import (
+    LOOPBACK,
+    PING,
+    acquaint,
+    arrival,
+    make_network,
+    raw_address,
+    running,
+    until,
+    unused_address,
+)
 
 
 async def test_two_nodes_exchange_datagrams_and_the_second_needs_no_address_of_the_first() -> None:
@@ -158,18 +169,24 @@ async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_ol
             assert payloads == [b"to the new address"]
 
 
-async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same() -> None:
-    alice, place = make_network("a"), raw_socket()
-    port = place.getsockname()[1]
-    bob = make_network("b", listen=("127.0.0.1", port))
+async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice):
-        alice.learn(bob.peer, [make_address("127.0.0.1", port)])
+        # Both sockets are there already, so that nobody else takes the port, and bob is not.
+        bound = await bind_all([LOOPBACK])
+        alice.learn(bob.peer, [make_address("127.0.0.1", bound[0].port)])
         alice.send(bob.peer, PING, b"are you there yet?")
-        await raw_arrival(place)
-        place.close()
+        await raw_arrival(bound[0].udp)
+
+        async def taken(places: object) -> object:
+            return bound
+
+        monkeypatch.setattr(network, "bind_all", taken)
         async with running(bob):
-            assert bob.port == port
+            assert bob.port == bound[0].port
             assert await arrival(bob) == (alice.peer, b"are you there yet?")
 
 
