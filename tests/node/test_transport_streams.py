@@ -23,6 +23,8 @@ from tests.node.nets import (
     BULK,
     PING,
     acquaint,
+    acquainted,
+    conversation,
     echo,
     make_network,
     running,
@@ -61,12 +63,8 @@ async def echo_all(stream: Stream) -> None:
 
 
 async def test_payloads_of_every_size_come_back_beside_their_messages() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo_all)
     edge = RECORD_PLAIN_BYTES_MAX
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream: Stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo_all) as (stream, _, _):
         kept = []
         for size in (0, 1, edge, edge + 1, 3_000_000, 3_000_000, 0):
             message, payload = os.urandom(size // 3), os.urandom(size)
@@ -99,7 +97,6 @@ async def test_a_payload_that_nobody_asked_for_or_too_long_ends_the_stream_and_i
 
 
 async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_counted() -> None:
-    alice, bob = make_network("a"), make_network("b")
     endings: list[str] = []
 
     async def wait_for_all(stream: Stream) -> None:
@@ -108,10 +105,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
         except StreamClosed as closed:
             endings.append(str(closed))
 
-    bob.handle(BULK, wait_for_all)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(wait_for_all) as (stream, _, bob):
         connection, held = stream.connection, bob._connections._assembly
         chunks = connection._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
         for _ in range(2):
@@ -126,39 +120,26 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
 
 
 async def test_a_closed_stream_ends_the_other_side_after_its_last_message() -> None:
-    alice, bob = make_network("a"), make_network("b")
 
     async def say_and_leave(stream: Stream) -> None:
         await stream.send(b"last words")
 
-    bob.handle(BULK, say_and_leave)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(say_and_leave) as (stream, _, _):
         assert await stream.receive() == b"last words"
         with pytest.raises(StreamClosed, match="other side closed"):
             await stream.receive()
 
 
 async def test_tasks_that_send_at_once_do_not_mix_their_messages() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo, LONGEST)
     messages = [bytes((number,)) * 2_000_000 for number in range(4)]
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK, message_bytes_max=MESSAGE_BYTES_MAX)
-        async with trio.open_nursery() as nursery:
-            for message in messages:
-                nursery.start_soon(stream.send, message)
-            assert sorted([await stream.receive() for _ in messages]) == messages
+    async with conversation(echo, LONGEST) as (stream, _, _), trio.open_nursery() as nursery:
+        for message in messages:
+            nursery.start_soon(stream.send, message)
+        assert sorted([await stream.receive() for _ in messages]) == messages
 
 
 async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, _):
         with trio.move_on_after(0.01) as scope:
             await stream.receive()
         assert scope.cancelled_caught
@@ -170,7 +151,6 @@ async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
 
 
 async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides() -> None:
-    alice, bob = make_network("a"), make_network("b")
     endings: list[str] = []
     go_on = trio.Event()
 
@@ -181,10 +161,7 @@ async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides
         except StreamClosed as closed:
             endings.append(str(closed))
 
-    bob.handle(BULK, listen_late, LONGEST)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(listen_late, LONGEST) as (stream, _, _):
         with trio.move_on_after(0.2) as scope:
             await stream.send(bytes(MESSAGE_BYTES_MAX))
         assert scope.cancelled_caught
@@ -224,7 +201,6 @@ async def half_sent_message(
     *, hang_up: bool = False, go_on: trio.Event | None = None
 ) -> AsyncIterator[SecureStream]:
     """A stream on which the other side sends the first half of a message, and the rest on `go_on`."""
-    alice, bob = make_network("a"), make_network("b")
 
     async def send_half(stream: Stream) -> None:
         assert isinstance(stream, SecureStream)
@@ -236,18 +212,12 @@ async def half_sent_message(
             await stream.receive()
         stream.connection.end("cut")
 
-    bob.handle(BULK, send_half)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        yield await alice.open(bob.peer, BULK)
+    async with conversation(send_half) as (stream, _, _):
+        yield stream
 
 
 async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_counted() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, bob):
         await stream.connection._write(b"\x00\x20" + os.urandom(32))
         with pytest.raises(StreamClosed):
             await stream.receive()
@@ -255,11 +225,7 @@ async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_count
 
 
 async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, _):
         with pytest.raises(LocalProtocolError):
             await stream.send(bytes(MESSAGE_BYTES_MAX + 1))
         await stream.send(b"small")
@@ -346,10 +312,7 @@ async def test_an_unknown_protocol_is_refused_in_words() -> None:
 
 
 async def test_one_peer_cannot_take_all_the_streams() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo, StreamLimits(streams_per_peer_max=2 * INBOUND_PER_PEER_MAX))
-    async with running(alice, bob):
-        acquaint(alice, bob)
+    async with acquainted(echo, StreamLimits(streams_per_peer_max=2 * INBOUND_PER_PEER_MAX)) as (alice, bob):
         streams = [await alice.open(bob.peer, BULK) for _ in range(INBOUND_PER_PEER_MAX)]
         with pytest.raises(Unreachable, match="too many streams"):
             await alice.open(bob.peer, BULK)
