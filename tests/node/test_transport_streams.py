@@ -119,6 +119,25 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
+async def test_who_lets_a_long_message_drip_makes_room_for_who_sends_one_in_earnest() -> None:
+    async with acquainted(echo, LONGEST) as (alice, bob):
+        held = bob._connections._assembly = tcp.Assembly(5 * 2**20)
+        dripping = await alice.open(bob.peer, BULK)
+        chunks = dripping.connection._writer.chunks(bytes(8 * 2**20))
+        for _ in range(3):
+            await dripping.connection._write(next(chunks))
+        await until(lambda: held._bytes > 3 * 2**20)
+        stream = await alice.open(bob.peer, BULK, message_bytes_max=MESSAGE_BYTES_MAX)
+        message = os.urandom(3 * 2**20)
+        for _ in range(2):
+            await stream.send(message)
+            assert await stream.receive() == message
+        assert bob.counters["messages_given_up"] == 1
+        with pytest.raises(StreamClosed):
+            await dripping.receive()
+        await until(lambda: held._bytes == 0)
+
+
 async def test_a_closed_stream_ends_the_other_side_after_its_last_message() -> None:
 
     async def say_and_leave(stream: Stream) -> None:
