@@ -1,4 +1,4 @@
-"""py-libp2p as a rival of our streams, where `pip install libp2p` has put it: Noise and yamux over TCP.
+"""py-libp2p as a rival of our streams, where the extra `bench` has put it: Noise and yamux over TCP.
 
 Its packages are imported only once it is known to be there.
 """
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import trio
-from _pipes import HOST, PipeLine, serve_pipe
+from _pipes import HOST, PipeLine, fill, serve_pipe
 
 PROTOCOL = "/benchmark/pipe/1"
 WRITE_BYTES_MAX = 2**16
@@ -34,13 +34,7 @@ class LibPipe:
             await self._stream.write(bytes(data[start : start + WRITE_BYTES_MAX]))
 
     async def receive_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            data = await self._stream.read(len(view) - at)
-            if not data:
-                raise EOFError
-            view[at : at + len(data)] = data
-            at += len(data)
+        await fill(view, self._stream.read)
 
     def close(self) -> None:
         """The next connection ends this one."""

@@ -94,6 +94,17 @@ class TrioPipe:
         self._stream.socket.close()
 
 
+async def fill(view: memoryview, read: Callable[[int], Awaitable[bytes | bytearray]]) -> None:
+    """Fill `view` with what `read` brings, asked for what is missing; EOFError: the other side has closed."""
+    at = 0
+    while at < len(view):
+        data = await read(len(view) - at)
+        if not data:
+            raise EOFError
+        view[at : at + len(data)] = data
+        at += len(data)
+
+
 class TlsPipe:
     """TLS over a trio socket."""
 
@@ -104,13 +115,7 @@ class TlsPipe:
         await self._stream.send_all(data)
 
     async def receive_into(self, view: memoryview) -> None:
-        at = 0
-        while at < len(view):
-            data = await self._stream.receive_some(len(view) - at)
-            if not data:
-                raise EOFError
-            view[at : at + len(data)] = data
-            at += len(data)
+        await fill(view, self._stream.receive_some)
 
     def close(self) -> None:
         self._stream.transport_stream.socket.close()

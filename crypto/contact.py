@@ -1,7 +1,10 @@
 """Where a peer can be reached: addresses as multiaddrs (a subset), and the signed contact.
 
-Addresses are `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
+Addresses are `[/ip6zone/ZONE]/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
 specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
+
+An IPv6 link-local address (RFC 4291, section 2.5.6) is one of its link only, and a machine may have several
+links: the zone, an interface of this machine, says which. It means nothing to anybody else.
 """
 
 import ipaddress
@@ -28,12 +31,21 @@ PARSED_MAX = 4_096
 CONTACT_PURPOSE = "contact"
 
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
-_DNS_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$")
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+"""Host names of RFC 1123, and underscores, which names of services have."""
+_LINK_LOCAL = re.compile(r"fe[89ab][0-9a-f]:")
+"""fe80::/10 as it is written here."""
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+"""An interface as Linux names it."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """One dialable place. `peer` is who is expected there, None for "whoever answers"."""
+    """One dialable place. `peer` is who is expected there, None for "whoever answers".
+
+    `host` is written in one way only, so that equal places are equal; a zone stands behind a `%`.
+    """
 
     kind: str
     host: str
@@ -42,7 +54,9 @@ class Address:
 
     def __str__(self) -> str:
         suffix = f"/p2p/{peer_text(self.peer)}" if self.peer is not None else ""
-        return f"/{self.kind}/{self.host}/tcp/{self.port}{suffix}"
+        host, _, zone = self.host.partition("%")
+        prefix = f"/ip6zone/{zone}" if zone else ""
+        return f"{prefix}/{self.kind}/{host}/tcp/{self.port}{suffix}"
 
     @property
     def short(self) -> str:
@@ -52,6 +66,11 @@ class Address:
     def of(self, peer: PeerId | None) -> "Address":
         """The same place with another expectation of who is there."""
         return self if self.peer == peer else replace(self, peer=peer)
+
+    @property
+    def is_link_local(self) -> bool:
+        """Whether it is an IPv6 address of one link only, which needs a zone to be dialled."""
+        return self.kind == "ip6" and _LINK_LOCAL.match(self.host) is not None
 
 
 @lru_cache(maxsize=PARSED_MAX)
@@ -67,37 +86,48 @@ def parse_address(text: str) -> Address:
 
 
 def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
-    """An address from a bare host (IPv4, IPv6 or DNS name) and a port."""
+    """An address from a bare host (IPv4, IPv6 with its zone if it has one, or DNS name) and a port."""
     try:
-        version = ipaddress.ip_address(host).version
+        ip = ipaddress.ip_address(host)
     except ValueError:
         return Address("dns", host, port, peer)
-    return Address(f"ip{version}", host, port, peer)
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        # As RFC 5952, section 5, recommends, and Python only from 3.13 on.
+        return Address("ip6", f"::ffff:{ip.ipv4_mapped}", port, peer)
+    return Address(f"ip{ip.version}", str(ip), port, peer)
 
 
 def _parse_multiaddr(text: str) -> Address:
-    parts = text[1:].split("/")
+    parts, zone = text[1:].split("/"), ""
+    if parts[0] == "ip6zone" and parts[2:3] == ["ip6"]:
+        zone, parts = f"%{parts[1]}", parts[2:]
     if len(parts) not in (4, 6) or parts[2] not in ("tcp", "udp"):
         raise ValueError("want /ip4/HOST/tcp/PORT, with /p2p/PEER at most behind it")
     kind, host, _, port_text = parts[:4]
     if kind not in _HOST_KINDS:
         raise ValueError(f"'{kind}' is not one of {' '.join(_HOST_KINDS)}")
+    if "%" in host:
+        raise ValueError("a zone stands before its address: /ip6zone/ZONE/ip6/HOST/tcp/PORT")
     peer = None
     if len(parts) == 6:
         if parts[4] != "p2p":
             raise ValueError(f"'{parts[4]}' cannot follow a port; want p2p")
         peer = parse_peer(parts[5])
-    _check_host(kind, host)
-    return Address(kind, host, _parse_port(port_text), peer)
+    if not kind.startswith("ip"):
+        _check_name(host)
+        return Address(kind, host, _parse_port(port_text), peer)
+    return _ip_address(kind, host + zone, _parse_port(port_text), peer)
 
 
 def _parse_typed(text: str) -> Address:
     match = re.fullmatch(r"\[([^\]]*)\]:(.*)|([^:]*):([^:]*)", text)
     if match is None:
         raise ValueError("want HOST:PORT, or [IPV6]:PORT, or a multiaddr such as /ip4/10.0.0.5/tcp/9747")
-    host, port_text = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
-    address = make_address(host, _parse_port(port_text))
-    _check_host(address.kind, host)
+    if match[1] is not None:
+        return _ip_address("ip6", match[1], _parse_port(match[2]), None)
+    address = make_address(match[3], _parse_port(match[4]))
+    if address.kind == "dns":
+        _check_name(address.host)
     return address
 
 
@@ -107,11 +137,18 @@ def _parse_port(text: str) -> int:
     return int(text)
 
 
-def _check_host(kind: str, host: str) -> None:
-    if kind in ("ip4", "ip6"):
-        if make_address(host, 0).kind != kind:
-            raise ValueError(f"'{host}' is not an IPv{kind[-1]} address")
-    elif not _DNS_NAME.fullmatch(host):
+def _ip_address(kind: str, host: str, port: int, peer: PeerId | None) -> Address:
+    address = make_address(host, port, peer)
+    if address.kind != kind:
+        raise ValueError(f"'{host}' is not an IPv{kind[-1]} address")
+    _, has_zone, zone = host.partition("%")
+    if has_zone and not (_ZONE.fullmatch(zone) and address.is_link_local):
+        raise ValueError(f"'{host}': only a link-local address has a zone, the name of an interface")
+    return address
+
+
+def _check_name(host: str) -> None:
+    if not _DNS_NAME.fullmatch(host):
         raise ValueError(f"'{host}' is not a host name")
 
 
@@ -155,7 +192,8 @@ def check_contact(signer: Signer, fact: Fact) -> Contact:
 
 
 def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
-    """Addresses a peer claims for itself; a claim for somebody else is refused."""
+    """Addresses a peer claims for itself; a claim for somebody else is refused. What is of one link is left
+    out: it says nothing of ours."""
     addresses = []
     for text in texts:
         try:
@@ -164,5 +202,6 @@ def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]
             raise RemoteProtocolError(f"a contact with a malformed address: {error}") from None
         if address.peer not in (None, peer):
             raise RemoteProtocolError("a contact with another peer's address")
-        addresses.append(address.of(peer))
+        if not address.is_link_local:
+            addresses.append(address.of(peer))
     return tuple(addresses)

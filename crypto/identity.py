@@ -2,9 +2,11 @@
 
 A `PeerId` is the raw 32-byte Ed25519 public key. Its text form is libp2p's: base58btc of
 `00 24 08 01 12 20` + key, an identity multihash of the protobuf-wrapped key (libp2p peer-ids
-specification), which always reads `12D3KooW...`.
+specification), which always reads `12D3KooW...`. The specification's other form, a CID of version 1 in
+base32, is read and never written: `01 72` and the same multihash, `bafzaajaiaejc...`.
 """
 
+import base64
 from collections.abc import Callable
 from typing import NewType
 
@@ -21,6 +23,9 @@ SIGNATURE_BYTES = 64
 _MULTIHASH_PREFIX = bytes.fromhex("002408011220")
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _TEXT_LENGTH = 52
+_CID_HEAD = bytes.fromhex("0172")
+"""Version 1, and the code of a libp2p key."""
+_CID_LENGTH = 65
 
 
 class Identity:
@@ -67,11 +72,13 @@ def peer_text(peer: PeerId) -> str:
 
 
 def parse_peer(text: str) -> PeerId:
-    """Read libp2p's text form of an Ed25519 peer id.
+    """Read either of libp2p's text forms of an Ed25519 peer id.
 
     Raises:
         ValueError: with the reason, in words for a person.
     """
+    if len(text) == _CID_LENGTH and text.startswith("b"):
+        return _parse_cid(text)
     if len(text) != _TEXT_LENGTH or not text.startswith("12D3KooW"):
         raise ValueError(
             f"'{text[:60]}' is not a peer id; one looks like 12D3KooW... ({_TEXT_LENGTH} letters)"
@@ -86,6 +93,15 @@ def parse_peer(text: str) -> PeerId:
     if not raw.startswith(_MULTIHASH_PREFIX):
         raise ValueError(f"'{text}' is not an Ed25519 peer id")
     return PeerId(raw[len(_MULTIHASH_PREFIX) :])
+
+
+def _parse_cid(text: str) -> PeerId:
+    head = _CID_HEAD + _MULTIHASH_PREFIX
+    # Multibase's "b" says lower case without padding; b32decode knows only upper case, and all bits count.
+    raw = base64.b32decode(text[1:].upper()) if text.isascii() and text.islower() else b""
+    if len(raw) != len(head) + PEER_ID_BYTES or not raw.startswith(head):
+        raise ValueError(f"'{text}' is not the CID of an Ed25519 peer id")
+    return PeerId(raw[len(head) :])
 
 
 def short_peer(peer: PeerId) -> str:

@@ -201,7 +201,8 @@ def _address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
 def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
     """The addresses among `texts` that this version can read and that may be `peer`'s.
 
-    Others are left out and not refused: a later version may know kinds of address that we do not.
+    Others are left out and not refused: a later version may know kinds of address that we do not, and what is
+    of one link is of none of ours.
     """
     return _readable_addresses(tuple(texts), peer)
 
@@ -214,6 +215,6 @@ def _readable_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, 
             address = parse_address(text)
         except ValueError:
             continue
-        if address.peer in (None, peer):
+        if address.peer in (None, peer) and not address.is_link_local:
             addresses.append(address.of(peer))
     return tuple(addresses)

@@ -24,7 +24,6 @@ from crypto.identity import PeerId
 from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
-
 WAITING_MAX = 8
 """Of a bucket's newcomers, how many wait for a place. Each stands for hours to come where the oldest of the
 bucket live on, and is pinged; a bucket of k = 20 does not lose more between two refreshes."""

@@ -154,11 +154,21 @@ class _File(msgspec.Struct, frozen=True):
 
 def read_listen(text: str) -> Address:
     """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
-    any_port = re.fullmatch(r"(/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
+    any_port = re.fullmatch(r"((?:/ip6zone/[^/]+)?/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
     address = parse_address(any_port[1] + "1" if any_port else text)
     if address.kind not in ("ip4", "ip6"):
         raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
     return replace(address, port=0) if any_port else address
+
+
+def read_announce(text: str) -> Address:
+    """An address that others are told."""
+    address = parse_address(text)
+    if address.is_link_local:
+        raise ValueError(
+            "want an address that others can use; one of a link alone is told on that link by beacon"
+        )
+    return address
 
 
 def read_memory(text: str) -> Memory:
@@ -259,7 +269,7 @@ RULES = (
     Rule("remember", ("join", "remember"), _read_switch),
     Rule("lan", ("join", "lan"), _read_switch),
     Rule("listen", ("listen", "addresses"), read_listen, many=True),
-    Rule("announce", ("listen", "announce"), parse_address, many=True),
+    Rule("announce", ("listen", "announce"), read_announce, many=True),
     Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
     Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "local")),
     Rule("key_file", ("swarm", "key_file"), _read_optional_path),

@@ -103,6 +103,25 @@ class LocalNetwork(Protocol):
 Handler = Callable[[Stream], Awaitable[None]]
 """Serves one inbound stream; the network closes the stream when it returns."""
 
+MESSAGE_BYTES_USUAL = 2**20
+"""The longest message that comes by a stream unless more is asked for: a request, an answer. So much a
+stranger may have us hold, and not what the protocol with the longest needs."""
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """What others may do on the streams of one protocol that they open."""
+
+    message_bytes_max: int = MESSAGE_BYTES_USUAL
+    """A longer message ends its stream and the connection below, before it is taken. How long a payload may
+    be is said by each `receive_with_payload`."""
+    streams_per_peer_max: int = 16
+    """Of one peer at once; one more is refused as busy. A request or two of each task that has to do with the
+    other side."""
+
+
+USUAL_STREAMS = StreamLimits()
+
 
 class Network(Protocol):
     """Reach a peer by its id. Protocols are versioned names such as `/peerloom/swim/1`."""
@@ -138,15 +157,18 @@ class Network(Protocol):
     def inbox(self, protocol: str) -> Inbox:
         """Where messages sent to this node under `protocol` arrive."""
 
-    def handle(self, protocol: str, handler: Handler) -> None:
-        """Serve streams that peers open under `protocol`."""
+    def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
+        """Serve streams that peers open under `protocol`, as far as `limits` go."""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; `addresses` are known once it has started."""
 
-    async def open(self, peer: PeerId, protocol: str, *others: str) -> Stream:
+    async def open(
+        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+    ) -> Stream:
         """Open a stream to a known peer, by the first of the names that it speaks: several are versions of
-        one protocol, the newest first. Raises `node.errors.Unreachable`."""
+        one protocol, the newest first. A longer message than `message_bytes_max` that comes back ends it.
+        Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:
         """Who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""

@@ -31,10 +31,10 @@ import trio
 from crypto.contact import ADDRESSES_MAX, Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId, short_peer
-from crypto.protocols import protocol_bytes
 from node.errors import StreamClosed, Unreachable, WrongPeer
-from node.seams import Handler, Seams
+from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Handler, Seams, StreamLimits
 from node.transport.connections import GRACE_SECONDS
+from node.transport.handlers import Handlers
 from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.alarm import Alarm
@@ -271,7 +271,7 @@ class SimNetwork:
         self._inboxes: dict[str, SimInbox] = {}
         self._senders: dict[str, Sender] = {}
         self._held: list[tuple[PeerId, str, bytes]] = []
-        self._handlers: dict[str, Handler] = {}
+        self._handlers = Handlers()
         self._known: dict[PeerId, None] = {}
         self._impostors: dict[PeerId, PeerId] = {}
         # With whether the other side opened it.
@@ -437,25 +437,29 @@ class SimNetwork:
             self._counters["messages_refused_protocol"] += number
             self._medium.count("missed", number)
 
-    def handle(self, protocol: str, handler: Handler) -> None:
-        protocol_bytes(protocol)
-        if protocol in self._handlers:
-            raise LocalProtocolError(f"{protocol} has a handler already")
-        self._handlers[protocol] = handler
+    def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
+        self._handlers.add(protocol, handler, limits)
 
-    async def open(self, peer: PeerId, protocol: str, *others: str) -> SimStream:
+    async def open(
+        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+    ) -> SimStream:
         if peer not in self._known:
             await self._meet_impostor(peer)
         target = await self._meet(peer)
         names = (protocol, *others)
-        chosen = next((name for name in names if name in target._handlers), None)
+        chosen = target._handlers.first_of(names)
         if not self.alive or target._nursery is None or chosen is None:
             target._counters["streams_refused_protocol"] += 1
             raise Unreachable("refused", f"{short_peer(peer)} does not speak {' or '.join(names)}")
+        if not target._handlers.enter(self._peer, chosen):
+            target._counters["streams_refused_busy"] += 1
+            raise Unreachable("refused", f"{short_peer(peer)} has too many streams of ours open")
         near, far = self._join(target, chosen)
+        near.message_bytes_max = message_bytes_max
+        far.message_bytes_max = target._handlers.message_bytes_max(chosen)
         self._add(near, is_served=False)
         target._add(far, is_served=True)
-        target._nursery.start_soon(target._serve, target._handlers[chosen], far)
+        target._nursery.start_soon(target._serve, target._handlers.of(chosen), far)
         return near
 
     def _add(self, stream: SimStream, *, is_served: bool) -> None:
@@ -574,6 +578,7 @@ class SimNetwork:
         except* StreamClosed:
             pass  # how a conversation ends
         finally:
+            self._handlers.leave(stream.peer, stream.protocol)
             self._streams.pop(stream, None)
             stream.close()
 

@@ -243,6 +243,8 @@ class SimStream:
         self.source: Address | None = None
         self._receiving = Turn()
         self._is_closed = False
+        self.message_bytes_max = MESSAGE_BYTES_MAX
+        """The longest that is taken here."""
         self.offended: Callable[[], None] = lambda: None
         """Is called where the other side breaks the protocol."""
         self.is_stalled = False
@@ -277,10 +279,13 @@ class SimStream:
             message, payload = await self._incoming.get()
         finally:
             self._receiving.give()
-        if len(payload) > payload_bytes_max:
+        if len(message) > self.message_bytes_max or len(payload) > payload_bytes_max:
             self.close(is_cut=True)
             self.offended()
-            raise StreamClosed(f"a payload of {len(payload)} bytes, at most {payload_bytes_max} allowed")
+            raise StreamClosed(
+                f"a message of {len(message)} bytes and a payload of {len(payload)}, at most"
+                f" {self.message_bytes_max} and {payload_bytes_max} allowed"
+            )
         return message, memoryview(payload)
 
     async def send_eof(self) -> None:

@@ -100,6 +100,19 @@ class Handshakes:
         self._counters["initiations_sent"] += 1
         return [attempt.packet]
 
+    def _handshake(self, secret: bytes, remote_static: bytes | None = None) -> Handshake:
+        """One that we begin, with whoever has this key; one that somebody else began, where none is given."""
+        return Handshake(
+            initiator=remote_static is not None,
+            static=self._private,
+            ephemeral=self._entropy(_KEY_BYTES),
+            prologue=self._prologue,
+            cipher=_CIPHER,
+            pattern=_PATTERN,
+            psk=secret,
+            remote_static=remote_static,
+        )
+
     def end(self, state: PeerState) -> None:
         """No handshake of ours is needed any more."""
         if state.attempt is not None:
@@ -111,16 +124,7 @@ class Handshakes:
         carried = state.queue[0] if state.queue and fits_initiation(state.queue[0]) else None
         if carried is not None and not carried.stamp:
             carried.stamp = stamp
-        handshake = Handshake(
-            initiator=True,
-            static=self._private,
-            ephemeral=self._entropy(_KEY_BYTES),
-            prologue=self._prologue,
-            cipher=_CIPHER,
-            pattern=_PATTERN,
-            psk=self._secrets[0],
-            remote_static=state.static,
-        )
+        handshake = self._handshake(self._secrets[0], state.static)
         anew = state.sending(now) is None
         offer = write_offer(Offer(self._peer, stamp, anew, carried))
         body = INITIATION_HEAD.pack(INITIATION, index) + handshake.write(offer)
@@ -248,15 +252,7 @@ class Handshakes:
 
     def _open(self, covered: bytes, number: int) -> tuple[Handshake, Offer]:
         """Everything that an initiation must prove."""
-        handshake = Handshake(
-            initiator=False,
-            static=self._private,
-            ephemeral=self._entropy(_KEY_BYTES),
-            prologue=self._prologue,
-            cipher=_CIPHER,
-            pattern=_PATTERN,
-            psk=self._secrets[number],
-        )
+        handshake = self._handshake(self._secrets[number])
         try:
             offer = read_offer(handshake.read(covered[INITIATION_HEAD.size :]))
             is_right = agreement_public(offer.peer) == handshake.remote_static

@@ -263,7 +263,8 @@ class _Fetch:
                 self._wake()
 
     async def _converse(self, holder: _Holder) -> None:
-        stream = await _in_time(partial(self._network.open, holder.peer, BLOBS_PROTOCOL), OPEN_SECONDS_MAX)
+        opening = partial(self._network.open, holder.peer, BLOBS_PROTOCOL, message_bytes_max=BLOB_BYTES_MAX)
+        stream = await _in_time(opening, OPEN_SECONDS_MAX)
         try:
             while self._open:
                 await self._ask(holder, stream)

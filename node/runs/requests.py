@@ -18,7 +18,7 @@ from gossip.allreduce import Part
 from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.checkpoint_format import StageState
-from node.seams import Network, Stream
+from node.seams import Network, Stream, StreamLimits
 from partition.plan.plan import PLAN_BYTES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer, StageNumber
 from partition.plan.votes import AgreementMessage
 from partition.stage import METRICS_MAX
@@ -31,6 +31,8 @@ REQUEST_BYTES_MAX = PLAN_BYTES_MAX + 8_192
 PIPELINE_BYTES_MAX = 4 * 1024 * 1024
 """The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. What a frame carries goes
 beside it, and has a limit of its own."""
+PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_per_peer_max=4)
+"""A member has one; another where the first broke, and this side has not noticed yet."""
 REASON_LENGTH_MAX = 300
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
@@ -303,7 +305,7 @@ async def fetch(
 ) -> bytes:
     """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
     with trio.move_on_after(seconds):
-        stream = await network.open(peer, RUNS_PROTOCOL)
+        stream = await network.open(peer, RUNS_PROTOCOL, message_bytes_max=BLOB_CHUNK_BYTES)
         try:
             await stream.send(encode(request))
             reply = read_reply(await stream.receive())

@@ -116,7 +116,7 @@ class Runs:
             on_stuck=suspect,
         )
         self.nursery: trio.Nursery | None = None
-        seams.network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline)
+        seams.network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline, wire.PIPELINE_STREAMS)
         seams.network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -26,11 +26,14 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, parse_address
+from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, make_address, parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
 
+HERE = "fe80::"
+"""The host of an address that is of one link only: where the packet comes from. To name it would help nobody
+on another link, and the packet's source has to be an address of this one."""
 BEACON_BYTES_MAX = 1_232
 """As any datagram: what every path of IPv6 carries whole, less its headers."""
 ASKING_SECONDS = (0.0, 1.0, 3.0, 7.0)
@@ -208,13 +211,12 @@ class Beacons:
         self._heard[peer] = known
         if len(self._heard) > NEIGHBOURS_MAX:
             self._heard.popitem(last=False)
-        # By whichever interface it is heard: the order is no news.
-        is_news = (
-            sorted(known.addresses, key=str) != sorted(addresses, key=str)
-            or now - known.told > RETELL_SECONDS
-        )
+        is_old = now - known.told > RETELL_SECONDS
+        # By each interface it is heard a little differently: only what was not heard by another is news.
+        is_news = is_old or not known.addresses.issuperset(addresses)
         if addresses and is_news and self._news.take(now):
-            known.addresses, known.told = addresses, now
+            known.addresses = frozenset(addresses) if is_old else known.addresses.union(addresses)
+            known.told = now if is_old else known.told
             self.events.append(NeighbourHeard(peer, addresses))
         if beacon.asks:
             self._answer_to(now)
@@ -233,9 +235,9 @@ class Beacons:
 
 @dataclass
 class _Neighbour:
-    """What was last told of a peer, and when."""
+    """What was told of a peer since when, for RETELL_SECONDS at most; the limit on news bounds it."""
 
-    addresses: tuple[Address, ...] = ()
+    addresses: frozenset[Address] = frozenset()
     told: float = -inf
 
 
@@ -260,7 +262,8 @@ class _Allowance:
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
     """Where to dial who says so: first at the address the packet came from, if that is named.
 
-    A packet that came over loopback may name loopback; no other may.
+    A packet that came over loopback may name loopback; no other may. An address of one link counts where the
+    packet came from one, and is that one; it comes last, for the others hold on every link.
     """
     addresses = []
     for text in texts:
@@ -268,11 +271,16 @@ def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, .
             address = parse_address(text)
         except ValueError:
             continue  # a kind of address of a later version
-        if address.kind in ("ip4", "ip6") and address.peer in (None, peer):
-            addresses.append(address.of(peer))
+        if address.kind not in ("ip4", "ip6") or address.peer not in (None, peer):
+            continue
+        if address.is_link_local:
+            if "%" not in source:
+                continue
+            address = make_address(source, address.port)
+        addresses.append(address.of(peer))
     if not _is_loopback(source):
         addresses = [address for address in addresses if not _is_loopback(address.host)]
-    return tuple(sorted(addresses, key=lambda address: address.host != source))
+    return tuple(sorted(addresses, key=lambda address: (address.is_link_local, address.host != source)))
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
+from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.book import AddressBook
 from node.transport.doorway import Doorway, source_of
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, Outsider, accept, dial
@@ -126,9 +127,11 @@ class Connections:
 
     # --- out ---------------------------------------------------------------------------------------
 
-    async def open(self, peer: PeerId, *protocols: str) -> SecureStream:
+    async def open(
+        self, peer: PeerId, *protocols: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+    ) -> SecureStream:
         """A stream by the first of the names that the peer speaks. Raises Unreachable."""
-        connection, protocol = await self._greet_peer(peer, Hello("stream", protocols))
+        connection, protocol = await self._greet_peer(peer, Hello("stream", protocols), message_bytes_max)
         self._counters["streams_opened"] += 1
         stream = self._open[connection] = SecureStream(connection, protocol, self._closed)
         return stream
@@ -147,22 +150,24 @@ class Connections:
             return connection.peer
         raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
 
-    async def _greet_peer(self, peer: PeerId, hello: Hello) -> tuple[Connection, str]:
+    async def _greet_peer(
+        self, peer: PeerId, hello: Hello, message_bytes_max: int = 0
+    ) -> tuple[Connection, str]:
         with trio.move_on_after(OPEN_SECONDS):
             connection = self._idle.take(peer)
             if connection is not None:
                 try:
-                    protocol = await self._greet(connection, hello)
+                    protocol = await self._greet(connection, hello, message_bytes_max)
                     self._counters["connections_used_again"] += 1
                     return connection, protocol
                 except (StreamClosed, trio.TooSlowError):
                     # Nothing but a hello can have come there: to ask again does nothing twice.
                     self._counters["connections_stale"] += 1
                     self._idle.drop(peer)
-            return await self._dial_peer(peer, hello)
+            return await self._dial_peer(peer, hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
-    async def _dial_peer(self, peer: PeerId, hello: Hello) -> tuple[Connection, str]:
+    async def _dial_peer(self, peer: PeerId, hello: Hello, message_bytes_max: int) -> tuple[Connection, str]:
         """Try one address after the other; the failure that says most is the one that is raised."""
         addresses: Sequence[Address] = self._book.for_stream(peer)
         if not addresses:
@@ -170,12 +175,14 @@ class Connections:
         failures: list[Unreachable] = []
         for address in addresses:
             try:
-                return await self._dial(address.of(peer), hello)
+                return await self._dial(address.of(peer), hello, message_bytes_max)
             except Unreachable as failure:
                 failures.append(failure)
         raise min(failures, key=lambda failure: _REASONS.index(failure.reason))
 
-    async def _dial(self, address: Address, hello: Hello) -> tuple[Connection, str]:
+    async def _dial(
+        self, address: Address, hello: Hello, message_bytes_max: int = 0
+    ) -> tuple[Connection, str]:
         """One address: connect, shake hands, be welcomed."""
         transport, session = await dial(address, self._credentials)
         try:
@@ -186,17 +193,17 @@ class Connections:
         if place is not None:
             self._book.prove(session.peer, address_of(place))
         try:
-            return connection, await self._greet(connection, hello)
+            return connection, await self._greet(connection, hello, message_bytes_max)
         except trio.TooSlowError:
             raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
         except StreamClosed:
             raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
 
-    async def _greet(self, connection: Connection, hello: Hello) -> str:
+    async def _greet(self, connection: Connection, hello: Hello, message_bytes_max: int) -> str:
         understood = False
         try:
             with trio.fail_after(HANDSHAKE_SECONDS):
-                protocol = await greet(connection, hello)
+                protocol = await greet(connection, hello, message_bytes_max)
             understood = True
         except Unreachable:
             understood = True
@@ -327,6 +334,7 @@ class Connections:
                 if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
                     break
         finally:
+            self._router.forget(connection)
             connection.end("the conversation is over")
 
     async def _welcome(

@@ -202,6 +202,9 @@ async def _ignore(transport: trio.SocketStream) -> None:
 
 
 async def _connect(address: Address) -> trio.SocketStream:
+    if address.is_link_local and "%" not in address.host:
+        hint = f"[{address.host}%eth0]:{address.port}"
+        raise Unreachable("unknown", f"{address.short} is of one link; say which, as in {hint}")
     try:
         with trio.fail_after(CONNECT_SECONDS):
             transport = await trio.open_tcp_stream(address.host, address.port)

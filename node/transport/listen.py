@@ -11,6 +11,7 @@ import trio
 
 from crypto.contact import ADDRESSES_MAX, PORT_MAX, Address, make_address
 from node.errors import UsageError
+from node.transport.sockets import socket_name, source_of_name
 
 PORT_ATTEMPTS = 11
 """The wanted port and the ten behind it: enough for several nodes on one machine."""
@@ -68,10 +69,12 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         raise UsageError(f"cannot listen on {host}: no such address", "--listen 0.0.0.0:PORT") from None
-    return int(found[0][0]), str(found[0][4][0])
+    return int(found[0][0]), source_of_name(found[0][4])[0]
 
 
 def _bind(family: int, literal: str, port: int, *, host: str, both_families: bool) -> Bound:
+    if "%" not in literal and make_address(literal, port).is_link_local:
+        raise UsageError(f"cannot listen on {host}: of which link?", f"--listen '[{host}%eth0]:PORT'")
     wanted = [0] * PORT_ATTEMPTS if port == 0 else range(port, min(port + PORT_ATTEMPTS, PORT_MAX + 1))
     taken = []
     for number in wanted:
@@ -101,8 +104,8 @@ def _bind_pair(
             each.setblocking(False)
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both_families)
-        tcp.bind((host, port))
-        udp.bind((host, tcp.getsockname()[1]))
+        tcp.bind(socket_name(host, port))
+        udp.bind(socket_name(host, tcp.getsockname()[1]))
         tcp.listen(BACKLOG)
     except OSError:
         for each in opened:
@@ -116,7 +119,7 @@ def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple
     that is every interface, the addresses of this machine.
 
     IPv4 comes first; loopback only where there is nothing else. Link-local addresses mean nothing
-    to another machine and are left out.
+    to another machine and are left out, so there may be none: see `Multicast.addresses`.
     """
     if announce:
         return tuple(announce)[:ADDRESSES_MAX]
@@ -134,7 +137,7 @@ def _hosts(host: str, *, alone: bool) -> list[str]:
     """The addresses that one place stands for; `alone`, the IPv6 one stands for both families."""
     listening = ipaddress.ip_address(host)
     if not listening.is_unspecified:
-        return [host]
+        return [] if make_address(host, 0).is_link_local else [host]
     families = [socket.AF_INET] if listening.version == 4 else [socket.AF_INET6]
     if listening.version == 6 and alone:
         families.insert(0, socket.AF_INET)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import psutil
 import trio
 
-from crypto.contact import Address
-from node.transport.beacon import BEACON_BYTES_MAX
+from crypto.contact import ADDRESSES_MAX, Address, make_address
+from node.transport.beacon import BEACON_BYTES_MAX, HERE
 from node.transport.listen import Place, dialable
-from node.transport.sockets import FAULT_PAUSE_SECONDS
+from node.transport.sockets import FAULT_PAUSE_SECONDS, source_of_name
 
 BEACON_PORT = 9746
 """Below the ports that nodes listen on; all nodes of a machine share it."""
@@ -40,6 +40,7 @@ what one does."""
 PACKETS_MAX = 256
 """Packets that wait to be taken; the newest are dropped."""
 
+_EVERYWHERE_6 = ipaddress.IPv6Address("::")
 _MULTICAST_ALL = 49
 """Linux's number of IP_MULTICAST_ALL, which Python does not name: off, a socket hears only what it joined."""
 
@@ -67,9 +68,9 @@ def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
         for entry in entries:
             if name not in running or entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            here = ipaddress.ip_address(entry.address.partition("%")[0])
+            here = ipaddress.ip_address(entry.address)
             if any(_stands_for(each, here, alone=len(wanted) == 1) for each in wanted):
-                interface = Interface(name, _index(name), str(here))
+                interface = Interface(name, _index(name), str(here).partition("%")[0])
                 found.setdefault((name, interface.family), interface)
     others = [each for each in found.values() if not ipaddress.ip_address(each.host).is_loopback]
     return tuple((others or list(found.values()))[:LINES_MAX])
@@ -106,7 +107,13 @@ class Multicast:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        return dialable(self._places)
+        """Those of the links come last, as `HERE`: which it is shows the packet's source."""
+        here = [
+            make_address(HERE, port)
+            for host, port in self._places
+            if make_address(host, port).is_link_local or ipaddress.ip_address(host) == _EVERYWHERE_6
+        ]
+        return (*dialable(self._places), *here)[:ADDRESSES_MAX]
 
     @property
     def interfaces(self) -> tuple[Interface, ...]:
@@ -246,7 +253,7 @@ class _Line:
         """The next packet and the host it came from; a longer one than allowed shows as too long. Raises
         BlockingIOError: there is none."""
         data, source = self._bare.recvfrom(BEACON_BYTES_MAX + 1)
-        return data, str(source[0])
+        return data, source_of_name(source)[0]
 
     def close(self) -> None:
         trio.lowlevel.notify_closing(self._bare)

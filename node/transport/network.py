@@ -19,7 +19,7 @@ from crypto.sessions.core import Sessions
 from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import StreamClosed, Unreachable
-from node.seams import Clock, Handler
+from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
 from node.transport.book import AddressBook
 from node.transport.connections import Connections
 from node.transport.handshake import Credentials, default_suites
@@ -124,8 +124,11 @@ class RealNetwork:
         return True
 
     def announce(self, address: Address) -> None:
-        """As the seam says, unless a person has said what to tell, or there are too many."""
+        """As the seam says, unless a person has said what to tell, or there are too many, or it is of one
+        link only, where beacons tell it."""
         address = address.of(self.peer)
+        if address.is_link_local:
+            return
         if not self._announce and address not in self._addresses and len(self._addresses) < ADDRESSES_MAX:
             self._addresses = (*self._addresses, address)
 
@@ -136,8 +139,8 @@ class RealNetwork:
     def inbox(self, protocol: str) -> QueueInbox:
         return self._router.inbox(protocol)
 
-    def handle(self, protocol: str, handler: Handler) -> None:
-        self._router.handle(protocol, handler)
+    def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
+        self._router.handle(protocol, handler, limits)
 
     def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
         """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
@@ -153,8 +156,10 @@ class RealNetwork:
             # Only names to look up, or only the other address family: TCP knows both.
             self._queue_one_shot(peer, protocol, message)
 
-    async def open(self, peer: PeerId, protocol: str, *others: str) -> SecureStream:
-        return await self._connections.open(peer, protocol, *others)
+    async def open(
+        self, peer: PeerId, protocol: str, *others: str, message_bytes_max: int = MESSAGE_BYTES_USUAL
+    ) -> SecureStream:
+        return await self._connections.open(peer, protocol, *others, message_bytes_max=message_bytes_max)
 
     async def identify(self, address: Address) -> PeerId:
         return await self._connections.identify(address)

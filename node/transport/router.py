@@ -13,13 +13,13 @@ import msgspec
 import trio
 
 from crypto.encoding import decode, encode
-from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
 from node.errors import StreamClosed, Unreachable
-from node.seams import Handler
+from node.seams import USUAL_STREAMS, Handler, StreamLimits
+from node.transport.handlers import Handlers
 from node.transport.inbox import QueueInbox
-from node.transport.records import MESSAGE_BYTES_MAX
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
@@ -53,8 +53,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     chosen: Annotated[int, msgspec.Meta(ge=0, lt=PROTOCOLS_MAX)] = 0
 
 
-async def greet(connection: Connection, hello: Hello) -> str:
-    """Say what the conversation is for and wait for the answer: the name that the other side chose.
+async def greet(connection: Connection, hello: Hello, message_bytes_max: int = 0) -> str:
+    """Say what the conversation is for and wait for the answer: the name that the other side chose. From then
+    on messages of at most `message_bytes_max` are taken.
 
     Raises:
         Unreachable: "refused", with what the other side has against it; it may be asked for something else.
@@ -63,7 +64,7 @@ async def greet(connection: Connection, hello: Hello) -> str:
     connection.limit(HELLO_BYTES_MAX)
     await connection.send(encode(hello))
     received = await connection.receive(0)
-    connection.limit(MESSAGE_BYTES_MAX)
+    connection.limit(message_bytes_max)
     if not isinstance(received, tuple):
         raise connection.end("a mark instead of an answer")
     try:
@@ -88,15 +89,14 @@ class Router:
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._handlers: dict[str, Handler] = {}
+        self._handlers = Handlers()
+        # Connections whose opener was promised a stream, and of what protocol.
+        self._promised: dict[Connection, str] = {}
         self._inboxes: dict[str, QueueInbox] = {}
 
-    def handle(self, protocol: str, handler: Handler) -> None:
+    def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
-        protocol_bytes(protocol)
-        if protocol in self._handlers:
-            raise LocalProtocolError(f"{protocol} has a handler already")
-        self._handlers[protocol] = handler
+        self._handlers.add(protocol, handler, limits)
 
     def inbox(self, protocol: str) -> QueueInbox:
         """The inbox of `protocol`; messages of protocols without one are refused."""
@@ -112,7 +112,8 @@ class Router:
             inbox.put(sender, message)
 
     async def welcome(self, connection: Connection, *, busy: bool) -> tuple[Hello, str] | None:
-        """Read and answer a hello: what is wanted, by which of the names; None where it was refused.
+        """Read and answer a hello: what is wanted, by which of the names; None where it was refused. A stream
+        that was promised is counted until `serve` has ended, or `forget`.
 
         Raises:
             RemoteProtocolError, StreamClosed: what came was no hello.
@@ -123,25 +124,44 @@ class Router:
             raise RemoteProtocolError("a mark instead of a hello")
         hello: Hello = decode(received[0], Hello, bytes_max=HELLO_BYTES_MAX)
         chosen = self._choose(hello)
+        name = hello.protocols[chosen] if chosen is not None and hello.protocols else ""
+        if hello.kind == "stream" and chosen is not None and not busy:
+            busy = not self._promise(connection, name)
         code = BUSY if busy else UNKNOWN_PROTOCOL if chosen is None else ACCEPTED
-        connection.limit(ONE_SHOT_BYTES_MAX if hello.kind == "message" else MESSAGE_BYTES_MAX)
+        if code == ACCEPTED and hello.kind == "message":
+            connection.limit(ONE_SHOT_BYTES_MAX)
+        elif code == ACCEPTED and hello.kind == "stream":
+            connection.limit(self._handlers.message_bytes_max(name))
         if code != ACCEPTED:
             self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
         await connection.send(encode(Answer(code, chosen or 0)))
-        if code != ACCEPTED or chosen is None:
-            return None
-        return hello, hello.protocols[chosen] if hello.protocols else ""
+        return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:
         """Have its handler serve a stream. What a stranger can cause is counted; our own bugs come out."""
         try:
-            await self._handlers[stream.protocol](stream)
+            await self._handlers.of(stream.protocol)(stream)
         except* RemoteProtocolError:
             self._counters["streams_broken"] += 1
         except* Unreachable:
             self._counters["streams_ended_early"] += 1
         except* StreamClosed:
             pass  # how a conversation ends; what broke one was counted where it broke
+        finally:
+            self.forget(stream.connection)
+
+    def forget(self, connection: Connection) -> None:
+        """No stream is served on it, whatever was promised. May be repeated."""
+        protocol = self._promised.pop(connection, None)
+        if protocol is not None:
+            self._handlers.leave(connection.peer, protocol)
+
+    def _promise(self, connection: Connection, protocol: str) -> bool:
+        """Whether its peer may have one more stream of this protocol."""
+        if not self._handlers.enter(connection.peer, protocol):
+            return False
+        self._promised[connection] = protocol
+        return True
 
     async def take_one_shot(self, connection: Connection, protocol: str) -> bool:
         """Take the one message that a hello has announced; False if it did not come."""

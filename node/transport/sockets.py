@@ -8,6 +8,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import trio
 
@@ -30,7 +31,8 @@ SOURCES_MAX = 4_096
 """Sources whose address is remembered; reading one costs more than all else of a packet."""
 
 Source = tuple[str, int]
-"""A socket's own name of another one: cheap, where most that comes may be refused."""
+"""A socket's own name of another one: cheap, where most that comes may be refused. An address of one link has
+its zone behind a `%`, which the system keeps apart as a number."""
 Route = tuple[int, Source]
 """One of our sockets, by number, and where to send from it."""
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -62,7 +64,7 @@ class UdpSockets:
         """Send at once; what the kernel does not take is a lost packet like any other."""
         index, target = route
         try:
-            self._sockets[index].sendto(packet, target)
+            self._sockets[index].sendto(packet, target if "%" not in target[0] else socket_name(*target))
             self._counters["packets_sent"] += 1
         except OSError:
             # A full buffer or no route.
@@ -114,7 +116,7 @@ class UdpSockets:
                 while read < BATCH_MAX:
                     packet, source = own.recvfrom(bytes_max + 1)
                     read += 1
-                    authentic += arrived(packet, (index, source[:2]))
+                    authentic += arrived(packet, (index, source_of_name(source)))
             except BlockingIOError:
                 refused_in_a_row = refused_in_a_row + 1 if read and not authentic else 0
                 pause_seconds = min(REFUSED_PAUSE_SECONDS * refused_in_a_row, REFUSED_PAUSE_SECONDS_MAX)
@@ -139,6 +141,28 @@ def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
     return None
 
 
+def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
+    """What the system calls a place of which it has the IP address. Raises OSError: no such interface."""
+    host, _, zone = host.partition("%")
+    if not zone:
+        return host, port
+    return host, port, 0, int(zone) if zone.isdecimal() else socket.if_nametoindex(zone)
+
+
+def source_of_name(name: "tuple[Any, ...]") -> Source:
+    """And back: of what the system says, the address with its zone, and the port."""
+    return name[:2] if len(name) < 4 or not name[3] else _zoned(name[0], name[1], name[3])
+
+
+@lru_cache(maxsize=SOURCES_MAX)
+def _zoned(host: str, port: int, index: int) -> Source:
+    try:
+        zone = socket.if_indextoname(index)
+    except OSError:
+        zone = str(index)  # gone in the meantime
+    return f"{host.partition('%')[0]}%{zone}", port
+
+
 def _likeness(own: _Ip, other: _Ip) -> int:
     """How many leading bits are the same: 0 for a socket of all addresses, less where there is no way."""
     if own.is_unspecified:
@@ -149,9 +173,9 @@ def _likeness(own: _Ip, other: _Ip) -> int:
 
 
 @lru_cache(maxsize=SOURCES_MAX)
-def address_of(source: Source) -> Address:
-    """A socket name as an Address; IPv4 seen through an IPv6 socket is IPv4 again."""
-    host, port = source[0], source[1]
+def address_of(source: "tuple[Any, ...]") -> Address:
+    """A socket's name as an Address; IPv4 seen through an IPv6 socket is IPv4 again."""
+    host, port = source_of_name(source)
     if ":" in host:
         mapped = ipaddress.IPv6Address(host).ipv4_mapped
         host = str(mapped) if mapped is not None else host

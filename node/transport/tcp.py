@@ -24,7 +24,8 @@ from node.transport.sockets import address_of
 STALL_SECONDS = 60.0
 """How long a sender may pause inside a message, which it had whole before it began."""
 ASSEMBLY_BYTES_MAX = 2**30
-"""Half-received messages of all streams together: sixteen of the longest."""
+"""Half-received messages of all streams together: sixteen of the longest. Where it is reached, the message
+that began first is given up: who sends one in earnest is done with it, and who lets it drip is not."""
 CALLS_WITHOUT_REST_MAX = 16
 """Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
 after each takes as long as the call."""
@@ -52,12 +53,22 @@ class Assembly:
     def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
+        # The message that began first stands first.
+        self._held: dict[object, tuple[int, Callable[[], object]]] = {}
 
-    def change(self, difference: int) -> None:
-        """Count more or less; RemoteProtocolError where the limit is passed."""
-        self._bytes += difference
-        if difference > 0 and self._bytes > self._bytes_max:
-            raise RemoteProtocolError("more half-received messages than this node has room for")
+    def hold(self, who: object, held_bytes: int, give_up: Callable[[], object], *, anew: bool) -> None:
+        """What the message of a stream takes by now; `anew`: another one than before. Where that is too much
+        of all together, `give_up` of those that began first is called, which must `release` them."""
+        before = self._held.pop(who, None) if anew or not held_bytes else self._held.get(who)
+        self._bytes += held_bytes - (before[0] if before is not None else 0)
+        if held_bytes:
+            self._held[who] = held_bytes, give_up
+        while self._bytes > self._bytes_max:
+            next(iter(self._held.values()))[1]()
+
+    def release(self, who: object) -> None:
+        """Its stream is over."""
+        self._bytes -= self._held.pop(who, (0, None))[0]
 
 
 class Connection:
@@ -89,7 +100,7 @@ class Connection:
         self._assembly = assembly
         self._counters = counters
         self._tell_ended = ended
-        self._counted_bytes = 0
+        self._held_bytes = 0
         self._calls = 0
         self._is_drained = True
         self._is_woken = False
@@ -221,11 +232,17 @@ class Connection:
         if self.why is not None:
             raise StreamClosed(self.why)
         received = self._reader.next_message(payload_bytes_max)
-        difference = self._reader.held_bytes - self._counted_bytes
-        if difference:
-            self._counted_bytes += difference
-            self._assembly.change(difference)
+        held_bytes = self._reader.held_bytes
+        if held_bytes != self._held_bytes or (received is not None and held_bytes):
+            self._held_bytes = held_bytes
+            self._assembly.hold(self, held_bytes, self._give_up, anew=received is not None)
+            if self.why is not None:
+                raise StreamClosed(self.why)
         return received
+
+    def _give_up(self) -> None:
+        self._counters["messages_given_up"] += 1
+        self.end("more half-received messages than this node has room for, and this began first")
 
     async def _fill(self) -> bool:
         """More bytes; False after `wake`."""
@@ -330,8 +347,7 @@ class Connection:
         """Close the socket; the first reason stays."""
         if self.why is None:
             self.why = why
-            self._assembly.change(-self._counted_bytes)
-            self._counted_bytes = 0
+            self._assembly.release(self)
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
             self._tell_ended(self)

@@ -50,6 +50,10 @@ def test_an_address_survives_both_of_its_text_forms(host: str, port: int, peer: 
         ("lab-5:1", Address("dns", "lab-5", 1)),
         ("/ip4/10.0.0.5/udp/9747", Address("ip4", "10.0.0.5", 9747)),
         (f"/dns4/a.example/tcp/1/p2p/{PEER}", Address("dns4", "a.example", 1, BOB.peer)),
+        ("/ip6/0:0::0ABC/tcp/1", Address("ip6", "::abc", 1)),
+        ("[::FFFF:a00:5]:1", Address("ip6", "::ffff:10.0.0.5", 1)),
+        ("[fe80::1%eth0]:9747", Address("ip6", "fe80::1%eth0", 9747)),
+        ("/ip6zone/br-0.7/ip6/fe80::1/tcp/1", Address("ip6", "fe80::1%br-0.7", 1)),
     ],
 )
 def test_what_people_type_is_understood(text: str, address: Address) -> None:
@@ -65,7 +69,18 @@ def test_what_people_type_is_understood(text: str, address: Address) -> None:
         ("::1:80", "want HOST:PORT"),
         ("under score.example:80", "not a host name"),
         ("lab\n:80", "not a host name"),
-        ("[fe80::1%a/b]:80", "not a host name"),
+        ("-a.example:80", "not a host name"),
+        ("a-.example:80", "not a host name"),
+        ("[lab]:80", "not an IPv6 address"),
+        ("[fe80::1%a/b]:80", "not an IPv6 address"),
+        ("[fe80::1%]:80", "not an IPv6 address"),
+        ("[fe80::1%eth0\n]:80", "only a link-local"),
+        ("[fe80::1%abcdefghijklmnop]:80", "only a link-local"),
+        ("[2001:db8::1%eth0]:80", "only a link-local"),
+        ("/ip6/fe80::1%eth0/tcp/80", "a zone stands before"),
+        ("/ip6zone/eth0/ip4/10.0.0.1/tcp/80", "want /ip4"),
+        ("/ip6zone/eth0/ip6/::1/tcp/80", "only a link-local"),
+        ("/ip6zone//ip6/fe80::1/tcp/80", "not an IPv6 address"),
         ("/ip4/::1/tcp/80", "not an IPv4 address"),
         ("/ip6/10.0.0.1/tcp/80", "not an IPv6 address"),
         ("/unix/x/tcp/80", "not one of"),
@@ -80,9 +95,18 @@ def test_what_is_no_address_is_refused_with_the_reason(text: str, reason: str) -
         parse_address(text)
 
 
+def test_what_is_of_one_link_only_is_known_and_written_with_its_zone_before_it() -> None:
+    here = make_address("fe80::1%eth0", 1)
+    assert str(here) == "/ip6zone/eth0/ip6/fe80::1/tcp/1"
+    assert here.short == "[fe80::1%eth0]:1"
+    assert here.is_link_local
+    assert make_address("fe80::1", 1).is_link_local
+    assert not any(make_address(host, 1).is_link_local for host in ("::1", "fd00::1", "169.254.0.1", "fe80"))
+
+
 @given(st.text(max_size=80))
 def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
-    for candidate in (text, "/ip4/" + text, text + ":80"):
+    for candidate in (text, "/ip4/" + text, "/ip6zone/" + text, f"[fe80::1%{text}]:80", text + ":80"):
         try:
             assert 1 <= parse_address(candidate).port <= 65_535
         except ValueError:
@@ -93,6 +117,12 @@ def test_a_signed_contact_says_who_and_where() -> None:
     contact = check_contact(SIGNER, sign_contact(SIGNER, body()))
     assert (contact.peer, contact.name, contact.sequence) == (ALICE.peer, "lab", 5)
     assert contact.addresses == (Address("ip4", "10.0.0.1", 9747, ALICE.peer),)
+
+
+def test_a_contact_has_no_address_of_one_link_whatever_it_claims() -> None:
+    claimed = ("/ip6/fe80::1/tcp/1", "/ip6zone/eth0/ip6/fe80::1/tcp/1", "/ip6/fd00::1/tcp/1")
+    contact = check_contact(SIGNER, sign_contact(SIGNER, body(addresses=claimed)))
+    assert contact.addresses == (Address("ip6", "fd00::1", 1, ALICE.peer),)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,23 @@ def test_a_known_peer_id_reads_as_libp2p_writes_it() -> None:
     assert peer_text(PeerId(key)) == "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
 
 
+CID = "bafzaajaiaejcao3ke66m5nvefvrkhkgqfjxq243fgikxohpciotdvqciugfvtwrj"
+
+
+def test_the_cid_of_a_peer_id_reads_as_the_same_peer() -> None:
+    assert parse_peer(CID) == bytes.fromhex(
+        "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", [CID.upper(), "b" + "a" * 64, CID[:-1] + "=", CID[:-1] + "1", CID[:-1] + "é"]
+)
+def test_a_damaged_cid_is_no_peer_id(text: str) -> None:
+    with pytest.raises(ValueError, match=r"peer id|base32|padding"):
+        parse_peer(text)
+
+
 @given(
     st.text(max_size=60) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=44)
 )

@@ -1,4 +1,4 @@
-"""A full XX handshake with py-libp2p's Noise in both roles, where it is installed: an oracle, no dependency.
+"""A full XX handshake with py-libp2p's Noise in both roles, where the extra `oracle` has put it.
 
 It knows ChaChaPoly and, unless told, an empty prologue; so this is the engine and the identity payload, not
 what is before them on our wire.
@@ -13,7 +13,8 @@ from trio.testing import memory_stream_pair
 from crypto.identity import Identity, peer_text
 from crypto.noise import Handshake, check_identity_payload, identity_payload, static_public_key
 
-patterns: Any = pytest.importorskip("libp2p.security.noise.patterns", reason="py-libp2p is not installed")
+MISSING = "the extra oracle is not installed"
+patterns: Any = pytest.importorskip("libp2p.security.noise.patterns", reason=MISSING)
 ed25519: Any = pytest.importorskip("libp2p.crypto.ed25519")
 x25519: Any = pytest.importorskip("libp2p.crypto.x25519")
 peer_id: Any = pytest.importorskip("libp2p.peer.id")

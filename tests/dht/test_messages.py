@@ -109,7 +109,7 @@ def test_a_list_is_cut_to_the_first_that_fit(items: list[bytes], room: int) -> N
     ("typed", "text"),
     [
         ("/ip4/10.0.0.5/tcp/9747", "10.0.0.5:9747"),
-        ("/ip6/fe80::1/tcp/9747", "[fe80::1]:9747"),
+        ("/ip6/fd00::1/tcp/9747", "[fd00::1]:9747"),
         ("/dns/peer.example/tcp/9747", "peer.example:9747"),
         ("/dns6/peer.example/tcp/9747", "/dns6/peer.example/tcp/9747"),
     ],
@@ -128,7 +128,7 @@ def test_addresses_beyond_the_bound_are_left_out() -> None:
 
 def test_an_address_of_another_peer_or_of_no_known_kind_is_passed_over() -> None:
     other = str(make_address("10.0.0.1", 1, PeerId(bytes(32))))
-    assert readable_addresses([other, "/quic/x", "", "10.0.0.1:2"], PEER) == (
+    assert readable_addresses([other, "/quic/x", "", "[fe80::1%eth0]:2", "10.0.0.1:2"], PEER) == (
         make_address("10.0.0.1", 2, PEER),
     )
 

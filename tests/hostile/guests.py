@@ -13,8 +13,9 @@ from itertools import count
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
+from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.pool import Pool
-from node.transport.records import MESSAGE_BYTES_MAX, Mark, RecordReader, RecordWriter
+from node.transport.records import Mark, RecordReader, RecordWriter
 from node.transport.router import Hello
 from tests.hostile.attack import Attack, Target
 from tests.hostile.visitors import REFUSALS, handshake, read
@@ -164,7 +165,7 @@ class HugeGuests(Guests):
             case 0:
                 guest.seal(struct.pack(">II", 2**32 - 2, 0) + bytes(65_000))
             case 1:
-                guest.seal(struct.pack(">II", MESSAGE_BYTES_MAX, 0) + bytes(65_511))
+                guest.seal(struct.pack(">II", MESSAGE_BYTES_USUAL, 0) + bytes(65_511))
             case 2:
                 guest.seal(struct.pack(">II", 10, 2**32 - 1) + bytes(10))
 

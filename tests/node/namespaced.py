@@ -1,6 +1,6 @@
 """What runs in a namespace of `test_namespaces`: a network that beacons, hears and echoes.
 
-python -m tests.node.namespaced LETTER echo    be there, and answer
+python -m tests.node.namespaced LETTER echo    be there, and answer; a HOST behind it: listen only there
 python -m tests.node.namespaced LETTER visit   go to each address of the first neighbour that is heard, say
                                                for each what came back, as lines of JSON, and end
 python -m tests.node.namespaced LETTER move    at the first of them, for each line of standard input, say how
@@ -30,8 +30,9 @@ GIVE_UP_SECONDS = 40.0
 DATAGRAMS = 100
 
 
-async def live(letter: str, task: str) -> None:
-    network = make_network(letter, listen=EVERYWHERE, beacon_port=BEACON_PORT)
+async def live(letter: str, task: str, *hosts: str) -> None:
+    places = [(host, 0) for host in hosts] or EVERYWHERE
+    network = make_network(letter, listen=places, beacon_port=BEACON_PORT)
     inbox = network.inbox(PING)
     heard_send, heard = trio.open_memory_channel[tuple[Address, ...]](8)
     async with running(network), trio.open_nursery() as nursery:
@@ -92,4 +93,4 @@ async def exchange(address: Address) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(live, sys.argv[1], sys.argv[2])
+    trio.run(live, sys.argv[1], sys.argv[2], *sys.argv[3:])

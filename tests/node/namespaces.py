@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Machine:
-    """One namespace. `host_4` and `host_6` are its addresses on the cable."""
+    """One namespace. `host_4` and `host_6` are its addresses on the cable; no `host_4`: it has none."""
 
     name: str
     host_4: str
@@ -39,13 +39,16 @@ class Machine:
 
 
 @contextmanager
-def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines on one link, both with IPv4 and IPv6; skips the test where they cannot be had."""
+def two_machines(*, link_local: bool = False) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines on one link, both with IPv4 and IPv6, or with `link_local` addresses of IPv6 alone; skips
+    the test where they cannot be had."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     tag = f"peerloom-{os.getpid()}-{next(_numbers)}"
     machines = tuple(
-        Machine(f"{tag}-{letter}", f"10.87.0.{number}", f"fd87::{number}")
+        Machine(f"{tag}-{letter}", "", f"fe80::{number}")
+        if link_local
+        else Machine(f"{tag}-{letter}", f"10.87.0.{number}", f"fd87::{number}")
         for number, letter in enumerate("ab", start=1)
     )
     made = []
@@ -57,7 +60,10 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             one, other = machines
             one.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other.name)
             for machine in machines:
-                machine.ip("address", "add", f"{machine.host_4}/24", "dev", "cable")
+                if link_local:
+                    machine.ip("link", "set", "cable", "addrgenmode", "none")
+                else:
+                    machine.ip("address", "add", f"{machine.host_4}/24", "dev", "cable")
                 machine.ip("address", "add", f"{machine.host_6}/64", "dev", "cable", "nodad")
                 for link in ("lo", "cable"):
                     machine.ip("link", "set", link, "up")

@@ -11,9 +11,10 @@ import trio.testing
 
 from crypto.contact import Address, make_address
 from crypto.identity import Identity, PeerId
-from node.seams import RealClock, Stream
+from node.seams import USUAL_STREAMS, Handler, RealClock, Stream, StreamLimits
 from node.transport.listen import Place
 from node.transport.network import RealNetwork
+from node.transport.streams import SecureStream
 
 PING = "/peerloom/ping/1"
 BULK = "/peerloom/bulk/1"
@@ -49,6 +50,28 @@ def acquaint(*networks: RealNetwork) -> None:
     for network in networks:
         for other in networks:
             network.learn(other.peer, other.addresses)
+
+
+@asynccontextmanager
+async def acquainted(
+    handler: Handler, limits: StreamLimits = USUAL_STREAMS
+) -> AsyncIterator[tuple[RealNetwork, RealNetwork]]:
+    """Two that know each other; `handler` serves BULK at the second."""
+    alice, bob = make_network("a"), make_network("b")
+    bob.handle(BULK, handler, limits)
+    async with running(alice, bob):
+        acquaint(alice, bob)
+        yield alice, bob
+
+
+@asynccontextmanager
+async def conversation(
+    handler: Handler, limits: StreamLimits = USUAL_STREAMS
+) -> AsyncIterator[tuple[SecureStream, RealNetwork, RealNetwork]]:
+    """A stream between the two, by which messages go both ways as `limits` say."""
+    async with acquainted(handler, limits) as (alice, bob):
+        stream = await alice.open(bob.peer, BULK, message_bytes_max=limits.message_bytes_max)
+        yield stream, alice, bob
 
 
 async def arrival(network: RealNetwork, protocol: str = PING) -> tuple[PeerId, bytes]:

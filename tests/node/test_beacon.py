@@ -17,8 +17,10 @@ from node import config
 from node.transport.beacon import (
     ANSWERS_ENOUGH,
     BEACON_BYTES_MAX,
+    HERE,
     NEWS_PER_MINUTE_MAX,
     PERIOD_SECONDS,
+    RETELL_SECONDS,
     SOURCE_BURST_MAX,
     Beacon,
     Beacons,
@@ -111,6 +113,44 @@ def test_a_neighbour_is_told_of_once_and_again_when_it_moves() -> None:
     assert core.events == []
     core.receive(now, "192.168.1.21", said(1, host="192.168.1.21"))
     assert [event.addresses[0].host for event in core.events] == ["192.168.1.21"]
+
+
+def by_link(number: int, *texts: str) -> bytes:
+    return seal().seal(Beacon(False, peer(number), texts))
+
+
+def test_what_is_of_one_link_is_where_the_packet_comes_from_and_comes_last() -> None:
+    core, _, now = settled()
+    texts = (f"/ip6/{HERE}/tcp/9747", "/ip4/10.0.0.7/tcp/9747", "/ip6zone/eth7/ip6/fe80::7/tcp/1")
+    core.receive(now, "fe80::5%eth0", by_link(1, *texts))
+    # Whatever address and zone it names, of this link it has only this one.
+    assert [[address.short for address in event.addresses] for event in core.events] == [
+        ["10.0.0.7:9747", "[fe80::5%eth0]:9747", "[fe80::5%eth0]:1"]
+    ]
+    for number, source in enumerate((HOST, "fe80::5", "fd00::5"), start=2):
+        core.receive(now, source, by_link(number, f"/ip6/{HERE}/tcp/9747"))
+    assert len(core.events) == 1
+
+
+def test_a_neighbour_that_is_heard_by_two_families_is_not_told_of_again_and_again() -> None:
+    core, _, now = settled()
+    texts = (f"/ip4/{HOST}/tcp/9747", f"/ip6/{HERE}/tcp/9747")
+    for _ in range(5):
+        for source in (HOST, "fe80::5%eth0"):
+            core.receive(now, source, by_link(1, *texts))
+        now += PERIOD_SECONDS
+    assert [len(event.addresses) for event in core.events] == [1, 2]
+    core.receive(now + RETELL_SECONDS, HOST, by_link(1, *texts))
+    assert len(core.events) == 3
+
+
+def test_only_a_node_that_listens_on_a_link_says_so() -> None:
+    def told(*hosts: str) -> list[int]:
+        addresses = Multicast([(host, port) for port, host in enumerate(hosts, start=1)], Counter()).addresses
+        return [address.port for address in addresses if address.host == HERE]
+
+    assert told("0.0.0.0", "::1", "fd00::1") == []
+    assert told("0.0.0.0", "::", "fe80::1%eth0") == [2, 3]
 
 
 def test_a_packet_from_afar_cannot_make_a_node_dial_itself() -> None:

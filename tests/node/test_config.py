@@ -213,6 +213,11 @@ def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Pat
     flags = {"listen": ["10.0.0.1:0", "[::1]:0"], "announce": ["a.example:1", "[fd00::1]:2"]}
     listen = resolve(flags, {}).listen
     assert [address.short for address in listen.addresses] == ["10.0.0.1:0", "[::1]:0"]
+    assert [read_listen(text).short for text in ("[fe80::1%eth0]:0", "/ip6zone/eth0/ip6/fe80::1/tcp/0")] == [
+        "[fe80::1%eth0]:0"
+    ] * 2
+    with pytest.raises(UsageError, match="one of a link alone is told on that link by beacon"):
+        resolve({"announce": ["[fe80::1%eth0]:1"]}, {})
     with pytest.raises(UsageError, match="9 addresses to listen; at most 8"):
         resolve({"listen": [f"10.0.0.{number}:1" for number in range(9)]}, {})
 

@@ -96,7 +96,7 @@ class Keeper:
     def __post_init__(self) -> None:
         seams = self.node.seams
         for name in (BLOBS_PROTOCOL, COPIES_PROTOCOL):
-            cast("SimNetwork", seams.network)._handlers.pop(name)
+            cast("SimNetwork", seams.network)._handlers._handlers.pop(name)
         self.blobs = Blobs(seams.storage, guest_bytes_max=self.guest_bytes_max)
         self.checkpoints = Checkpoints(seams, self.node.signer, self.blobs, refuse=self.refuse)
         BlobServer(seams, self.blobs, refuse=self.refuse)

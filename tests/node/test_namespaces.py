@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.node.namespaces import Machine, two_machines
 
 PROGRAM = "tests.node.namespaced"
@@ -26,6 +28,21 @@ def test_two_machines_find_each_other_by_beacon_and_speak_by_both_families() -> 
     # By each address that the beacon told, a stream and a datagram, and the datagram's answer.
     assert sorted(answer["host"] for answer in answers) == sorted([other.host_4, other.host_6])
     assert all(answer["back"] == [answer["host"]] for answer in answers)
+
+
+@pytest.mark.parametrize("hosts", [(), ("fe80::2%cable",)])
+def test_two_machines_that_have_only_link_local_addresses_find_each_other_by_beacon_and_speak(
+    hosts: tuple[str, ...],
+) -> None:
+    with (
+        two_machines(link_local=True) as (one, other),
+        program(other, "b", "echo", *hosts),
+        program(one, "a", "visit") as visitor,
+    ):
+        text, _ = visitor.communicate(timeout=45)
+    # With the zone of the interface by which the beacon came, whatever the other side calls its own.
+    there = f"{other.host_6}%cable"
+    assert [json.loads(line) for line in text.splitlines()] == [{"host": there, "back": [there]}]
 
 
 def test_a_machine_that_changes_its_address_goes_on_without_a_loss() -> None:

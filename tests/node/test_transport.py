@@ -17,10 +17,28 @@ from crypto.sessions.packets import payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import UsageError
 from node.seams import Network
+from node.transport import network
 from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
-from node.transport.sockets import REFUSED_PAUSE_SECONDS, Route, UdpSockets
-from tests.node.nets import PING, acquaint, arrival, make_network, raw_address, running, until, unused_address
+from node.transport.sockets import (
+    REFUSED_PAUSE_SECONDS,
+    Route,
+    UdpSockets,
+    address_of,
+    socket_name,
+    source_of_name,
+)
+from tests.node.nets import (
+    LOOPBACK,
+    PING,
+    acquaint,
+    arrival,
+    make_network,
+    raw_address,
+    running,
+    until,
+    unused_address,
+)
 
 
 async def test_two_nodes_exchange_datagrams_and_the_second_needs_no_address_of_the_first() -> None:
@@ -151,19 +169,51 @@ async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_ol
             assert payloads == [b"to the new address"]
 
 
-async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same() -> None:
-    alice, place = make_network("a"), raw_socket()
-    port = place.getsockname()[1]
-    bob = make_network("b", listen=("127.0.0.1", port))
+async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice):
-        alice.learn(bob.peer, [make_address("127.0.0.1", port)])
+        # Both sockets are there already, so that nobody else takes the port, and bob is not.
+        bound = await bind_all([LOOPBACK])
+        alice.learn(bob.peer, [make_address("127.0.0.1", bound[0].port)])
         alice.send(bob.peer, PING, b"are you there yet?")
-        await raw_arrival(place)
-        place.close()
+        await raw_arrival(bound[0].udp)
+
+        async def taken(places: object) -> object:
+            return bound
+
+        monkeypatch.setattr(network, "bind_all", taken)
         async with running(bob):
-            assert bob.port == port
+            assert bob.port == bound[0].port
             assert await arrival(bob) == (alice.peer, b"are you there yet?")
+
+
+async def test_an_address_of_one_link_is_neither_told_nor_listened_at_without_its_link() -> None:
+    alice = make_network("a")
+    async with running(alice):
+        told = alice.addresses
+        alice.announce(make_address("fe80::1%lo", 1))
+        assert alice.addresses == told
+        alice.announce(make_address("fd00::1", 1))
+        assert len(alice.addresses) == len(told) + 1
+    assert dialable([("fe80::1%lo", 1)]) == ()
+    with pytest.raises(UsageError, match="of which link"):
+        await bind_all([("fe80::1", 0)])
+
+
+def test_a_place_is_called_by_the_system_with_its_zone_apart() -> None:
+    index = socket.if_nametoindex("lo")
+    assert socket_name("fe80::1%lo", 7) == socket_name(f"fe80::1%{index}", 7) == ("fe80::1", 7, 0, index)
+    assert socket_name("fd00::1", 7) == ("fd00::1", 7)
+    assert source_of_name(("fe80::1", 7, 0, index)) == ("fe80::1%lo", 7)
+    assert source_of_name(("fe80::1", 7, 0, 2**20)) == (f"fe80::1%{2**20}", 7)
+    assert source_of_name(("fd00::1", 7, 0, 0)) == ("fd00::1", 7)
+    assert source_of_name(("10.0.0.1", 7)) == ("10.0.0.1", 7)
+    assert address_of(("fe80::1", 7, 0, index)) == make_address("fe80::1%lo", 7)
+    with pytest.raises(OSError, match=r"No such device|no interface"):
+        socket_name("fe80::1%no-such-link", 7)
 
 
 async def test_garbage_is_counted_and_the_node_lives() -> None:

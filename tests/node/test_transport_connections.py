@@ -17,7 +17,18 @@ from node.transport.network import RealNetwork
 from node.transport.records import Mark
 from tests.hostile.attack import Target
 from tests.hostile.guests import ECHO, Guest
-from tests.node.nets import BULK, PING, acquaint, arrival, echo, make_network, running, until
+from tests.node.nets import (
+    BULK,
+    PING,
+    acquaint,
+    acquainted,
+    arrival,
+    conversation,
+    echo,
+    make_network,
+    running,
+    until,
+)
 
 
 async def ask(network: RealNetwork, peer: PeerId, protocol: str = BULK) -> bytes:
@@ -62,10 +73,7 @@ async def test_one_conversation_after_the_other_goes_over_one_connection() -> No
 
 
 async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, answer_once)
-    async with running(alice, bob):
-        acquaint(alice, bob)
+    async with acquainted(answer_once) as (alice, bob):
         await ask(alice, bob.peer)
         await until(lambda: number_idle(alice) == len(bob._connections._waiting) == 1)
         for network in (alice, bob):
@@ -74,10 +82,7 @@ async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
 
 
 async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, answer_once)
-    async with running(alice, bob):
-        acquaint(alice, bob)
+    async with acquainted(answer_once) as (alice, bob):
         opened = [await alice.open(bob.peer, BULK) for _ in range(3 * IDLE_PER_PEER_MAX)]
         for stream in opened:
             await stream.aclose()
@@ -87,10 +92,7 @@ async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
 
 def test_idle_connections_are_closed_after_a_while_at_both_ends() -> None:
     async def main() -> None:
-        alice, bob = make_network("a"), make_network("b")
-        bob.handle(BULK, answer_once)
-        async with running(alice, bob):
-            acquaint(alice, bob)
+        async with acquainted(answer_once) as (alice, bob):
             await ask(alice, bob.peer)
             await until(lambda: number_idle(alice) == 1)
             await trio.sleep(IDLE_SECONDS - 5)
@@ -110,10 +112,7 @@ def test_a_connection_whose_other_side_does_not_close_is_given_up() -> None:
         await trio.sleep(10 * streams.LINGER_SECONDS)
 
     async def main() -> None:
-        alice, bob = make_network("a"), make_network("b")
-        bob.handle(BULK, answer_and_stay)
-        async with running(alice, bob):
-            acquaint(alice, bob)
+        async with acquainted(answer_and_stay) as (alice, bob):
             await ask(alice, bob.peer)
             await trio.sleep(2 * streams.LINGER_SECONDS)
             assert number_open(alice) == 0
@@ -241,11 +240,7 @@ async def test_marks_that_make_no_sense_cost_the_connection(marks: tuple[Mark, M
         while True:
             await stream.receive()
 
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, listen)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(listen) as (stream, _, bob):
         for mark in marks:
             stream.connection.say(mark)
         await until(lambda: bob.counters["streams_broken"] + bob.counters["hellos_refused"] == 1)

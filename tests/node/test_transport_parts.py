@@ -74,11 +74,34 @@ def test_the_book_is_bounded_and_keeps_the_latest() -> None:
 
 def test_half_received_messages_share_one_limit() -> None:
     assembly = Assembly(100)
-    assembly.change(90)
-    with pytest.raises(RemoteProtocolError):
-        assembly.change(20)
-    assembly.change(-110)
-    assembly.change(100)
+    ended: list[str] = []
+
+    def hold(who: str, held_bytes: int, *, anew: bool = False) -> None:
+        def give_up() -> None:
+            ended.append(who)
+            assembly.release(who)
+
+        assembly.hold(who, held_bytes, give_up, anew=anew)
+
+    hold("first", 10)
+    hold("second", 40)
+    hold("third", 40)
+    hold("first", 20)
+    assert ended == []
+    # It has begun another one since, so the second has waited longest.
+    hold("first", 30, anew=True)
+    assert ended == ["second"]
+    hold("fourth", 90)
+    assert ended == ["second", "third", "first"]
+    hold("fourth", 0)
+    hold("fifth", 100)
+    hold("sixth", 101)
+    assert ended[3:] == ["fifth", "sixth"]
+    hold("seventh", 100)
+    assembly.release("seventh")
+    assembly.release("seventh")
+    hold("eighth", 100)
+    assert len(ended) == 5
 
 
 def read_all(

@@ -14,7 +14,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import short_peer
 from crypto.noise import preferred
 from node.errors import StreamClosed, Unreachable, WrongPeer
-from node.seams import Stream
+from node.seams import Stream, StreamLimits
 from node.transport import handshake, tcp
 from node.transport.connections import INBOUND_PER_PEER_MAX
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
@@ -23,6 +23,8 @@ from tests.node.nets import (
     BULK,
     PING,
     acquaint,
+    acquainted,
+    conversation,
     echo,
     make_network,
     running,
@@ -30,15 +32,17 @@ from tests.node.nets import (
     unused_address,
 )
 
+LONGEST = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX)
+
 
 @pytest.mark.parametrize("suite", [suite.name for suite in preferred(has_aes=True)])
 async def test_messages_of_every_size_come_back_whole_over_a_stream(suite: str) -> None:
     alice, bob = make_network("a", suites=[suite]), make_network("b")
-    bob.handle(BULK, echo)
+    bob.handle(BULK, echo, LONGEST)
     edge = RECORD_PLAIN_BYTES_MAX
     async with running(alice, bob):
         acquaint(alice, bob)
-        stream: Stream = await alice.open(bob.peer, BULK)
+        stream: Stream = await alice.open(bob.peer, BULK, message_bytes_max=MESSAGE_BYTES_MAX)
         assert stream.peer == bob.peer
         for size in (0, 1, edge - 5, edge - 4, edge - 3, 2 * edge - 4, 2 * edge, 3_000_000):
             message = os.urandom(size)
@@ -59,12 +63,8 @@ async def echo_all(stream: Stream) -> None:
 
 
 async def test_payloads_of_every_size_come_back_beside_their_messages() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo_all)
     edge = RECORD_PLAIN_BYTES_MAX
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream: Stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo_all) as (stream, _, _):
         kept = []
         for size in (0, 1, edge, edge + 1, 3_000_000, 3_000_000, 0):
             message, payload = os.urandom(size // 3), os.urandom(size)
@@ -97,7 +97,6 @@ async def test_a_payload_that_nobody_asked_for_or_too_long_ends_the_stream_and_i
 
 
 async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_counted() -> None:
-    alice, bob = make_network("a"), make_network("b")
     endings: list[str] = []
 
     async def wait_for_all(stream: Stream) -> None:
@@ -106,10 +105,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
         except StreamClosed as closed:
             endings.append(str(closed))
 
-    bob.handle(BULK, wait_for_all)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(wait_for_all) as (stream, _, bob):
         connection, held = stream.connection, bob._connections._assembly
         chunks = connection._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
         for _ in range(2):
@@ -123,40 +119,46 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
+async def test_who_lets_a_long_message_drip_makes_room_for_who_sends_one_in_earnest() -> None:
+    async with acquainted(echo, LONGEST) as (alice, bob):
+        held = bob._connections._assembly = tcp.Assembly(5 * 2**20)
+        dripping = await alice.open(bob.peer, BULK)
+        chunks = dripping.connection._writer.chunks(bytes(8 * 2**20))
+        for _ in range(3):
+            await dripping.connection._write(next(chunks))
+        await until(lambda: held._bytes > 3 * 2**20)
+        stream = await alice.open(bob.peer, BULK, message_bytes_max=MESSAGE_BYTES_MAX)
+        message = os.urandom(3 * 2**20)
+        for _ in range(2):
+            await stream.send(message)
+            assert await stream.receive() == message
+        assert bob.counters["messages_given_up"] == 1
+        with pytest.raises(StreamClosed):
+            await dripping.receive()
+        await until(lambda: held._bytes == 0)
+
+
 async def test_a_closed_stream_ends_the_other_side_after_its_last_message() -> None:
-    alice, bob = make_network("a"), make_network("b")
 
     async def say_and_leave(stream: Stream) -> None:
         await stream.send(b"last words")
 
-    bob.handle(BULK, say_and_leave)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(say_and_leave) as (stream, _, _):
         assert await stream.receive() == b"last words"
         with pytest.raises(StreamClosed, match="other side closed"):
             await stream.receive()
 
 
 async def test_tasks_that_send_at_once_do_not_mix_their_messages() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
     messages = [bytes((number,)) * 2_000_000 for number in range(4)]
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
-        async with trio.open_nursery() as nursery:
-            for message in messages:
-                nursery.start_soon(stream.send, message)
-            assert sorted([await stream.receive() for _ in messages]) == messages
+    async with conversation(echo, LONGEST) as (stream, _, _), trio.open_nursery() as nursery:
+        for message in messages:
+            nursery.start_soon(stream.send, message)
+        assert sorted([await stream.receive() for _ in messages]) == messages
 
 
 async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, _):
         with trio.move_on_after(0.01) as scope:
             await stream.receive()
         assert scope.cancelled_caught
@@ -168,7 +170,6 @@ async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
 
 
 async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides() -> None:
-    alice, bob = make_network("a"), make_network("b")
     endings: list[str] = []
     go_on = trio.Event()
 
@@ -179,10 +180,7 @@ async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides
         except StreamClosed as closed:
             endings.append(str(closed))
 
-    bob.handle(BULK, listen_late)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(listen_late, LONGEST) as (stream, _, _):
         with trio.move_on_after(0.2) as scope:
             await stream.send(bytes(MESSAGE_BYTES_MAX))
         assert scope.cancelled_caught
@@ -190,7 +188,7 @@ async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides
             await stream.receive()
         go_on.set()
         await until(lambda: bool(endings))
-    assert "inside a message" in endings[0] or "broke" in endings[0]
+    assert "inside a message" in endings[0] or "connection broke" in endings[0]
 
 
 async def test_a_receive_cancelled_inside_a_message_loses_nothing_and_the_next_goes_on() -> None:
@@ -222,7 +220,6 @@ async def half_sent_message(
     *, hang_up: bool = False, go_on: trio.Event | None = None
 ) -> AsyncIterator[SecureStream]:
     """A stream on which the other side sends the first half of a message, and the rest on `go_on`."""
-    alice, bob = make_network("a"), make_network("b")
 
     async def send_half(stream: Stream) -> None:
         assert isinstance(stream, SecureStream)
@@ -234,18 +231,12 @@ async def half_sent_message(
             await stream.receive()
         stream.connection.end("cut")
 
-    bob.handle(BULK, send_half)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        yield await alice.open(bob.peer, BULK)
+    async with conversation(send_half) as (stream, _, _):
+        yield stream
 
 
 async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_counted() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, bob):
         await stream.connection._write(b"\x00\x20" + os.urandom(32))
         with pytest.raises(StreamClosed):
             await stream.receive()
@@ -253,11 +244,7 @@ async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_count
 
 
 async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, _, _):
         with pytest.raises(LocalProtocolError):
             await stream.send(bytes(MESSAGE_BYTES_MAX + 1))
         await stream.send(b"small")
@@ -311,6 +298,8 @@ async def test_every_way_to_fail_has_its_reason() -> None:
             (unused_address(), "refused", "no node listens on port"),
             (other.addresses[0], "refused", "another swarm or not a peerloom node"),
             (Address("dns", "no-such-machine.invalid", 1), "unknown", "no-such-machine.invalid"),
+            (Address("ip6", "fe80::1", 1), "unknown", "say which, as in [fe80::1%eth0]:1"),
+            (Address("ip6", "fe80::1%no-such-link", 1), "unknown", "fe80::1%no-such-link"),
         ]
         for address, reason, words in expected:
             with pytest.raises(Unreachable) as refusal:
@@ -342,10 +331,7 @@ async def test_an_unknown_protocol_is_refused_in_words() -> None:
 
 
 async def test_one_peer_cannot_take_all_the_streams() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
+    async with acquainted(echo, StreamLimits(streams_per_peer_max=2 * INBOUND_PER_PEER_MAX)) as (alice, bob):
         streams = [await alice.open(bob.peer, BULK) for _ in range(INBOUND_PER_PEER_MAX)]
         with pytest.raises(Unreachable, match="too many streams"):
             await alice.open(bob.peer, BULK)

@@ -12,18 +12,14 @@ import trio
 from node.errors import StreamClosed
 from node.seams import Stream
 from node.transport import connections, tcp
-from tests.node.nets import BULK, acquaint, echo, make_network, running
+from tests.node.nets import conversation, echo
 
 MESSAGES = [bytes((number,)) * 2**20 for number in range(24)]
 
 
 async def when_the_wire_is_cut() -> None:
     """Nobody says anything any more: the waiting reader is told."""
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, echo)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(echo) as (stream, alice, _):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
         await trio.run_process(["ip", "link", "set", "lo", "down"])
@@ -44,11 +40,7 @@ async def when_the_reader_sleeps() -> None:
             taken.append(await stream.receive())
         done.set()
 
-    alice, bob = make_network("a"), make_network("b")
-    bob.handle(BULK, sleep_and_read)
-    async with running(alice, bob):
-        acquaint(alice, bob)
-        stream = await alice.open(bob.peer, BULK)
+    async with conversation(sleep_and_read) as (stream, alice, _):
         for message in MESSAGES:
             await stream.send(message)
         await done.wait()

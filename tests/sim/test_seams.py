@@ -199,7 +199,7 @@ def test_a_payload_comes_beside_its_message_unless_it_is_too_long() -> None:
                 await stream.receive()
             stream = await one.open(B, TALK)
             await stream.send(b"message", b"p")
-            with pytest.raises(StreamClosed, match="a payload of 1 bytes, at most 0"):
+            with pytest.raises(StreamClosed, match=r"a payload of 1, at most \d+ and 0"):
                 await stream.receive()
             with pytest.raises(LocalProtocolError):
                 await stream.send(b"", bytes(PAYLOAD_BYTES_MAX), b"x")

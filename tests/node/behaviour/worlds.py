@@ -20,7 +20,7 @@ from trio.testing import MockClock
 
 from crypto.contact import Address, make_address
 from crypto.identity import PeerId
-from node.seams import Network, Stream
+from node.seams import Network, Stream, StreamLimits
 from node.transport.inbox import INBOX_MESSAGES_MAX
 from node.transport.network import RealNetwork
 from sim.inbox import INBOX_MAX
@@ -33,6 +33,8 @@ from tests.node.nets import free_port, make_network
 
 TALK = "/peerloom/talk/2"
 OLD_TALK = "/peerloom/talk/1"
+LONG_BYTES_MAX = 2**22
+"""What both ends of a `conversation` take as one message."""
 
 
 class World(Protocol):
@@ -208,9 +210,9 @@ async def conversation(
 ) -> AsyncIterator[tuple[Stream, Network, Network]]:
     """A stream from `a` to `b`, served by `handler`."""
     alice, bob = world.network("a"), world.network("b")
-    bob.handle(TALK, handler)
+    bob.handle(TALK, handler, StreamLimits(LONG_BYTES_MAX))
     async with running(alice, bob):
-        yield await alice.open(bob.peer, TALK), alice, bob
+        yield await alice.open(bob.peer, TALK, message_bytes_max=LONG_BYTES_MAX), alice, bob
 
 
 async def echo(stream: Stream) -> None:
