@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Each of many processes would translate every file of ours again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test types tests format bench soak clean
 
 demo: $(READY)
@@ -47,10 +50,12 @@ soak: $(READY)
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out soak-out
 
-# torch goes first and exactly pinned: it takes the CPU build, which later ranges then accept.
+# torch goes first and exactly pinned: it takes the CPU build, which later ranges then accept. pip would translate
+# thirteen thousand files on one core; a few of them are for a newer Python, and fail.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Peerloom needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(READY)

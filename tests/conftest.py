@@ -1,5 +1,6 @@
 """Shared by all tests: `async def` tests run under trio, and hypothesis is deterministic."""
 
+import gc
 import inspect
 from typing import Any
 
@@ -9,6 +10,15 @@ from hypothesis import settings
 
 settings.register_profile("peerloom", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("peerloom")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the process: no collection of garbage looks through it again.
+
+    It is some millions of objects, torch's most of all, beside which those of a test are few.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

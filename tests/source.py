@@ -1,8 +1,12 @@
-"""The program as data, for the tests that hold its laws: every file of the tree, parsed once."""
+"""The program as data, for the tests that hold its laws: every file of the tree, read and parsed once.
+
+Parsed when first looked at, not when a test file is imported: every process of a test run imports them all,
+and one alone looks.
+"""
 
 import ast
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +22,10 @@ class Source:
     path: Path
     module: str
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
 
     @property
     def place(self) -> str:
@@ -29,16 +36,18 @@ class Source:
         return self.module.split(".")[0]
 
 
-@cache
 def sources(*folders: str) -> tuple[Source, ...]:
     """All Python files under these folders of the root, in the order of their paths."""
+    return tuple(source for folder in folders for source in _under(folder))
+
+
+@cache
+def _under(folder: str) -> tuple[Source, ...]:
     found = []
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            text = path.read_text(encoding="utf-8")
-            found.append(Source(path, module, text, ast.parse(text)))
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Source(path, module, path.read_text(encoding="utf-8")))
     return tuple(found)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
 from partition.steps.frames import FrameHeader, OpenedFrame
-from partition.steps.messages import Apply, Open, StageCommit, StageRoutes, StepCommit, Synced
+from partition.steps.messages import Apply, Open, Sends, StageCommit, StageRoutes, StepCommit, Synced
+from partition.steps.replica import BackwardReady, ForwardReady, Replica
 from partition.steps.routes import attempts
 from tests.partition.fake_stage import peer
 from tests.partition.steps_machine import opened
@@ -91,3 +92,30 @@ def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0,
 def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **other: Any) -> Synced:
     applied = Apply(plan=NOTHING, step=step - 1, attempt=attempt, samples=9, loss=18.0) if step else None
     return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied, **other)
+
+
+def bring(replica: Replica, *microbatches: int, step: int = 0) -> None:
+    """Their inputs, and the gradients of their outputs."""
+    for number in microbatches:
+        replica.receive(0.0, FIRST, frame(FIRST, number, step=step))
+        replica.receive(0.0, LAST, frame(LAST, number, "gradient", step=step))
+
+
+def forward(replica: Replica, work: Any) -> Sends:
+    """Say that a micro-batch of one sample was computed."""
+    assert isinstance(work, ForwardReady)
+    return replica.forwarded(work, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
+
+
+def compute(replica: Replica) -> list[Any]:
+    """Whatever there is to compute; what it was."""
+    done: list[Any] = []
+    while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
+        done.append(work)
+        if isinstance(work, ForwardReady):
+            forward(replica, work)
+        else:
+            replica.backwarded(work, gradient=SENT)
+    if work is not None:
+        done.append(work)
+    return done

@@ -8,7 +8,7 @@ from partition.plan.plan import Plan, StagePlan, plan_hash
 from partition.steps.committer import Committer
 from partition.steps.messages import Apply, Open, Sync, Synced, Work
 from partition.steps.pace import Pace
-from partition.steps.replica import ApplyReady, BackwardReady, ForwardReady, ReduceReady, Replica
+from partition.steps.replica import ApplyReady, ReduceReady, Replica
 from tests.partition.small_plan import (
     FIRST,
     LAST,
@@ -16,11 +16,11 @@ from tests.partition.small_plan import (
     PLAN,
     PLAN_HASH,
     SECOND,
-    SENT,
     START,
     TRAINER,
+    bring,
     commit,
-    frame,
+    compute,
     opening,
 )
 
@@ -61,14 +61,8 @@ def test_what_was_measured_under_one_plan_deals_the_first_step_of_the_next() -> 
     replica = Replica(HERE, PLAN)
     assert synced_of(replica, PLAN).pace_nanoseconds == 0
     replica.receive(0.0, TRAINER, opening((0, 0)))
-    for number in (0, 1):
-        replica.receive(0.0, FIRST, frame(FIRST, number))
-        replica.receive(0.0, LAST, frame(LAST, number, "gradient"))
-    while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
-        if isinstance(work, ForwardReady):
-            replica.forwarded(work, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
-        else:
-            replica.backwarded(work, gradient=SENT)
+    bring(replica, 0, 1)
+    assert len(compute(replica)) == 4
     replica.receive(0.0, TRAINER, commit((0, 1), ()))
     reduce = replica.next(0.0)
     assert isinstance(reduce, ReduceReady)

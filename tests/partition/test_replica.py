@@ -53,7 +53,10 @@ from tests.partition.small_plan import (
     SENT,
     START,
     TRAINER,
+    bring,
     commit,
+    compute,
+    forward,
     frame,
     opening,
 )
@@ -71,32 +74,6 @@ def opened_replica(middles: tuple[int, ...] = (0, 1), **settings: Any) -> Replic
     replica.receive(0.0, TRAINER, SYNC)
     replica.receive(0.0, TRAINER, opening(middles))
     return replica
-
-
-def bring(replica: Replica, *microbatches: int, step: int = 0) -> None:
-    """Their inputs, and the gradients of their outputs."""
-    for number in microbatches:
-        replica.receive(0.0, FIRST, frame(FIRST, number, step=step))
-        replica.receive(0.0, LAST, frame(LAST, number, "gradient", step=step))
-
-
-def forward(replica: Replica, work: Any) -> Sends:
-    assert isinstance(work, ForwardReady)
-    return replica.forwarded(work, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
-
-
-def compute(replica: Replica) -> list[Any]:
-    """Whatever there is to compute; what it was."""
-    done: list[Any] = []
-    while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
-        done.append(work)
-        if isinstance(work, ForwardReady):
-            forward(replica, work)
-        else:
-            replica.backwarded(work, gradient=SENT)
-    if work is not None:
-        done.append(work)
-    return done
 
 
 def test_who_sent_what_cannot_be_used_is_named_and_the_frame_of_another_takes_its_place() -> None:

@@ -36,7 +36,7 @@ from tests.partition.graphs import GraphBuilder
 from tests.partition.hand_models import cnn_graph, gpt_graph
 from tests.partition.held import Held, Row, bundle, spread
 from tests.zoo import ZOO
-from tests.zoo.equivalence import captured_case, payloads, random_cut, sizes_of
+from tests.zoo.equivalence import captured_small, payloads, random_cut, sizes_of
 
 FLOAT64_MAX = 1e-12
 FLOAT32_MAX = 1e-5
@@ -57,9 +57,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@cache
 def captured(name: str) -> Captured:
-    return captured_case(ZOO[name]("test"), torch.float64)
+    return captured_small(name, torch.float64)
 
 
 @cache

@@ -15,7 +15,7 @@ from tests.zoo.equivalence import (
     FLOAT64_MAX,
     History,
     Trial,
-    captured_case,
+    captured_small,
     errors,
     random_cut,
     run_module,
@@ -42,13 +42,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@cache
 def captured(name: str, dtype: torch.dtype = torch.float64) -> Captured:
-    return captured_case(ZOO[name]("test"), dtype)
+    return captured_small(name, dtype)
 
 
 @cache
-def expected(name: str, trial: Trial = BRIEF) -> History:
+def expected(name: str, trial: Trial) -> History:
     return run_module(ZOO[name]("test"), captured(name, trial.dtype).graph, trial)
 
 
@@ -66,7 +65,7 @@ def test_a_cut_model_trains_as_the_module_does(name: str) -> None:
 def test_a_model_in_one_piece_trains_as_the_module_does(name: str) -> None:
     model = captured(name)
     found = run_stages(ZOO[name]("test"), model.graph, cut(model.graph, model.hash, []), BRIEF)
-    assert errors(found, expected(name), BRIEF.dtype).worst <= FLOAT64_MAX
+    assert errors(found, expected(name, BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "hf-gpt2"])
@@ -74,7 +73,7 @@ def test_a_stage_that_computes_twice_to_keep_less_trains_the_same(name: str) -> 
     model = captured(name)
     trial = Trial(steps=2, recompute=True)
     found = run_stages(ZOO[name]("test"), model.graph, random_cut(model.graph, model.hash, 3, 1), trial)
-    assert errors(found, expected(name), trial.dtype).worst <= FLOAT64_MAX
+    assert errors(found, expected(name, BRIEF), trial.dtype).worst <= FLOAT64_MAX
 
 
 @pytest.mark.parametrize("name", ["siamese", "hf-bert"])
@@ -105,7 +104,7 @@ def test_another_run_draws_other_dropout_so_the_comparison_can_fail() -> None:
     model = captured("mlp")
     stages = random_cut(model.graph, model.hash, 2, 0)
     found = run_stages(ZOO["mlp"]("test"), model.graph, stages, Trial(steps=2, run=b"another"))
-    assert errors(found, expected("mlp"), torch.float64).worst > 1e-3
+    assert errors(found, expected("mlp", BRIEF), torch.float64).worst > 1e-3
 
 
 def test_a_mask_of_minus_infinity_may_cross_a_boundary() -> None:
@@ -115,7 +114,7 @@ def test_a_mask_of_minus_infinity_may_cross_a_boundary() -> None:
     stages = cut(model.graph, model.hash, [masked + 1])
     assert nodes[masked].outputs[0] in stages[0].entry("train").outputs
     found = run_stages(ZOO["graph-network"]("test"), model.graph, stages, BRIEF)
-    assert errors(found, expected("graph-network"), BRIEF.dtype).worst <= FLOAT64_MAX
+    assert errors(found, expected("graph-network", BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
 def test_a_first_stage_without_anything_to_train_gets_no_gradients() -> None:
@@ -123,7 +122,7 @@ def test_a_first_stage_without_anything_to_train_gets_no_gradients() -> None:
     stages = cut(model.graph, model.hash, [legal_positions(model.graph)[0]])
     assert not stages[0].entry("train").backward_outputs
     found = run_stages(ZOO["hf-gpt2"]("test"), model.graph, stages, BRIEF)
-    assert errors(found, expected("hf-gpt2"), BRIEF.dtype).worst <= FLOAT64_MAX
+    assert errors(found, expected("hf-gpt2", BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
 def test_dropout_falls_the_same_before_and_after_a_boundary_made_its_input_contiguous() -> None:
@@ -134,4 +133,4 @@ def test_dropout_falls_the_same_before_and_after_a_boundary_made_its_input_conti
     ]
     stages = cut(model.graph, model.hash, [dropped[-1]])
     found = run_stages(ZOO["lstm"]("test"), model.graph, stages, BRIEF)
-    assert errors(found, expected("lstm"), BRIEF.dtype).worst <= FLOAT64_MAX
+    assert errors(found, expected("lstm", BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX

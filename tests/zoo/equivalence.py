@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from partition.stage import (
     arena_bytes,
     parameter_layout,
 )
+from tests.zoo import ZOO
 from tests.zoo.case import Case, Tensors
 
 SGD = OptimizerSettings(kind="sgd", learning_rate=0.05, momentum=0.9, weight_decay=1e-3, clip_norm=0.5)
@@ -110,6 +112,15 @@ def captured_case(case: Case, dtype: torch.dtype) -> Captured:
         metrics=dict(case.metrics),
         name=case.name,
     )
+
+
+@cache
+def captured_small(name: str, dtype: torch.dtype) -> Captured:
+    """The graph of a model of the zoo at the scale of tests, captured once for all of them: it is data.
+
+    `dtype` has no default, for a cache takes what is said and what is not for two different calls.
+    """
+    return captured_case(ZOO[name]("test"), dtype)
 
 
 def stages_possible(graph: Graph) -> int:
