@@ -111,7 +111,8 @@ async def test_a_peer_whose_router_was_set_learns_its_address_from_those_who_cam
 @on_both_networks
 async def test_a_datagram_is_sent_back_as_it_came(world: World) -> None:
     hidden, bob = world.hidden("h"), world.network("b")
-    hidden.inbox(PROTOCOL)
+    for network in (hidden, bob):
+        network.inbox(PROTOCOL)  # before anything comes
     async with trio.open_nursery() as nursery:
         for network in (hidden, bob):
             await nursery.start(network.run)
