@@ -41,7 +41,8 @@ OPEN_SECONDS = 20.0
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
 """Twice what its opener keeps it for: who is left waiting longer has been forgotten."""
 LOOK_SECONDS = 10.0
-"""How often connections are looked at: idle for too long, or the other machine gone."""
+"""How often connections are looked at: idle for too long, or the other machine gone; and memory that nobody
+has borrowed since."""
 GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
@@ -121,6 +122,7 @@ class Connections:
             while True:
                 await trio.sleep(LOOK_SECONDS)
                 self._idle.expire(trio.current_time())
+                self._pool.look()
                 for connection in tuple(self._open):
                     if connection.has_vanished:
                         self._counters["connections_vanished"] += 1
