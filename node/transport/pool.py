@@ -12,8 +12,9 @@ import weakref
 import numpy as np
 
 POOL_BYTES_MAX = 256 * 2**20
-"""What the pool keeps, lent again or idle for a while: sixteen activations of 16 MiB. What is lent beyond it is
-given back to the system. It also bounds what a peer can hold by a length alone, for such memory has pages."""
+"""What the pool keeps, lent again or idle for a while: sixteen activations of 16 MiB. What is lent beyond
+that is given back to the system. It also bounds what a peer can hold by a length alone, for such memory has
+pages."""
 POOLED_BYTES_MIN = 2**17
 """Below, the allocator has warm memory of its own."""
 

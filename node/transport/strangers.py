@@ -27,19 +27,19 @@ from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Creden
 
 TAKEN_AT_ONCE_MAX = 64
 """Connections from one listening socket before others get their turn: some milliseconds of refusing."""
-TURNS_RATE, TURNS_BURST = 10.0, 30.0
+TURNS_RATE, TURNS_BURST = 10.0, 10.0
 """Turns of the event loop for strangers, a second and at once, that come as soon as there is something to do.
 One that brings a peer is not counted."""
 GATHER_SECONDS = 0.05
-"""How long strangers gather before the next turn, once there were too many. A turn costs 100 us or more, a
-stranger 30 in one of many; an honest peer that comes amid a crowd is kept waiting by this, once or twice."""
-FAULT_PAUSE_SECONDS = 0.1
-"""The kernel has no room for another connection: it is asked again after this."""
+"""How far apart turns are, once there were too many: meanwhile strangers gather. A turn costs 100 us or more,
+a stranger 30 in one of many; an honest peer that comes amid a crowd is kept waiting by this, once or twice.
+A turn that could not take all who had come is followed by the next at once."""
 IGNORED_BYTES_MAX = 2**16
 """What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
 silent one; who sends more gets no more of our time, and its own kernel waits."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+"""The connection stays with the kernel, and is asked for again in the next turn: in a crowd these are few."""
 _FILES = tuple(
     kind
     for name in ("EpollSelector", "KqueueSelector")
@@ -110,13 +110,13 @@ class Strangers:
         try:
             for each in listening:
                 self._selector.register(each, selectors.EVENT_READ)
+            gathered_at = trio.current_time()
             while True:
                 with trio.move_on_at(self._next_due()):
                     await self._something_to_read()
                 if not self._turns.take(trio.current_time()):
-                    await trio.sleep(GATHER_SECONDS)
-                if not self._take_turn():
-                    await trio.sleep(FAULT_PAUSE_SECONDS)
+                    await trio.sleep_until(gathered_at)
+                gathered_at = trio.current_time() + self._take_turn()
         finally:
             for stranger in tuple(self._standing):
                 self._send_away(stranger, "handshakes_cut_short")
@@ -160,35 +160,36 @@ class Strangers:
             return trio.current_time() + GATHER_SECONDS
         return next((stranger.due_at for stranger in self._standing), float("inf"))
 
-    def _take_turn(self) -> bool:
-        """All that there is to do; False where the kernel has no room for connections."""
-        is_well = True
+    def _take_turn(self) -> float:
+        """All that there is to do; how many seconds others may gather then."""
+        pause_seconds = GATHER_SECONDS
         for key, _ in self._selector.select(0):
             if isinstance(key.data, Stranger):
                 # Another may have taken its place in this turn.
                 if key.data.is_heard:
                     self._hear(key.data)
-            elif isinstance(key.fileobj, socket.socket):
-                is_well = self._take_connections(key.fileobj) and is_well
+            elif isinstance(key.fileobj, socket.socket) and not self._take_connections(key.fileobj):
+                pause_seconds = 0.0
         self._expire()
         self._admit()
-        return is_well
+        return pause_seconds
 
     def _take_connections(self, listening: socket.socket) -> bool:
+        """Whether these were all, or all that the kernel has room for."""
         for _ in range(TAKEN_AT_ONCE_MAX):
             try:
                 connection, address = listening.accept()
             except BlockingIOError:
-                break
+                return True
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     self._counters["connections_not_taken"] += 1
-                    return False
+                    return True
                 # It was gone before we looked, or a firewall forbids it.
                 self._counters["handshakes_broken"] += 1
                 continue
             self.enter(connection, address[0])
-        return True
+        return False
 
     def _hear(self, stranger: Stranger) -> None:
         if stranger.ignored_bytes is not None:
