@@ -50,8 +50,8 @@ def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: floa
     cpu_seconds = max(0.0, outcome.cpu_seconds - peace_share * outcome.seconds)
     strikes, count = outcome.strikes[attack.__name__], refused(outcome, [attack])
     if issubclass(attack, DrippingVisitors):
-        # Whoever drips is refused once, for many bytes; each of them is a thing to be dealt with.
-        count = strikes
+        # Each byte is a thing to be dealt with, and each connection: thrown out, it comes again.
+        count += strikes
     elif issubclass(attack, SilentVisitors):
         # Who still stands in the doorway was let in and not yet sent away: half of it.
         count = (strikes + count) // 2

@@ -20,6 +20,7 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.noise import PeerHandshake
+from crypto.noise.offers import HEAD_BYTES, check_head
 from crypto.sessions.limits import Bucket
 from node.transport.admission import Admission
 from node.transport.doorway import Doorway, source_of
@@ -68,10 +69,14 @@ class Stranger:
 
     def hear(self, data: bytes, credentials: Credentials) -> bool:
         """Whether its first flight is whole. Raises RemoteProtocolError: it is none of ours."""
+        self.came += data
         if self.handshake is None:
+            if len(self.came) < HEAD_BYTES:
+                return False
+            # Most garbage ends here, before anything is made for it.
+            check_head(self.came)
             self.handshake = credentials.handshake(initiator=False)
             self.handshake.start()
-        self.came += data
         while not self.handshake.has_opened and len(self.came) >= (wanted := self.handshake.wanted):
             taken, self.came = self.came[:wanted], self.came[wanted:]
             self.handshake.receive(taken)
