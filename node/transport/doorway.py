@@ -25,7 +25,7 @@ class Doorway(Generic[Who]):
     """Knows who is half-open, by source, and makes room."""
 
     def __init__(self, places_max: int = HALF_OPEN_MAX) -> None:
-        self._places_max = places_max
+        self.places_max = places_max
         # By source those who stand there, longest first.
         self._standing: dict[bytes, dict[Who, None]] = {}
         self._count = 0
@@ -36,7 +36,7 @@ class Doorway(Generic[Who]):
     def enter(self, who: Who, source: bytes) -> Who | None:
         """A place for somebody from there, until it leaves; and who has lost its own for that, if there was
         none to be had."""
-        gone = self._make_room() if self._count >= self._places_max else None
+        gone = self._make_room() if self._count >= self.places_max else None
         self._standing.setdefault(source, {})[who] = None
         self._count += 1
         return gone

@@ -28,13 +28,15 @@ from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Creden
 
 TAKEN_AT_ONCE_MAX = 64
 """Connections from one listening socket before others get their turn: some milliseconds of refusing."""
-TURNS_RATE, TURNS_BURST = 10.0, 10.0
+TURNS_RATE, TURNS_BURST = 2.0, 10.0
 """Turns of the event loop for strangers, a second and at once, that come as soon as there is something to do.
 One that brings a peer is not counted."""
 GATHER_SECONDS = 0.05
 """How far apart turns are, once there were too many: meanwhile strangers gather. A turn costs 100 us or more,
-a stranger 30 in one of many; an honest peer that comes amid a crowd is kept waiting by this, once or twice.
-A turn that could not take all who had come is followed by the next at once."""
+a stranger in one of many 30. An honest peer that comes amid a crowd has to wait for this once or twice."""
+GATHERED_PART = 1 / 8
+"""Of the doorway's places: where more than so many come in a turn, the pause becomes shorter. Who came with
+the turn before is to have time to shake hands before a whole doorway has come after it."""
 IGNORED_BYTES_MAX = 2**16
 """What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
 silent one; who sends more gets no more of our time, and its own kernel waits."""
@@ -115,13 +117,12 @@ class Strangers:
         try:
             for each in listening:
                 self._selector.register(each, selectors.EVENT_READ)
-            gathered_at = trio.current_time()
             while True:
                 with trio.move_on_at(self._next_due()):
                     await self._something_to_read()
+                pause_seconds = self._take_turn()
                 if not self._turns.take(trio.current_time()):
-                    await trio.sleep_until(gathered_at)
-                gathered_at = trio.current_time() + self._take_turn()
+                    await trio.sleep(pause_seconds)
         finally:
             for stranger in tuple(self._standing):
                 self._send_away(stranger, "handshakes_cut_short")
@@ -167,34 +168,37 @@ class Strangers:
 
     def _take_turn(self) -> float:
         """All that there is to do; how many seconds others may gather then."""
-        pause_seconds = GATHER_SECONDS
+        taken, is_all = 0, True
         for key, _ in self._selector.select(0):
             if isinstance(key.data, Stranger):
                 # Another may have taken its place in this turn.
                 if key.data.is_heard:
                     self._hear(key.data)
-            elif isinstance(key.fileobj, socket.socket) and not self._take_connections(key.fileobj):
-                pause_seconds = 0.0
+            elif isinstance(key.fileobj, socket.socket):
+                count = self._take_connections(key.fileobj)
+                taken, is_all = taken + count, is_all and count < TAKEN_AT_ONCE_MAX
         self._expire()
         self._admit()
-        return pause_seconds
+        if not is_all:
+            return 0.0
+        return GATHER_SECONDS * min(1.0, GATHERED_PART * self._doorway.places_max / max(1, taken))
 
-    def _take_connections(self, listening: socket.socket) -> bool:
-        """Whether these were all, or all that the kernel has room for."""
-        for _ in range(TAKEN_AT_ONCE_MAX):
+    def _take_connections(self, listening: socket.socket) -> int:
+        """How many there were; TAKEN_AT_ONCE_MAX if there may be more that the kernel has room for."""
+        for number in range(TAKEN_AT_ONCE_MAX):
             try:
                 connection, address = listening.accept()
             except BlockingIOError:
-                return True
+                return number
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     self._counters["connections_not_taken"] += 1
-                    return True
+                    return number
                 # It was gone before we looked, or a firewall forbids it.
                 self._counters["handshakes_broken"] += 1
                 continue
             self.enter(connection, address[0])
-        return False
+        return TAKEN_AT_ONCE_MAX
 
     def _hear(self, stranger: Stranger) -> None:
         if stranger.ignored_bytes is not None:
