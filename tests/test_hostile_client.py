@@ -3,7 +3,6 @@
 How much it costs is not asked here: see `benchmarks/hostile.py`.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,8 @@ from tests.hostile.scene import Scene, scene
 GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
 """Of the rates of the attacks: a machine that has other things to do stands it."""
+ATTACK_SECONDS = 8.0
+"""Longer than a stranger may stand in the doorway."""
 REFUSED = {
     "datagrams_refused_malformed",
     "datagrams_refused_index",
@@ -39,14 +40,12 @@ def played() -> Iterator[Scene]:
 
 def test_a_node_under_every_attack_answers_all_that_an_honest_peer_asks(played: Scene) -> None:
     before_bytes = played.figures()["rss_bytes"]
-    refused: Counter[str] = Counter()
-    for attacks, seconds in ((BY_PACKETS, 4.0), (BY_CONNECTIONS, 4.0), ((*BY_PACKETS, *BY_CONNECTIONS), 4.0)):
-        outcome = played.run(rates_of(attacks, PART), seconds=seconds)
-        refused.update(outcome.refused)
-        assert outcome.unanswered == {}
-        assert [attack.__name__ for attack in attacks if not outcome.strikes[attack.__name__]] == []
-        assert all(tally["asked"] for tally in outcome.tallies.values())
-        assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
-    assert {name for name in REFUSED if not refused[name]} == set()
+    attacks = (*BY_PACKETS, *BY_CONNECTIONS)
+    outcome = played.run(rates_of(attacks, PART), seconds=ATTACK_SECONDS)
+    assert outcome.unanswered == {}
+    assert [attack.__name__ for attack in attacks if not outcome.strikes[attack.__name__]] == []
+    assert all(tally["asked"] for tally in outcome.tallies.values())
+    assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
+    assert {name for name in REFUSED if not outcome.refused.get(name)} == set()
     # Peace again: who was honest is as welcome as before, and so is everybody new.
     assert played.run({}, seconds=0.5).unanswered == {}

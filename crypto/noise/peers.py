@@ -113,6 +113,9 @@ class PeerHandshake:
         self.is_last = False
         """Whether what is wanted now belongs to the last message, behind which other bytes may come. Before,
         a peer that has said its part waits for an answer."""
+        self.has_opened = False
+        """Whether a responder has had a whole first flight, in a private swarm one that shows a key of it. To
+        go on from here is what costs."""
         self.session: Session | None = None
 
     @property
@@ -183,6 +186,9 @@ class PeerHandshake:
         offered = yield offers.check_head(head)
         offer = head + offered
         message = yield from self._read_flight(offer)
+        # Until here it has cost a hash at most: whoever drives this may wait before it goes on.
+        self.has_opened = True
+        yield 0
         suite = offers.choose(offered, offers.numbers_of(self._suites))
         answer = offers.answer_of(suite, offered, self._suites)
         before = answer

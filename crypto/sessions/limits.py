@@ -39,14 +39,22 @@ class Bucket:
     tokens: float
     at: float
 
+    def left(self, now: float) -> float:
+        """How many there are."""
+        return min(self.burst, self.tokens + max(0.0, now - self.at) * self.rate)
+
     def take(self, now: float) -> bool:
         """Take one if there is one."""
-        self.tokens = min(self.burst, self.tokens + max(0.0, now - self.at) * self.rate)
+        self.tokens = self.left(now)
         self.at = now
         if self.tokens < 1.0:
             return False
         self.tokens -= 1.0
         return True
+
+    def give(self) -> None:
+        """Put one back."""
+        self.tokens = min(self.burst, self.tokens + 1.0)
 
 
 class Admission:

@@ -5,6 +5,7 @@ ended in order on both sides carries the next to that peer. Which addresses a pe
 """
 
 import itertools
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +19,13 @@ from crypto.noise import Session
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.book import AddressBook
-from node.transport.doorway import Doorway, source_of
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, Outsider, accept, dial
+from node.transport.doorway import Doorway
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
 from node.transport.idle import IDLE_SECONDS, IdleConnections
 from node.transport.pool import Pool
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
+from node.transport.strangers import Stranger, Strangers
 from node.transport.streams import SecureStream
 from node.transport.tcp import Assembly, Connection
 
@@ -40,7 +42,8 @@ OPEN_SECONDS = 20.0
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
 """Twice what its opener keeps it for: who is left waiting longer has been forgotten."""
 LOOK_SECONDS = 10.0
-"""How often connections are looked at: idle for too long, or the other machine gone."""
+"""How often connections are looked at: idle for too long, or the other machine gone; and memory that nobody
+has borrowed since."""
 GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
 
@@ -65,7 +68,7 @@ class Connections:
         self._open: dict[Connection, SecureStream | None] = {}
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
-        self._doorway = Doorway()
+        self._doorway = Doorway[Stranger]()
         # Those that came in, with their source, the newest last.
         self._inbound: dict[Connection, bytes] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
@@ -120,6 +123,7 @@ class Connections:
             while True:
                 await trio.sleep(LOOK_SECONDS)
                 self._idle.expire(trio.current_time())
+                self._pool.look()
                 for connection in tuple(self._open):
                     if connection.has_vanished:
                         self._counters["connections_vanished"] += 1
@@ -258,34 +262,49 @@ class Connections:
 
     # --- in ----------------------------------------------------------------------------------------
 
-    async def serve(self, transport: trio.SocketStream) -> None:
-        """One connection that came in, from its first byte to its end."""
+    async def listen(
+        self,
+        listening: Sequence[socket.socket],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Take connections by these sockets until cancelled, while `run` is running."""
+        assert self._nursery is not None
+        serving = self._nursery
+
+        def shake_hands(stranger: Stranger) -> None:
+            serving.start_soon(self._serve, stranger, strangers)
+
+        strangers = Strangers(self._credentials, self._doorway, self._counters, self._has_room, shake_hands)
+        task_status.started()
+        await strangers.run(listening)
+
+    async def _serve(self, stranger: Stranger, strangers: Strangers) -> None:
+        """One connection that came in, from its first flight to its end."""
+        connection = None
         try:
-            connection = await self._shake_hands(transport)
+            connection = await self._shake_hands(stranger)
         finally:
-            transport.socket.close()
+            strangers.leave(stranger, is_peer=connection is not None)
+            if connection is None:
+                stranger.socket.close()
         if connection is not None:
             await self._serve_peer(connection)
 
-    async def _shake_hands(self, transport: trio.SocketStream) -> Connection | None:
+    async def _shake_hands(self, stranger: Stranger) -> Connection | None:
+        assert stranger.handshake is not None
+        assert stranger.scope is not None
+        transport = trio.SocketStream(trio.socket.from_stdlib_socket(stranger.socket))
         try:
-            host = transport.socket.getpeername()[0]
-            if self._has_room(source_of(host)):
-                scope = trio.CancelScope()
-                with self._doorway.place(host, scope.cancel), scope:
-                    session = await accept(transport, self._credentials)
-                    return self._enter(self._make(transport, session), source_of(host))
-                self._counters["handshakes_displaced"] += 1
-            else:
-                self._counters["connections_over_limit"] += 1
-        except Outsider:
-            self._counters["handshakes_by_outsiders"] += 1
+            with stranger.scope as scope:
+                session = await accept(transport, stranger.handshake, stranger.came)
+                return self._enter(self._make(transport, session), stranger.source)
+            is_late = trio.current_time() >= scope.deadline
+            self._counters["handshakes_timed_out" if is_late else "handshakes_displaced"] += 1
         except RemoteProtocolError:
             self._counters["handshakes_refused"] += 1
         except (trio.BrokenResourceError, OSError):
             self._counters["handshakes_broken"] += 1
-        except trio.TooSlowError:
-            self._counters["handshakes_timed_out"] += 1
         return None
 
     def _has_room(self, source: bytes) -> bool:

@@ -7,60 +7,55 @@ trips, and is through before its turn comes.
 """
 
 import ipaddress
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 HALF_OPEN_MAX = 128
-"""Each holds a socket and a task. With handshakes of 0.4 s over a slow path, 300 strangers a second crowd out
-nobody, even if each has a source of its own."""
+"""Each holds a socket, and a task once it shakes hands. With handshakes of 0.4 s over a slow path, 300
+strangers a second crowd out nobody, even if each has a source of its own."""
 HOSTS_MAX = 4_096
 """Whose source is remembered: to find it costs as much as to take a connection from the kernel."""
 _NETWORK_BYTES = 8
 """Of an IPv6 address what a household is given; of the rest it can have any."""
 
+Who = TypeVar("Who")
 
-class Doorway:
+
+class Doorway(Generic[Who]):
     """Knows who is half-open, by source, and makes room."""
 
     def __init__(self, places_max: int = HALF_OPEN_MAX) -> None:
-        self._places_max = places_max
-        # By source those who stand there, longest first; each with what sends it away.
-        self._standing: dict[bytes, dict[int, Callable[[], None]]] = {}
-        self._entered = 0
+        self.places_max = places_max
+        # By source those who stand there, longest first.
+        self._standing: dict[bytes, dict[Who, None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    @contextmanager
-    def place(self, host: str, send_away: Callable[[], None]) -> Iterator[None]:
-        """A place for somebody from `host` until the block ends, or `send_away` is called, once at most."""
-        source = source_of(host)
-        if self._count >= self._places_max:
-            self._make_room()
-        self._entered += 1
-        number = self._entered
-        self._standing.setdefault(source, {})[number] = send_away
+    def enter(self, who: Who, source: bytes) -> Who | None:
+        """A place for somebody from there, until it leaves; and who has lost its own for that, if there was
+        none to be had."""
+        gone = self._make_room() if self._count >= self.places_max else None
+        self._standing.setdefault(source, {})[who] = None
         self._count += 1
-        try:
-            yield
-        finally:
-            self._leave(source, number)
+        return gone
 
-    def _make_room(self) -> None:
+    def leave(self, who: Who, source: bytes) -> None:
+        """It goes, or has lost its place already."""
+        standing = self._standing.get(source)
+        if standing is None or who not in standing:
+            return
+        del standing[who]
+        self._count -= 1
+        if not standing:
+            del self._standing[source]
+
+    def _make_room(self) -> Who:
         source = max(self._standing, key=lambda source: len(self._standing[source]))
-        number, send_away = next(iter(self._standing[source].items()))
-        # Its task ends when it has its turn; its place is free now.
-        self._leave(source, number)
-        send_away()
-
-    def _leave(self, source: bytes, number: int) -> None:
-        standing = self._standing.get(source, {})
-        if standing.pop(number, None) is not None:
-            self._count -= 1
-            if not standing:
-                del self._standing[source]
+        who = next(iter(self._standing[source]))
+        self.leave(who, source)
+        return who
 
 
 @lru_cache(maxsize=HOSTS_MAX)

@@ -1,10 +1,7 @@
 """The handshake of a stream: connect and shake hands, or answer who did. Ends in a `Session`.
 
-What is said, and what of it is refused, is `crypto.noise.peers`; here are the socket and the deadline. What
-follows on the connection is `tcp`'s.
-
-In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
-connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
+What is said, and what of it is refused, is `crypto.noise.peers`; here are the socket and the deadline. Who
+has connected and not yet begun as a peer does is in `strangers`; what follows on the connection is `tcp`'s.
 """
 
 import re
@@ -40,9 +37,6 @@ CONNECT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 5.0
 FLIGHT_BYTES_MAX = 2**11
 """What is read at once: the longest flight has 1,400 bytes. As much again, and one message, may be held."""
-IGNORED_BYTES_MAX = 2**16
-"""What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
-silent one; who sends more gets no more of our time, and its own kernel waits."""
 UNSENT_BYTES_MAX = 2**20
 """What the kernel takes beyond what the network does: one write, while the next is encrypted. trio's own
 16 KiB is for who multiplexes; measured for 64 MiB, it makes seven times the writes and half the time more."""
@@ -52,10 +46,6 @@ KEEPALIVE_SECONDS = 30
 _CPU_FILE = "/proc/cpuinfo"
 _CPU_BYTES = 2**14
 """The first processor's part of that file, and more."""
-
-
-class Outsider(RemoteProtocolError):
-    """Somebody who did not show a key of our private swarm."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
     try:
         with trio.fail_after(HANDSHAKE_SECONDS):
             handshake = credentials.handshake(initiator=True, expected=address.peer)
-            session = await _shake_hands(transport, handshake)
+            session = await _shake_hands(transport, handshake, handshake.start())
     except trio.TooSlowError:
         detail = f"{address.short} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
         raise Unreachable("timeout", detail + _about_key(credentials)) from None
@@ -140,27 +130,15 @@ async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketS
     return transport, session
 
 
-async def accept(transport: trio.SocketStream, credentials: Credentials) -> Session:
-    """The other side of `dial`, for a connection that came in; takes at most `HANDSHAKE_SECONDS`.
+async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> Session:
+    """The other side of `dial`, for a `handshake` that has opened, and what came behind its first flight; to
+    be cancelled when its time is over.
 
     Raises:
-        Outsider: nobody who knows a key of our private swarm is there. RemoteProtocolError,
-        trio.BrokenResourceError: no peer of this swarm is. trio.TooSlowError: nobody said enough in time.
+        RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
     """
     _set_options(transport)
-    handshake = credentials.handshake(initiator=False)
-    refusal = f"nothing that shows it in {HANDSHAKE_SECONDS:g} s"
-    with trio.move_on_after(HANDSHAKE_SECONDS):
-        try:
-            return await _shake_hands(transport, handshake)
-        except RemoteProtocolError as error:
-            if handshake.knows_swarm:
-                raise
-            refusal = str(error)
-            await _ignore(transport)
-    if handshake.knows_swarm:
-        raise trio.TooSlowError
-    raise Outsider(refusal)
+    return await _shake_hands(transport, handshake, b"", came)
 
 
 def _about_key(credentials: Credentials) -> str:
@@ -168,8 +146,9 @@ def _about_key(credentials: Credentials) -> str:
     return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
 
 
-async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -> Session:
-    outgoing, came = handshake.start(), b""
+async def _shake_hands(
+    transport: trio.SocketStream, handshake: PeerHandshake, outgoing: bytes, came: bytes = b""
+) -> Session:
     while handshake.session is None:
         if outgoing:
             await transport.send_all(outgoing)
@@ -187,18 +166,6 @@ async def _shake_hands(transport: trio.SocketStream, handshake: PeerHandshake) -
     if outgoing:
         await transport.send_all(outgoing)
     return handshake.session
-
-
-async def _ignore(transport: trio.SocketStream) -> None:
-    """Take what comes, and forget it, until the other side hangs up or we are cancelled."""
-    left = IGNORED_BYTES_MAX
-    with suppress(trio.BrokenResourceError):
-        while left > 0:
-            data = await transport.receive_some(left)
-            if not data:
-                return
-            left -= len(data)
-        await trio.sleep_forever()
 
 
 async def _connect(address: Address) -> trio.SocketStream:

@@ -7,7 +7,6 @@ nowhere; a bug in one of our own handlers comes out of `run`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import trio
 
@@ -184,17 +183,15 @@ class RealNetwork:
         datagrams = Datagrams(
             sockets, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
         )
-        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(each.tcp)) for each in bound]
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as outer:
-                serving = await outer.start(self._connections.run)
+                await outer.start(self._connections.run)
                 try:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(datagrams.receive_forever)
                         nursery.start_soon(datagrams.wake_forever)
-                        serve = partial(trio.serve_listeners, handler_nursery=serving)
-                        nursery.start_soon(serve, self._connections.serve, listeners)
+                        await nursery.start(self._connections.listen, [each.tcp for each in bound])
                         for _ in range(ONE_SHOT_SENDERS):
                             nursery.start_soon(self._send_one_shots)
                         if self._beacon_port is not None:

@@ -1,7 +1,8 @@
 """Memory for payloads that come and chunks that leave, used again: new pages cost more than the cipher.
 
 Measured for 16 MiB: 9 ms for the first touch of fresh pages, 1.6 ms for AES-256-GCM. A loan ends by itself,
-when nothing refers to its memory any more, so nobody can read what the next payload has overwritten.
+when nothing refers to its memory any more, so nobody can read what the next payload has overwritten. What is
+borrowed again soon stays warm; what is not goes back to the system, so a burst leaves nothing behind.
 """
 
 import mmap
@@ -11,8 +12,9 @@ import weakref
 import numpy as np
 
 POOL_BYTES_MAX = 256 * 2**20
-"""What the pool keeps, idle or lent again: sixteen activations of 16 MiB. What is lent beyond it is given
-back to the system. It also bounds what a peer can hold by a length alone, for such memory has pages."""
+"""What the pool keeps, lent again or idle for a while: sixteen activations of 16 MiB. What is lent beyond
+that is given back to the system. It also bounds what a peer can hold by a length alone, for such memory has
+pages."""
 POOLED_BYTES_MIN = 2**17
 """Below, the allocator has warm memory of its own."""
 
@@ -23,7 +25,9 @@ class Pool:
     def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._idle: list[mmap.mmap] = []
+        # Each with the look at which it came back, in that order.
+        self._idle: list[tuple[int, mmap.mmap]] = []
+        self._looks = 0
         self._lock = threading.RLock()
 
     def lend(self, length: int) -> memoryview:
@@ -44,18 +48,26 @@ class Pool:
         weakref.finalize(owner, self._take_back, memory, kept).atexit = False
         return owner.data[:length]
 
+    def look(self) -> None:
+        """Give back to the system what nobody has borrowed between the last look and this one; to be called
+        now and then."""
+        with self._lock:
+            self._looks += 1
+            while self._idle and self._idle[0][0] < self._looks - 1:
+                self._bytes -= len(self._idle.pop(0)[1])
+
     def _take_idle(self, size_bytes: int) -> mmap.mmap | None:
         with self._lock:
             # The latest first: some of it may still be in the processor's cache.
             for index in reversed(range(len(self._idle))):
-                if len(self._idle[index]) == size_bytes:
-                    return self._idle.pop(index)
+                if len(self._idle[index][1]) == size_bytes:
+                    return self._idle.pop(index)[1]
         return None
 
     def _take_back(self, memory: mmap.mmap, kept: bool) -> None:
         with self._lock:
-            self._idle.append(memory)
+            self._idle.append((self._looks, memory))
             if not kept:
                 self._bytes += len(memory)
             while self._bytes > self._bytes_max and self._idle:
-                self._bytes -= len(self._idle.pop(0))
+                self._bytes -= len(self._idle.pop(0)[1])

@@ -109,6 +109,8 @@ def feed(each: PeerHandshake, data: bytes) -> bytes:
     while data and len(data) >= each.wanted and each.session is None:
         taken, data = data[: each.wanted], data[each.wanted :]
         answers += each.receive(taken)
+    if each.has_opened and not each.wanted and not answers:
+        answers += each.receive(b"")
     return answers
 
 
@@ -163,6 +165,25 @@ def test_where_there_is_no_common_suite_both_sides_say_what_the_other_takes(swar
         bob.receive(b"")
     with pytest.raises(NoCommonSuite, match="takes only ChaChaPoly"):
         feed(alice, answer)
+
+
+@pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
+def test_a_responder_stops_before_it_computes_for_a_whole_first_flight(swarm: Swarm) -> None:
+    drawn = list[int]()
+
+    def entropy(count: int) -> bytes:
+        drawn.append(count)
+        return bytes(count)
+
+    flight, bob = side(True, swarm=swarm).start(), begun(side(False, swarm=swarm, entropy=entropy))
+    while flight:
+        assert not bob.has_opened
+        taken, flight = flight[: bob.wanted], flight[bob.wanted :]
+        assert bob.receive(taken) == b""
+    assert bob.has_opened
+    assert bob.knows_swarm
+    assert drawn == []
+    assert bob.receive(b"") != b""
 
 
 def test_a_suite_from_later_is_passed_over() -> None:

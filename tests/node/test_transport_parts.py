@@ -230,6 +230,31 @@ def test_the_pool_lends_memory_again_once_nothing_refers_to_it() -> None:
     assert address_of(again) == place
 
 
+def test_the_pool_gives_back_what_nobody_borrows_from_one_look_to_the_next() -> None:
+    pool = Pool()
+    pool.lend(POOLED_BYTES_MIN)[0] = 7
+    for _ in range(3):
+        # Borrowed between two looks, so it stays warm; it comes back at once, as nothing refers to it.
+        pool.look()
+        assert pool.lend(POOLED_BYTES_MIN)[0] == 7
+    pool.look()
+    pool.look()
+    assert pool._bytes == 0
+    assert pool.lend(POOLED_BYTES_MIN)[0] == 0
+
+
+def test_a_look_takes_nothing_that_is_lent() -> None:
+    pool = Pool()
+    pool.lend(POOLED_BYTES_MIN)[0] = 7
+    again = pool.lend(POOLED_BYTES_MIN)
+    for _ in range(3):
+        pool.look()
+    assert again[0] == 7
+    del again
+    pool.look()
+    assert pool.lend(POOLED_BYTES_MIN)[0] == 7
+
+
 def test_the_pool_keeps_no_more_than_its_limit_and_what_was_used_last() -> None:
     pool, length = Pool(4 * POOLED_BYTES_MIN), POOLED_BYTES_MIN
     views = [pool.lend(length) for _ in range(6)]

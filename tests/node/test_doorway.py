@@ -1,0 +1,36 @@
+"""Who gets a place in the doorway, and who has to leave for it."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.transport.doorway import Doorway, source_of
+
+HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1", "fe80::1%eth0"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
+def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: list[tuple[str, int]]) -> None:
+    doorway = Doorway[int](places_max=4)
+    standing: list[tuple[int, bytes]] = []
+    for number, (host, leaving) in enumerate(steps):
+        source = source_of(host)
+        crowds = Counter(source for _, source in standing)
+        gone = doorway.enter(number, source)
+        assert (gone is not None) == (len(standing) == 4)
+        if gone is not None:
+            entry = next(entry for entry in standing if entry[0] == gone)
+            assert crowds[entry[1]] == max(crowds.values())
+            assert entry == next(other for other in standing if other[1] == entry[1])
+            standing.remove(entry)
+            doorway.leave(*entry)  # it learns of it later, and leaves once more
+        standing.append((number, source))
+        if leaving < len(standing):
+            doorway.leave(*standing.pop(leaving))
+        assert len(doorway) == len(standing) <= 4
+
+
+def test_addresses_of_one_household_are_one_source() -> None:
+    sources = [source_of(host) for host in HOSTS]
+    assert [sources.index(source) for source in sources] == [0, 1, 2, 2, 0, 5]

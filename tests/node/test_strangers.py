@@ -1,0 +1,415 @@
+"""Who has connected and not shaken hands: sent away, put off, handed on; where time matters it is virtual."""
+
+import gc
+import os
+import resource
+import selectors
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing, suppress
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from crypto.swarm import Swarm
+from node.transport import handshake, strangers
+from node.transport.admission import SOURCE_BURST, SOURCE_RATE
+from node.transport.doorway import Doorway, source_of
+from node.transport.handshake import HANDSHAKE_SECONDS
+from node.transport.strangers import GATHER_SECONDS, IGNORED_BYTES_MAX, TURNS_BURST, Stranger, Strangers
+from tests.node.nets import LOOPBACK, make_network, raw_address, running, until
+from tests.node.test_handshake import KEY, OTHER_KEY, PRIVATE, credentials
+
+OPEN = Swarm("test")
+HERE = "127.0.0.1"
+
+
+class Room:
+    """Strangers without listening sockets. Those that are handed on are over at once, and prove nothing."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.counters: Counter[str] = Counter()
+        self.doorway = Doorway[Stranger]()
+        self.handed_on: list[Stranger] = []
+        self.strangers = Strangers(
+            credentials("b", swarm), self.doorway, self.counters, lambda source: True, self._hand_on
+        )
+
+    def _hand_on(self, stranger: Stranger) -> None:
+        self.handed_on.append(stranger)
+        self.strangers.leave(stranger, is_peer=False)
+        stranger.socket.close()
+
+    async def enter(self, host: str = HERE) -> trio.SocketStream:
+        """Somebody's end of a connection that carries at once what is sent, so that virtual time is exact."""
+        theirs, ours = socket.socketpair()
+        self.strangers.enter(ours, host)
+        return trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+
+
+@asynccontextmanager
+async def room(swarm: Swarm) -> AsyncIterator[Room]:
+    made = Room(swarm)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.strangers.run, [])
+        yield made
+        nursery.cancel_scope.cancel()
+    assert len(made.doorway) == 0
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+
+
+def first_flight(swarm: Swarm) -> bytes:
+    return credentials("o", swarm).handshake(initiator=True).start()
+
+
+async def say_nothing(stream: trio.SocketStream) -> None:
+    pass
+
+
+async def say_garbage(stream: trio.SocketStream) -> None:
+    await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
+
+
+async def say_it_late(stream: trio.SocketStream) -> None:
+    await trio.sleep(HANDSHAKE_SECONDS / 2)
+    await stream.send_all(b"\x03\x01\x01" + (32).to_bytes(2, "big") + bytes(64))
+
+
+async def say_too_much(stream: trio.SocketStream) -> None:
+    with trio.move_on_after(HANDSHAKE_SECONDS / 2):
+        await stream.send_all(bytes(IGNORED_BYTES_MAX))
+
+
+async def drip_a_right_flight(stream: trio.SocketStream) -> None:
+    with suppress(trio.BrokenResourceError):
+        for byte in first_flight(PRIVATE):
+            await stream.send_all(bytes((byte,)))
+            await trio.sleep(0.4)
+
+
+def knock_of(swarm: Swarm) -> Callable[[trio.SocketStream], Awaitable[None]]:
+    async def knock(stream: trio.SocketStream) -> None:
+        await stream.send_all(first_flight(swarm))
+
+    return knock
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        say_nothing,
+        say_garbage,
+        say_it_late,
+        say_too_much,
+        drip_a_right_flight,
+        knock_of(OPEN),
+        knock_of(Swarm("test", (OTHER_KEY,))),
+        knock_of(Swarm("other", (KEY,))),
+    ],
+    ids=["nothing", "garbage", "late", "much", "drips", "open", "another key", "another name"],
+)
+def test_an_outsider_gets_no_byte_and_the_end_of_one_who_says_nothing(
+    says: Callable[[trio.SocketStream], Awaitable[None]],
+) -> None:
+    async def scenario() -> None:
+        async with room(PRIVATE) as entered, trio.open_nursery() as nursery:
+            theirs = await entered.enter()
+            nursery.start_soon(says, theirs)
+            # An end, not a reset: that would tell of unread bytes.
+            assert await theirs.receive_some() == b""
+            assert trio.current_time() == HANDSHAKE_SECONDS
+            assert entered.counters == {"handshakes_by_outsiders": 1}
+            nursery.cancel_scope.cancel()
+        await theirs.aclose()
+
+    play(scenario)
+
+
+def test_a_first_flight_that_comes_again_is_an_outsiders() -> None:
+    async def scenario() -> None:
+        async with room(PRIVATE) as entered:
+            flight = first_flight(PRIVATE)
+            for _ in range(2):
+                theirs = await entered.enter()
+                await theirs.send_all(flight)
+                await theirs.receive_some()
+                await theirs.aclose()
+            assert len(entered.handed_on) == 1
+            assert entered.counters == {"handshakes_by_outsiders": 1}
+            assert trio.current_time() == HANDSHAKE_SECONDS
+
+    play(scenario)
+
+
+def test_who_drips_a_right_flight_in_an_open_swarm_is_given_up_at_the_deadline() -> None:
+    async def scenario() -> None:
+        async with room(OPEN) as entered, trio.open_nursery() as nursery:
+            theirs = await entered.enter()
+            nursery.start_soon(drip_a_right_flight, theirs)
+            assert await theirs.receive_some() == b""
+            assert trio.current_time() == HANDSHAKE_SECONDS
+            assert entered.counters == {"handshakes_timed_out": 1}
+            nursery.cancel_scope.cancel()
+        await theirs.aclose()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("words", "counter"), [(b"GET / HTTP/1.1\r\n\r\n", "handshakes_refused"), (b"", "handshakes_refused")]
+)
+def test_in_an_open_swarm_who_says_something_else_or_hangs_up_is_gone_at_once(
+    words: bytes, counter: str
+) -> None:
+    async def scenario() -> None:
+        async with room(OPEN) as entered:
+            theirs = await entered.enter()
+            if words:
+                await theirs.send_all(words)
+            else:
+                await theirs.send_eof()
+            assert await theirs.receive_some() == b""
+            assert trio.current_time() == 0
+            assert entered.counters == {counter: 1}
+            await theirs.aclose()
+
+    play(scenario)
+
+
+def test_a_connection_cut_hard_is_gone_at_once() -> None:
+    async def scenario() -> None:
+        async with room(PRIVATE) as entered:
+            with socket.create_server((HERE, 0)) as server:
+                theirs = socket.create_connection(server.getsockname())
+                ours, _ = server.accept()
+            entered.strangers.enter(ours, HERE)
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            theirs.close()
+            await until(lambda: len(entered.doorway) == 0)
+            assert entered.counters == {"handshakes_broken": 1}
+
+    trio.run(scenario)
+
+
+@pytest.mark.parametrize("swarm", [OPEN, PRIVATE], ids=["open", "private"])
+def test_who_crowds_has_few_turns_and_none_lives_longer_for_it(swarm: Swarm) -> None:
+    async def scenario() -> None:
+        async with room(swarm) as entered:
+            crowd = []
+            for _ in range(int(3 * TURNS_BURST)):
+                crowd.append(await entered.enter())
+                await trio.sleep(GATHER_SECONDS / 2)
+            for number, theirs in enumerate(crowd):
+                assert await theirs.receive_some() == b""
+                due_at = number * GATHER_SECONDS / 2 + HANDSHAKE_SECONDS
+                assert due_at - 1e-6 <= trio.current_time() <= due_at + 1.5 * GATHER_SECONDS
+                await theirs.aclose()
+            assert sum(entered.counters.values()) == len(crowd)
+
+    play(scenario)
+
+
+# --- first flights -----------------------------------------------------------------------------------
+
+
+@given(cuts=st.lists(st.integers(1, 200), max_size=6), more=st.binary(max_size=40), private=st.booleans())
+def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, private: bool) -> None:
+    swarm = PRIVATE if private else OPEN
+    flight, ours = first_flight(swarm), credentials("b", swarm)
+    one, other = socket.socketpair()
+    with closing(one), closing(other):
+        stranger, rest = Stranger(one, b"source", 0.0), flight
+        for cut in cuts:
+            if cut < len(rest):
+                assert not stranger.hear(rest[:cut], ours)
+                rest = rest[cut:]
+        assert stranger.hear(rest + more, ours)
+    # Nothing was computed yet, and what came behind it is there.
+    assert stranger.came == more
+    assert stranger.handshake is not None
+    assert stranger.handshake.receive(b"") != b""
+
+
+def test_a_source_with_too_many_first_flights_waits_and_others_do_not() -> None:
+    async def scenario() -> None:
+        async with room(OPEN) as entered:
+            flight, crowd = first_flight(OPEN), []
+
+            async def knock(host: str) -> None:
+                crowd.append(await entered.enter(host))
+                await crowd[-1].send_all(flight)
+
+            more = 60
+            for number in range(int(SOURCE_BURST) + more):
+                await knock("10.0.0.1")
+                if number % 40 == 0:
+                    await trio.sleep(2 * GATHER_SECONDS)
+            before = len(entered.handed_on)
+            assert SOURCE_BURST <= before <= SOURCE_BURST + trio.current_time() * SOURCE_RATE
+            await knock("10.0.0.2")
+            await trio.sleep(2 * GATHER_SECONDS)
+            assert source_of("10.0.0.2") in {each.source for each in entered.handed_on[before:]}
+            await trio.sleep(more / SOURCE_RATE + GATHER_SECONDS)
+            assert len(entered.handed_on) == int(SOURCE_BURST) + more + 1
+            assert entered.counters == {}
+            for theirs in crowd:
+                await theirs.aclose()
+
+    play(scenario)
+
+
+async def test_an_honest_peer_gets_in_while_others_do_more_half_handshakes_than_are_computed() -> None:
+    alice, bob = make_network("a"), make_network("b", listen=("0.0.0.0", 0))
+    flight = first_flight(OPEN)
+    crowd: list[socket.socket] = []
+
+    def knock() -> None:
+        crowd.append(socket.socket())
+        crowd[-1].bind(("127.0.0.2", 0))
+        crowd[-1].connect(raw_address(bob))
+        crowd[-1].sendall(flight)
+
+    async def keep_knocking() -> None:
+        while True:
+            knock()
+            await trio.sleep(0.2 / SOURCE_RATE)
+
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        for _ in range(int(1.2 * SOURCE_BURST)):
+            knock()
+        nursery.start_soon(keep_knocking)
+        await until(lambda: bob.counters["handshakes_displaced"] > 0)
+        for _ in range(5):
+            with trio.fail_after(HANDSHAKE_SECONDS):
+                assert await alice.identify(bob.addresses[0]) == bob.peer
+        nursery.cancel_scope.cancel()
+    for each in crowd:
+        each.close()
+
+
+# --- who stands in the doorway -----------------------------------------------------------------------
+
+
+async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in handshake, strangers:
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 30.0)
+    alice, bob = make_network("a"), make_network("b")
+    bob._connections._doorway = Doorway(places_max=2)
+    async with running(alice, bob):
+        idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
+        await until(lambda: len(bob._connections._doorway) == 2)
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        # Who has stood there longest had to go.
+        assert await idle[0].receive_some() == b""
+        assert bob.counters["handshakes_displaced"] == 1
+        assert len(bob._connections._doorway) == 1
+        for connection in idle:
+            await connection.aclose()
+
+
+async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    bob._connections._doorway = Doorway(places_max=1)
+    async with running(alice, bob):
+        half = await trio.open_tcp_stream(*raw_address(bob))
+        await half.send_all(first_flight(OPEN))
+        assert await half.receive_some() != b""
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        while await half.receive_some():
+            pass
+        assert bob.counters["handshakes_displaced"] == 1
+        assert len(bob._connections._doorway) == 0
+        await half.aclose()
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "private"])
+async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tuple[bytes, ...]) -> None:
+    alice, bob = make_network("a", keys=keys), make_network("b", keys=keys)
+    bob._connections._doorway = Doorway(places_max=32)
+    kinds = [
+        say_nothing,
+        say_garbage,
+        say_too_much,
+        knock_of(OPEN),
+        knock_of(Swarm("other", (KEY,))),
+    ]
+
+    async def be_strange(says: Callable[[trio.SocketStream], Awaitable[None]]) -> None:
+        while True:
+            with suppress(trio.BrokenResourceError, OSError):
+                async with await trio.open_tcp_stream(*raw_address(bob)) as stream:
+                    await says(stream)
+                    await stream.receive_some()
+            await trio.sleep(0.1)  # some hundred strangers a second
+
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        for says in [*kinds * 6, *[say_nothing] * 40]:
+            nursery.start_soon(be_strange, says)
+        await until(lambda: bob.counters["handshakes_displaced"] > 0)
+        for _ in range(20):
+            assert await alice.identify(bob.addresses[0]) == bob.peer
+            assert len(bob._connections._doorway) <= 32
+        nursery.cancel_scope.cancel()
+    assert bob.counters["handshakes_by_outsiders" if keys else "handshakes_refused"] > 0
+    assert len(bob._connections._doorway) == 0
+
+
+# --- the machine's own limits ------------------------------------------------------------------------
+
+
+async def test_without_room_for_another_file_strangers_wait_in_the_kernel_and_come_in_later() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        waiting = trio.socket.socket()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        gc.collect()  # what other tests left is not to become free in between
+        lowest_free = os.dup(waiting.fileno())
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            await waiting.connect(raw_address(bob))
+            begun_at = trio.current_time()
+            await until(lambda: bob.counters["connections_not_taken"] > TURNS_BURST + 3)
+            # Asked again now and then, not all the time.
+            assert trio.current_time() - begun_at > GATHER_SECONDS
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert await alice.identify(bob.addresses[0]) == bob.peer
+        assert len(bob._connections._doorway) == 1
+        waiting.close()
+
+
+@pytest.mark.parametrize("kind", ["SelectSelector", "PollSelector"])
+async def test_a_node_takes_connections_where_a_selector_is_no_file(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(selectors, "DefaultSelector", getattr(selectors, kind))
+    alice, bob = make_network("a"), make_network("b")
+    async with running(alice, bob):
+        for _ in range(3):
+            assert await alice.identify(bob.addresses[0]) == bob.peer
+
+
+async def test_a_node_takes_connections_of_both_families_by_one_turn_each() -> None:
+    alice, bob = make_network("a"), make_network("b", listen=[LOOPBACK, ("::1", 0)])
+    async with running(alice, bob):
+        for address in bob.addresses:
+            assert await alice.identify(address) == bob.peer
+
+
+async def test_a_node_that_leaves_sends_strangers_away() -> None:
+    bob = make_network("b")
+    async with running(bob):
+        silent = await trio.open_tcp_stream(*raw_address(bob))
+        await until(lambda: len(bob._connections._doorway) == 1)
+    assert await silent.receive_some() == b""
+    assert len(bob._connections._doorway) == 0
+    assert bob.counters["handshakes_cut_short"] == 1
+    await silent.aclose()
