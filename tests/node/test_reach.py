@@ -272,6 +272,7 @@ async def test_an_answer_that_no_correct_peer_gives_is_refused(answer: Callable[
 
 async def test_datagrams_are_sent_back_as_they_came_and_not_too_many() -> None:
     async with reaching("a", "b") as ((alice, bob), (_, echoing), counters), trio.open_nursery() as nursery:
+        bob.inbox(PROTOCOL)  # before anything comes
         nursery.start_soon(echoing.echo)
         inbox = alice.inbox(PROTOCOL)
         alice.send(bob.peer, PROTOCOL, encode(Echo(True, 7, bytes(1_000))))
