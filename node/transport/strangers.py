@@ -15,6 +15,7 @@ import selectors
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import trio
 
@@ -54,7 +55,9 @@ _FILES = tuple(
 class Stranger:
     """One connection until its handshake is over; `due_at` is when that must be."""
 
-    __slots__ = ("came", "due_at", "handshake", "ignored_bytes", "is_heard", "scope", "socket", "source")
+    __slots__ = (
+        "came", "due_at", "gathers", "handshake", "ignored_bytes", "is_heard", "scope", "socket", "source"
+    )  # fmt: skip
 
     def __init__(self, connection: socket.socket, source: bytes, due_at: float) -> None:
         self.socket = connection
@@ -66,8 +69,23 @@ class Stranger:
         """What was thrown away, if it has shown that it is an outsider."""
         self.is_heard = False
         """Whether the selector says when it has said something."""
+        self.gathers = False
+        """Whether its bytes gather in the kernel until they are enough."""
         self.scope: trio.CancelScope | None = None
         """Of the task that shakes hands, once there is one."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Until more can be told of it, or its first flight is whole."""
+        wanted = HEAD_BYTES if self.handshake is None else self.handshake.wanted
+        return wanted - len(self.came)
+
+    def gather(self, bytes_min: int) -> None:
+        """Be readable only with so many bytes, or at the end; where the system cannot, with any."""
+        if self.gathers or bytes_min > 1:
+            with suppress(OSError, AttributeError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, bytes_min)
+                self.gathers = bytes_min > 1
 
     def hear(self, data: bytes, credentials: Credentials) -> bool:
         """Whether its first flight is whole. Raises RemoteProtocolError: it is none of ours."""
@@ -212,6 +230,8 @@ class Strangers:
                 self._unregister(stranger)
                 self._ready[stranger] = None
             else:
+                # Who drips wakes nobody.
+                stranger.gather(stranger.missing_bytes)
                 self._register(stranger)
         except BlockingIOError:
             self._register(stranger)
@@ -257,6 +277,7 @@ class Strangers:
                 break
             stranger = newest[source]
             del self._ready[stranger], self._standing[stranger]
+            stranger.gather(1)
             stranger.scope = trio.CancelScope(deadline=stranger.due_at)
             self._shake_hands(stranger)
 

@@ -132,6 +132,21 @@ def test_an_outsider_gets_no_byte_and_the_end_of_one_who_says_nothing(
     play(scenario)
 
 
+def test_of_an_outsider_only_so_much_is_read_and_its_own_kernel_keeps_the_rest() -> None:
+    async def scenario() -> None:
+        async with room(PRIVATE) as entered:
+            theirs = await entered.enter()
+            for _ in range(80):
+                await theirs.send_all(bytes(1_000))
+                await trio.sleep(0.05)
+            (stranger,) = entered.strangers._standing
+            assert stranger.ignored_bytes == IGNORED_BYTES_MAX
+            assert not stranger.is_heard
+        await theirs.aclose()
+
+    play(scenario)
+
+
 def test_a_first_flight_that_comes_again_is_an_outsiders() -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
@@ -235,6 +250,30 @@ def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, 
     assert stranger.came == more
     assert stranger.handshake is not None
     assert stranger.handshake.receive(b"") != b""
+
+
+async def test_who_drips_wakes_nobody_and_a_flight_in_two_pieces_is_whole() -> None:
+    made = Room(OPEN)
+    with closing(socket.create_server((HERE, 0))) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+    flight = first_flight(OPEN)
+    with closing(theirs):
+        made.strangers.enter(ours, HERE)
+        (stranger,) = made.strangers._standing
+        woken = []
+        for number, piece in enumerate((*(bytes((byte,)) for byte in flight[:10]), flight[10:-1]), 1):
+            theirs.sendall(piece)
+            if made.strangers._selector.select(0):
+                woken.append(number)
+            made.strangers._take_turn()
+        # Its first byte, its head, what it offers, and how long the rest of its flight is.
+        assert woken == [1, 2, 4, 6]
+        assert stranger.gathers
+        theirs.sendall(flight[-1:])
+        made.strangers._take_turn()
+        assert made.handed_on == [stranger]
+        assert not stranger.gathers
 
 
 def test_a_source_with_too_many_first_flights_waits_and_others_do_not() -> None:
