@@ -152,9 +152,10 @@ class Multicast:
 
     @property
     def _awaits_others(self) -> bool:
-        """Whether it would speak on other interfaces than loopback, and there is none."""
-        everywhere = any(ipaddress.ip_address(host).is_unspecified for host, _ in self._places)
-        return everywhere and all(ipaddress.ip_address(line.host).is_loopback for line in self._lines)
+        """Whether it would speak on other interfaces than loopback, and there is none: also where the only
+        one it listens on has no carrier yet."""
+        wants_others = any(not ipaddress.ip_address(host).is_loopback for host, _ in self._places)
+        return wants_others and all(ipaddress.ip_address(line.host).is_loopback for line in self._lines)
 
     def _look(self, nursery: trio.Nursery) -> None:
         """Open what has come, close what has gone."""
