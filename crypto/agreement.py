@@ -18,7 +18,7 @@ from functools import lru_cache
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 
-CONVERTED_MAX = 8_192
+CONVERTED_MAX = 4_096
 """Peer ids whose key is remembered; computing one costs some 30 us. As many as the address book holds."""
 
 _P = 2**255 - 19

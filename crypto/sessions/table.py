@@ -17,9 +17,9 @@ from crypto.sessions.packets import INDEX_BYTES, Request
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, Memory, PeerState
 
-PEERS_MAX = 4_096
-"""At 7 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
-routing table as many again."""
+PEERS_MAX = 2_048
+"""At 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
+routing table half as many again."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 PEERS_PER_PREFIX_MAX = 1_024
@@ -106,6 +106,8 @@ class Table:
             self.sessions.pop(session.index, None)
         while state.queue:
             self.drop_oldest(state)
+        # An alarm may name it for minutes yet: let no more stay than that.
+        state.attempt = state.current = state.previous = state.next = None
         state.alarm_at = NEVER
 
     # --- what waits --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from crypto.contact import ADDRESSES_MAX, Address
 from crypto.identity import PeerId
 
-PEERS_MAX = 8_192
+PEERS_MAX = 4_096
 """Peers remembered, the latest used: a full SWIM scope, a routing table and room for lookups."""
 OBSERVED_SECONDS = 120.0
 """Well above any probe period, so a peer that is alive keeps its observation fresh."""
@@ -20,7 +20,7 @@ UNPROVEN_ADDRESSES_MAX = 3
 """A datagram goes to at most so many unproven addresses, so we never amplify more than threefold."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     claimed: tuple[Address, ...] = ()
     proved: Address | None = None
