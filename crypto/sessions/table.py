@@ -17,12 +17,12 @@ from crypto.sessions.packets import INDEX_BYTES, Request
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, Memory, PeerState
 
-PEERS_MAX = 2_048
+PEERS_MAX = 1_024
 """At 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
-routing table half as many again."""
+routing table half as many again. Of those who list everybody, few are spoken to within a session's life."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
-PEERS_PER_PREFIX_MAX = 1_024
+PEERS_PER_PREFIX_MAX = 512
 """Peers that one IPv4 address, or 64 bits of IPv6, may have made us keep."""
 RECENT_SECONDS = 60.0
 """A peer used within this time is not dropped for a stranger."""
