@@ -25,8 +25,8 @@ from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 WAITING_MAX = 8
-"""Of a bucket's newcomers, how many wait for a place. Each stands for hours to come where the oldest of the
-bucket live on, and is pinged; a bucket of k = 20 does not lose more between two refreshes."""
+"""Of those who would stand in a full bucket, how many are known. Who has been up for long stays, so places
+come free a few times an hour; each who waits costs memory, and a ping to be known."""
 
 
 class Contact:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from crypto.agreement import agreement_private, agreement_public
+from crypto.buckets import prefix_of
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import Handshake
-from crypto.sessions.limits import Admission, prefix_of
+from crypto.sessions.limits import Admission
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, find_key, mac, mac_key, open_cookie
 from crypto.sessions.packets import (
     COOKIE_BYTES,
@@ -208,7 +209,7 @@ class Handshakes:
         handshake, offer = self._open(data[:-MACS_BYTES], number)
         state = self._table.peers.get(offer.peer)
         if state is None:
-            state = self._table.meet_stranger(now, offer.peer, prefix_of(source))
+            state = self._table.meet_stranger(now, offer.peer, prefix_of(source[0]))
             if state is None:
                 raise DatagramRefused("full", "a stranger for whom there is no room")
         state.memory.stamp = offer.stamp

@@ -9,7 +9,7 @@ proved itself share a limit of their own, which no stranger can use up.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from crypto.sessions.limits import Bucket
+from crypto.buckets import Bucket, Buckets
 
 STRANGERS_RATE = 100.0
 """Handshakes a second for all sources that nobody is known at, at about 1 ms until the answer is sent and
@@ -33,13 +33,13 @@ class Admission:
     def __init__(self, now: float) -> None:
         self._strangers = Bucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
         self._known = Bucket(KNOWN_RATE, KNOWN_BURST, KNOWN_BURST, now)
-        self._sources: OrderedDict[bytes, Bucket] = OrderedDict()
+        self._sources = Buckets[bytes](SOURCE_RATE, SOURCE_BURST, SOURCES_MAX)
         self._proved: OrderedDict[bytes, None] = OrderedDict()
 
     def choose(self, waiting: Iterable[bytes], now: float) -> bytes | None:
         """The source whose handshake is to be computed, the first of those with an equal claim; it counts.
         None: nobody's, now."""
-        left = {source: self._left(source, now) for source in waiting}
+        left = {source: self._sources.left(source, now) for source in waiting}
         for common, is_known in ((self._known, True), (self._strangers, False)):
             fitting = [
                 source
@@ -48,27 +48,14 @@ class Admission:
             ]
             if fitting and common.take(now):
                 source = max(fitting, key=left.__getitem__)
-                self._of(source, now).take(now)
+                self._sources.of(source, now).take(now)
                 return source
         return None
 
     def proved(self, source: bytes, now: float) -> None:
         """A handshake from there has ended in a peer."""
-        self._of(source, now).give()
+        self._sources.of(source, now).give()
         self._proved[source] = None
         self._proved.move_to_end(source)
         if len(self._proved) > SOURCES_MAX:
             self._proved.popitem(last=False)
-
-    def _left(self, source: bytes, now: float) -> float:
-        bucket = self._sources.get(source)
-        return SOURCE_BURST if bucket is None else bucket.left(now)
-
-    def _of(self, source: bytes, now: float) -> Bucket:
-        bucket = self._sources.get(source)
-        if bucket is None:
-            bucket = self._sources[source] = Bucket(SOURCE_RATE, SOURCE_BURST, SOURCE_BURST, now)
-            if len(self._sources) > SOURCES_MAX:
-                self._sources.popitem(last=False)
-        self._sources.move_to_end(source)
-        return bucket

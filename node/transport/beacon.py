@@ -26,6 +26,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from crypto.buckets import Bucket, Buckets
 from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, make_address, parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -136,9 +137,9 @@ class Beacons:
         self._counters = counters
         self._addresses = addresses
         self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
-        self._sources: OrderedDict[str, _Allowance] = OrderedDict()
-        self._total = _Allowance(TOTAL_BURST_MAX, TOTAL_PER_SECOND_MAX, now)
-        self._news = _Allowance(NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX / 60, now)
+        self._sources = Buckets[str](SOURCE_PER_SECOND_MAX, SOURCE_BURST_MAX, SOURCES_MAX)
+        self._total = Bucket(TOTAL_PER_SECOND_MAX, TOTAL_BURST_MAX, TOTAL_BURST_MAX, now)
+        self._news = Bucket(NEWS_PER_MINUTE_MAX / 60, NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX, now)
         self._questions = [now + seconds for seconds in ASKING_SECONDS]
         self._due = inf
         self._answer_due = inf
@@ -167,7 +168,7 @@ class Beacons:
         if not _NONCE_BYTES + _TAG_BYTES < len(data) <= BEACON_BYTES_MAX:
             self._counters["beacons_refused_size"] += 1
             return
-        if not (self._source(source, now).take(now) and self._total.take(now)):
+        if not (self._sources.of(source, now).take(now) and self._total.take(now)):
             self._counters["beacons_over_rate"] += 1
             return
         try:
@@ -194,15 +195,6 @@ class Beacons:
         addresses = tuple(str(address.of(None)) for address in self._addresses())
         self._counters["beacons_sent"] += 1
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
-
-    def _source(self, source: str, now: float) -> "_Allowance":
-        allowance = self._sources.pop(source, None)
-        if allowance is None:
-            allowance = _Allowance(SOURCE_BURST_MAX, SOURCE_PER_SECOND_MAX, now)
-        self._sources[source] = allowance
-        if len(self._sources) > SOURCES_MAX:
-            self._sources.popitem(last=False)
-        return allowance
 
     def _hear(self, now: float, source: str, beacon: Beacon) -> None:
         peer = PeerId(beacon.peer)
@@ -239,24 +231,6 @@ class _Neighbour:
 
     addresses: frozenset[Address] = frozenset()
     told: float = -inf
-
-
-class _Allowance:
-    """So many at once, and so many a second on average."""
-
-    def __init__(self, burst: float, per_second: float, now: float) -> None:
-        self._burst = self._left = burst
-        self._per_second = per_second
-        self._at = now
-
-    def take(self, now: float) -> bool:
-        """Whether one more is allowed; then it is used."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:

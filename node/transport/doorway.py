@@ -6,17 +6,11 @@ is of the source that takes up most room, the one that has stood there longest. 
 trips, and is through before its turn comes.
 """
 
-import ipaddress
-from functools import lru_cache
 from typing import Generic, TypeVar
 
 HALF_OPEN_MAX = 128
 """Each holds a socket, and a task once it shakes hands. With handshakes of 0.4 s over a slow path, 300
 strangers a second crowd out nobody, even if each has a source of its own."""
-HOSTS_MAX = 4_096
-"""Whose source is remembered: to find it costs as much as to take a connection from the kernel."""
-_NETWORK_BYTES = 8
-"""Of an IPv6 address what a household is given; of the rest it can have any."""
 
 Who = TypeVar("Who")
 
@@ -56,12 +50,3 @@ class Doorway(Generic[Who]):
         who = next(iter(self._standing[source]))
         self.leave(who, source)
         return who
-
-
-@lru_cache(maxsize=HOSTS_MAX)
-def source_of(host: str) -> bytes:
-    """Whom an address counts for: the address itself, or its network for IPv6. IPv4 within IPv6 as IPv4."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv4Address):
-        return address.packed
-    return address.ipv4_mapped.packed if address.ipv4_mapped else address.packed[:_NETWORK_BYTES]

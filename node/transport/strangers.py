@@ -19,12 +19,12 @@ from contextlib import suppress
 
 import trio
 
+from crypto.buckets import Bucket, prefix_of
 from crypto.errors import RemoteProtocolError
 from crypto.noise import PeerHandshake
 from crypto.noise.offers import HEAD_BYTES, check_head
-from crypto.sessions.limits import Bucket
 from node.transport.admission import Admission
-from node.transport.doorway import Doorway, source_of
+from node.transport.doorway import Doorway
 from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
 
 TAKEN_AT_ONCE_MAX = 64
@@ -149,7 +149,7 @@ class Strangers:
     def enter(self, connection: socket.socket, host: str) -> None:
         """Somebody has connected from there."""
         connection.setblocking(False)
-        source = source_of(host)
+        source = prefix_of(host)
         if not self._has_room(source):
             self._counters["connections_over_limit"] += 1
             connection.close()

@@ -135,7 +135,9 @@ def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
 
 def remembered(life: Life) -> tuple[PeerId, ...]:
     """Whom a node with this view writes down for its next life: the first of its live members."""
-    others = sorted(
-        peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer
-    )
-    return tuple(others[:REMEMBERED_MAX])
+    return tuple(sorted(live_others(life))[:REMEMBERED_MAX])
+
+
+def live_others(life: Life) -> list[PeerId]:
+    """Whom it lists as live."""
+    return [peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer]

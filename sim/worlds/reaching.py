@@ -5,12 +5,10 @@ takes as long as a node's, comes through or not as a stream would, and nobody is
 the simulated network, a peer with a public address knows that it is reached and asks nobody.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
-from gossip.member import Status
 from node.services.driver import Sends
 from node.services.reach import DIAL_SECONDS
 from node.services.reachability import Reachability, Report
@@ -20,10 +18,8 @@ from sim.network.addresses import outer_address
 from sim.network.instants import after
 from sim.seams import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
-from sim.worlds.joining import DialGround, handshake
+from sim.worlds.joining import DialGround, handshake, live_others
 from sim.worlds.life import Life
-
-_LIVE = (Status.ALIVE, Status.SUSPECT)
 
 
 class Reaching:
@@ -47,7 +43,7 @@ class Reaching:
         if not self._lives(life):
             return
         now = self._ground.now
-        other = judge.next(now, _live_others(life))
+        other = judge.next(now, live_others(life))
         if other is None:
             self._ground.at(judge.deadline, self._ask, life, judge)
         else:
@@ -107,8 +103,3 @@ class Reaching:
     def _handshake_seconds(self, one: PeerId, other: PeerId) -> float:
         links = self._ground.links
         return HANDSHAKE_TRIPS / 2 * (links.latency_seconds(one, other) + links.latency_seconds(other, one))
-
-
-def _live_others(life: Life) -> Sequence[PeerId]:
-    """Whom it lists as live."""
-    return [peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer]

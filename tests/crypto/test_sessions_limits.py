@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from crypto.buckets import Bucket, prefix_of
 from crypto.identity import Identity, PeerId
 from crypto.sessions import limits, table
 from crypto.sessions.core import Sessions
-from crypto.sessions.limits import Bucket, prefix_of
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
 from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS
@@ -244,4 +244,4 @@ def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
     ],
 )
 def test_addresses_of_one_owner_share_a_prefix(one: str, other: str, same: bool) -> None:
-    assert (prefix_of((one, 1)) == prefix_of((other, 2))) == same
+    assert (prefix_of(one) == prefix_of(other)) == same

@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.transport.doorway import Doorway, source_of
+from crypto.buckets import prefix_of
+from node.transport.doorway import Doorway
 
 HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1", "fe80::1%eth0"]
 
@@ -15,7 +16,7 @@ def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: li
     doorway = Doorway[int](places_max=4)
     standing: list[tuple[int, bytes]] = []
     for number, (host, leaving) in enumerate(steps):
-        source = source_of(host)
+        source = prefix_of(host)
         crowds = Counter(source for _, source in standing)
         gone = doorway.enter(number, source)
         assert (gone is not None) == (len(standing) == 4)
@@ -32,5 +33,5 @@ def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: li
 
 
 def test_addresses_of_one_household_are_one_source() -> None:
-    sources = [source_of(host) for host in HOSTS]
+    sources = [prefix_of(host) for host in HOSTS]
     assert [sources.index(source) for source in sources] == [0, 1, 2, 2, 0, 5]
