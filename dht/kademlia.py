@@ -124,18 +124,28 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """A hint from elsewhere: `peer` is pinged if there is room, and is a contact once it answers.
+        """Somebody else watches over `peer`, and will say `remove` if it dies or `unwatch` if it looks away.
+        It is pinged if there is room, and is a contact once it answers.
 
         Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
         them ping back, only to be ready for a loss that the next hint makes good.
         """
         known = self.table.get(peer)
         if known is not None:
+            known.watched = True
             if known.failures:
                 self._check(now, known)
         elif self.table.wants(peer, waiting=False):
-            self._check(now, Contact(peer, address_texts(addresses)))
+            contact = Contact(peer, address_texts(addresses))
+            contact.watched = True
+            self._check(now, contact)
         return self._drain()
+
+    def unwatch(self, peer: PeerId) -> None:
+        """Nobody else watches over `peer` any more: from now on its silence is ours to notice."""
+        contact = self.table.get(peer)
+        if contact is not None:
+            contact.watched = False
 
     def remove(self, now: float, peer: PeerId) -> Sends:
         """`peer` is known to be dead: it loses its place at once, and no lookup waits for it."""
@@ -325,18 +335,15 @@ class Kademlia:
         then: Callable[[float, Search], None],
         *,
         values: bool = False,
-        width: int | None = None,
         seeds: Sequence[Contact] = (),
     ) -> Search:
-        # Give or take a quarter: what was filled together must not be refreshed together for ever.
-        jitter = self.settings.refresh_seconds * self._rng.uniform(-0.25, 0.25)
-        self.table.bucket_of(key).touch_last_updated(now + jitter)
+        self._touch(now, self.table.bucket_of(key))
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self.table.nearest(key, 2 * self.settings.k)
         if len(known) < self.settings.alpha:
             # After an outage of our own all seem to fail; better to ask them than to ask nobody.
             known = self.table.nearest(key, self.settings.k, failing=True)
-        lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values, width=width)
+        lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values)
         if values:
             for held in self.records.get(self._wall(now), key):
                 lookup.learn(held)
@@ -472,19 +479,25 @@ class Kademlia:
         self._refresh_due = now + self.settings.refresh_gap_seconds
 
     def _refresh(self, now: float) -> None:
-        """Refresh the bucket that was looked into least recently, if it is time, and its silent contacts."""
+        """Refresh the bucket that was looked into least recently, if it is time, and ask those of its
+        contacts whether they live of whom nothing was heard for so long."""
         settings = self.settings
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:
             for contact in list(stalest.nodes.values()):
-                if contact.heard + settings.refresh_seconds <= now:
+                if contact.heard + settings.refresh_seconds <= now and not contact.watched:
                     self._check(now, contact)
-            # Where there is no room for anybody, it is enough to see that the way there is open.
-            width = settings.alpha if stalest.full else settings.k
-            key = random_key(self._rng, *stalest.range)
-            self._search(now, key, lambda _now, _search: None, width=width)
+            if stalest.full:
+                # There is no room for anybody whom a lookup would find; whoever is lost makes room.
+                self._touch(now, stalest)
+            else:
+                self._search(now, random_key(self._rng, *stalest.range), lambda _now, _search: None)
         due = self._stalest().last_updated + settings.refresh_seconds
         self._refresh_due = max(due, now + settings.refresh_gap_seconds)
+
+    def _touch(self, now: float, bucket: Bucket) -> None:
+        # Give or take a quarter: what was filled together must not be refreshed together for ever.
+        bucket.touch_last_updated(now + self.settings.refresh_seconds * self._rng.uniform(-0.25, 0.25))
 
     def _stalest(self) -> Bucket:
         return min(self.table.buckets, key=lambda bucket: bucket.last_updated)

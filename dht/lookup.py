@@ -71,7 +71,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 class Lookup:
     """The state of one lookup of `key`, begun with `seeds`. With `values` it collects records.
 
-    It ends when the `width` nearest alive have answered, k if nothing is said.
+    It ends when the k nearest alive have answered.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Lookup:
         settings: Settings,
         *,
         values: bool,
-        width: int | None = None,
     ) -> None:
         self.key = key
         self.values = values
@@ -92,7 +91,6 @@ class Lookup:
         self.candidates: dict[PeerId, Contact] = {}
         self._own = own
         self._settings = settings
-        self._wanted = settings.k if width is None else width
         self._shortlist = Shortlist(key, settings.k)
         self._standing: dict[PeerId, Standing] = {}
         # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
@@ -205,22 +203,24 @@ class Lookup:
     @property
     def _width(self) -> int:
         """How many of the nearest have to answer before the end: fewer, once there are records."""
-        return self._settings.find_width if self.records else self._wanted
+        return self._settings.find_width if self.records else self._settings.k
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
-        standing = self._standing.get(contact.peer)
-        if contact.peer == self._own or standing not in (None, Standing.HEARD):
+        peer = contact.peer
+        standing = self._standing.get(peer)
+        if standing is None:
+            if peer == self._own:
+                return
+            self._standing[peer] = Standing.HEARD
+            self._depth[peer] = 0 if source is None else self._depth[source] + 1
+            self.addresses[peer] = contact.addresses[:ADDRESSES_MAX]
+        elif standing is not Standing.HEARD:
             return
-        new = standing is None
-        if new:
-            self._standing[contact.peer] = Standing.HEARD
-            self._depth[contact.peer] = 0 if source is None else self._depth[source] + 1
-        self.candidates[contact.peer] = contact
-        named = self.addresses.get(contact.peer, ())
-        if named != contact.addresses:
-            merged = tuple(dict.fromkeys((*named, *contact.addresses)))
-            self.addresses[contact.peer] = merged[:ADDRESSES_MAX]
-        if source is not None and not self._note_source(contact.peer, source, new=new):
+        elif self.addresses[peer] != contact.addresses:
+            merged = tuple(dict.fromkeys((*self.addresses[peer], *contact.addresses)))
+            self.addresses[peer] = merged[:ADDRESSES_MAX]
+        self.candidates[peer] = contact
+        if source is not None and not self._note_source(peer, source, new=standing is None):
             return
         self._shortlist.push(contact)
         distance = self._shortlist.node.distance_to(contact)

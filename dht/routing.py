@@ -34,9 +34,11 @@ class Contact:
 
     To the package's structures it is a Node, of which they ask `id`, `long_id` and `distance_to`; a Node
     itself would take three times the memory, and there are hundreds at each of thousands of simulated peers.
+
+    `watched`: somebody else will say if it dies, so its silence is no reason for a ping.
     """
 
-    __slots__ = ("addresses", "failed", "failures", "heard", "id", "long_id", "peer")
+    __slots__ = ("addresses", "failed", "failures", "heard", "id", "long_id", "peer", "watched")
 
     def __init__(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> None:
         self.id: Key = node_key(peer)
@@ -46,6 +48,7 @@ class Contact:
         self.heard = -inf
         self.failed = -inf
         self.failures = 0
+        self.watched = False
 
     def distance_to(self, node: Node) -> int:
         return self.long_id ^ int(node.long_id)

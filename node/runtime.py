@@ -266,6 +266,7 @@ class Node:
             refuse=self._refuse,
             met=self._met,
             gone=self._gone,
+            forgotten=lambda peer: self.discovery.forgotten(peer),
             observe=self._observe,
             make=self._make_swim,
         )

@@ -83,12 +83,16 @@ class Discovery:
         self._driver.command(lambda now: self._core.join(now, peers))
 
     def met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Membership found a peer: it may stand in the routing table once it answers."""
+        """Membership found a peer and watches over it: it may stand in the routing table once it answers."""
         self._driver.command(lambda now: self._core.add(now, peer, addresses))
 
     def gone(self, peer: PeerId) -> None:
         """Membership lost a peer: lookups need not wait for it."""
         self._driver.command(lambda now: self._core.remove(now, peer))
+
+    def forgotten(self, peer: PeerId) -> None:
+        """Membership watches over a peer no more."""
+        self._core.unwatch(peer)
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
         """Store this node's record under (purpose, name); how many nodes keep it, this one included.

@@ -68,7 +68,8 @@ def read_metadata(data: bytes) -> Metadata | None:
 
 
 class Membership:
-    """The service. `run` drives; `gone` is told of every member that died or left."""
+    """The service. `run` drives; `gone` is told of every member that died or left, `forgotten` of those that
+    are no longer listed."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Membership:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         met: Callable[[PeerId, Sequence[Address]], None],
         gone: Callable[[PeerId], None],
+        forgotten: Callable[[PeerId], None],
         observe: Callable[[core.Event], None],
         make: Callable[..., Swim] = Swim,
     ) -> None:
@@ -92,6 +94,7 @@ class Membership:
         self._publish = publish
         self._met = met
         self._gone = gone
+        self._forgotten = forgotten
         self._observe = observe
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
@@ -159,6 +162,8 @@ class Membership:
             case core.MemberLeft():
                 self._publish(events.MemberLeft(at=self._clock.wall(), peer=event.peer))
                 self._gone(event.peer)
+            case core.MemberForgotten():
+                self._forgotten(event.peer)
 
     def _joined(self, event: core.MemberUp | core.MemberChanged) -> events.MemberJoined:
         known = next((member for member in self._swim.members if member.peer == event.peer), None)

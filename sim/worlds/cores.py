@@ -24,7 +24,7 @@ from crypto.identity import PeerId
 from dht.events import Joined
 from dht.keys import node_key
 from dht.messages import PROTOCOL as KADEMLIA
-from gossip.member import MemberChanged, MemberDown, MemberLeft, MemberUp, Status
+from gossip.member import MemberChanged, MemberDown, MemberForgotten, MemberLeft, MemberUp, Status
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL as SWIM
 from node.seams import own_rng
@@ -88,6 +88,7 @@ class CoresWorld:
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
             self.on(lost, self._lost)
+        self.on(MemberForgotten, self._forgotten)
         self.on(Joined, self._joined)
         self._place = node_key if scenario.membership.scope == "neighbourhood" else None
         if self._place is not None:
@@ -293,6 +294,9 @@ class CoresWorld:
     def _lost(self, life: Life, event: MemberDown | MemberLeft) -> None:
         self.engine.command(life.peer, partial(_remove, event), protocol=KADEMLIA)
 
+    def _forgotten(self, life: Life, event: MemberForgotten) -> None:
+        self.engine.command(life.peer, partial(_unwatch, event), protocol=KADEMLIA)
+
 
 def _add(event: MemberUp | MemberChanged, core: Any, now: float) -> Sends:
     sends: Sends = core.add(now, event.peer, event.addresses)
@@ -302,6 +306,12 @@ def _add(event: MemberUp | MemberChanged, core: Any, now: float) -> Sends:
 def _remove(event: MemberDown | MemberLeft, core: Any, now: float) -> Sends:
     sends: Sends = core.remove(now, event.peer)
     return sends
+
+
+def _unwatch(event: MemberForgotten, core: Any, now: float) -> Sends:
+    del now
+    core.unwatch(event.peer)
+    return []
 
 
 def _leave(core: Any, now: float) -> Sends:

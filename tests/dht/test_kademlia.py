@@ -328,6 +328,51 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
     assert [contact.peer for contact in node.table] == [far[1], far[2]]
 
 
+def refreshed(node: Kademlia) -> dict[type, list[PeerId]]:
+    """Who was asked what when the only bucket of `node` was refreshed."""
+    now = node.deadline
+    assert now == node.settings.refresh_seconds
+    asked: dict[type, list[PeerId]] = {}
+    for peer, message in node.wake(now):
+        asked.setdefault(type(message), []).append(peer)
+    return asked
+
+
+def test_a_full_bucket_is_not_looked_into_but_its_silent_contacts_are_pinged() -> None:
+    settings = Settings(k=2, alpha=1, find_width=1)
+    full, roomy = (Swarm(18, settings=settings).start(0) for _ in range(2))
+    for number in (1, 2):
+        met(full, signer(number).peer)
+        full.unwatch(signer(number).peer)
+    met(roomy, signer(1).peer)
+    roomy.unwatch(signer(1).peer)
+    assert refreshed(full) == {Ping: [signer(1).peer, signer(2).peer]}
+    assert refreshed(roomy) == {Ping: [signer(1).peer], FindNode: [signer(1).peer]}
+
+
+def test_whom_somebody_else_watches_is_not_pinged_for_its_silence() -> None:
+    node = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1)).start(0)
+    for number in (1, 2):
+        met(node, signer(number).peer)
+    node.unwatch(signer(2).peer)
+    assert refreshed(node) == {Ping: [signer(2).peer]}
+
+
+def test_a_contact_that_was_met_before_is_watched_from_the_hint_on() -> None:
+    node = lone()
+    peer = signer(1).peer
+    _, (_, ping) = node.receive(0.0, peer, Ping(5, ("10.0.0.9:1",)))
+    node.receive(0.0, peer, Pong(ping.id, ("10.0.0.9:1",)))
+    contact = node.table.get(peer)
+    assert contact is not None
+    seen = [contact.watched]
+    assert node.add(1.0, peer, []) == []
+    seen.append(contact.watched)
+    node.unwatch(signer(2).peer)  # whom it does not know
+    node.unwatch(peer)
+    assert [*seen, contact.watched] == [False, True, False]
+
+
 def test_a_reply_names_the_nearest_that_fit_its_payload() -> None:
     node = lone()
     for number in range(1, 40):
