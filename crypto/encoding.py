@@ -5,6 +5,7 @@ agreeing. Decoding is the gate for everything hostile: wrong types, missing fiel
 MessagePack and oversized input all end in `RemoteProtocolError`, before any field is looked at.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,13 +14,10 @@ from crypto.errors import RemoteProtocolError
 
 T = TypeVar("T")
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+"""Encode one struct (or builtin value) as MessagePack."""
+
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-
-
-def encode(message: Any) -> bytes:
-    """Encode one struct (or builtin value) as MessagePack."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int) -> T:

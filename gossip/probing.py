@@ -6,6 +6,7 @@ with mute relays that the fault may be its own.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from crypto.identity import PeerId
 
@@ -59,7 +60,7 @@ class Flight:
 
     @property
     def deadline(self) -> float:
-        deadline = float("inf")
+        deadline = inf
         for probe in self.probes.values():
             due = probe.end_at if probe.relayed else probe.timeout_at
             if due < deadline:

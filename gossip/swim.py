@@ -335,11 +335,14 @@ class Swim:
 
     def _plan(self) -> None:
         """Every way out of this core ends here: the deadline is asked for far more often than it changes."""
-        due = self._tick_at
-        for other in (self._exchange.due, self._gossip_at, self._beliefs.suspicion_deadline):
-            if other < due:
-                due = other
-        flight = self._flight
+        # Compared one by one, which is several times faster than min() or a loop.
+        due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
+        if exchange.due < due:
+            due = exchange.due
+        if self._gossip_at < due:
+            due = self._gossip_at
+        if beliefs.suspicion_deadline < due:
+            due = beliefs.suspicion_deadline
         if (flight.probes or flight.relays) and (in_flight := flight.deadline) < due:
             due = in_flight
         self.deadline = due

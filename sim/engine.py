@@ -1,4 +1,4 @@
-"""The heap engine: drives any number of sans-IO cores from one event heap, without trio.
+"""The engine: drives any number of sans-IO cores from one calendar of events, without trio.
 
 It does what `node.services.driver.Driver` does, many times cheaper; `tests/test_drivers_agree.py`
 holds that both give the same trace. Events are ordered by (time, port, kind, sender, number of the
@@ -23,13 +23,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Core, Sends
+from sim.calendar import Calendar
 from sim.network.clocks import LocalClock, SkewedCore, act
 from sim.network.instants import TICKS_PER_SECOND, after, instant
 from sim.network.links import Links, Sender
@@ -81,7 +81,7 @@ _GONE = _Gone()
 class _Port:
     """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
     else until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`.
-    `wake_at` is the earliest wake in the heap that still counts, `wake_for` its deadline; `others` are all
+    `wake_at` is the earliest wake that is planned and still counts, `wake_for` its deadline; `others` are all
     ports of the protocol; `pace_ticks` what a message takes.
     """
 
@@ -142,7 +142,7 @@ class Engine:
         self._ports: list[_Port] = []
         self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
         self._ports_of: dict[PeerId, list[_Port]] = {}
-        self._heap: list[tuple[float, int, int, PeerId, int, Any]] = []
+        self._calendar = Calendar()
         self._number = 0
         self._until = 0.0
 
@@ -218,10 +218,10 @@ class Engine:
 
     @property
     def under_way(self) -> int:
-        """Copies that have neither arrived nor been lost, or wait for a thaw. Costs the size of the heap."""
+        """Copies that have neither arrived nor been lost, or wait for a thaw. Costs as much as there are."""
         waiting = sum(len(port.backlog) for port in self._ports)
         carried = 0 if self._carrier is None else self._carrier.under_way
-        return sum(entry[2] == _DELIVER for entry in self._heap) + waiting + carried
+        return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
         """What `peer`, in all its lives, or everybody has sent by each protocol."""
@@ -235,18 +235,23 @@ class Engine:
         """Let everything happen up to the instant `until`, and at it; or up to an earlier one, if `halt` says
         so meanwhile."""
         self._until = until
-        heap, ports = self._heap, self._ports
+        take, ports = self._calendar.take, self._ports
         is_free = not self._links.has_translators
         last_time, last_index = -1.0, -1
-        while heap and heap[0][0] <= self._until:
-            now, index, kind, sender, _, payload = heappop(heap)
+        while (entry := take(self._until)) is not None:
+            now, index, kind, sender, _, payload = entry
             self.now = now
             if kind == _CARRY:
                 self._carry(now)
                 continue
             port = ports[index]
-            if kind == _WAKE and now != port.wake_at:
-                continue  # an earlier deadline took this one's place
+            if kind == _WAKE:
+                if now != port.wake_at:
+                    continue  # an earlier deadline took this one's place
+                if port.is_open and (deadline := port.core.deadline) > now:
+                    port.wake_at = math.inf  # it was postponed meanwhile
+                    self._plan_wake(now, port, deadline)
+                    continue
             if now == last_time and index == last_index:
                 self._tied += 1
             last_time, last_index = now, index
@@ -373,7 +378,7 @@ class Engine:
         if self._weighs or not links.is_even:
             self._send_with_care(now, port, sends)
             return
-        peer, place, wire, others, heap = port.peer, port.place, port.wire, port.others, self._heap
+        peer, place, wire, others, add = port.peer, port.place, port.wire, port.others, self._calendar.add
         latency_ticks, tick, number = links.latency_ticks, round(now * TICKS_PER_SECOND), self._number
         for receiver, message in sends:
             target = others.get(receiver)
@@ -383,12 +388,12 @@ class Engine:
             number += 1
             due = (tick + latency_ticks(place, target.place)) / TICKS_PER_SECOND
             payload = message if wire is None else encode(message)
-            heappush(heap, (due, target.index, _DELIVER, peer, number, payload))
+            add((due, target.index, _DELIVER, peer, number, payload))
         self._number = number
 
     def _send_with_care(self, now: float, port: _Port, sends: Sends) -> None:
         """As the end of `_pass_on`, where more may happen to a message than that it takes its time."""
-        peer, wire, carrier, heap = port.peer, port.wire, self._carrier, self._heap
+        peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
         for receiver, message in sends:
             data = encode(message) if wire is not None or self._weighs else b""
@@ -400,12 +405,12 @@ class Engine:
                 self._counts["missed"] += 1
                 continue
             payload = message if wire is None else data
-            trips = port.sender.trips(now, target.place)
+            trips = port.sender.trips(tick, target.place)
             self._number += 1
             if carrier is None:
                 for trip in trips:
                     due = (tick + trip) / TICKS_PER_SECOND
-                    heappush(heap, (due, target.index, _DELIVER, peer, self._number, payload))
+                    add((due, target.index, _DELIVER, peer, self._number, payload))
                 continue
             item = (target.index, payload)
             down = target.place.down
@@ -427,23 +432,23 @@ class Engine:
     def _plan_carry(self, at: float) -> None:
         self._carry_at = at
         self._number += 1
-        heappush(self._heap, (at, _NOBODY, _CARRY, _NO_SENDER, self._number, None))
+        self._calendar.add((at, _NOBODY, _CARRY, _NO_SENDER, self._number, None))
 
     def _land(self, due: float, parcel: Parcel) -> None:
         # A number of its own: two copies of a message may come out of a queue at one instant.
         index, payload = parcel.item
         self._number += 1
-        heappush(self._heap, (due, index, _DELIVER, parcel.sender, self._number, payload))
+        self._calendar.add((due, index, _DELIVER, parcel.sender, self._number, payload))
 
     def _plan_wake(self, now: float, port: _Port, deadline: float) -> None:
         # Only an earlier deadline is pushed. One that moved later is found when the earlier entry
-        # comes up, so a core that postpones its deadline with every message costs no heap entries.
+        # comes up, so a core that postpones its deadline with every message costs no entries.
         port.wake_for = deadline
-        at = instant(max(now, deadline))
+        at = instant(deadline if deadline > now else now)
         if at < port.wake_at:
             port.wake_at = at
             self._number += 1
-            heappush(self._heap, (at, port.index, _WAKE, _NO_SENDER, self._number, None))
+            self._calendar.add((at, port.index, _WAKE, _NO_SENDER, self._number, None))
 
     def _check_wakes(self, now: float, port: _Port) -> None:
         port.wakes = port.wakes + 1 if port.woken_at == now else 1
@@ -455,4 +460,4 @@ class Engine:
         # The running number makes each entry unique, so that payloads are never compared.
         self._number += 1
         at = instant(max(at, self.now))
-        heappush(self._heap, (at, port.index, kind, _NO_SENDER, self._number, payload))
+        self._calendar.add((at, port.index, kind, _NO_SENDER, self._number, payload))

@@ -212,14 +212,15 @@ class Medium:
             self.count("missed")
             return
         target = self.links.at(peer)
-        trips = sender.trips(now, target)
+        tick = round(now * TICKS_PER_SECOND)
+        trips = sender.trips(tick, target)
         if self.links.is_limited:
             parcel = Parcel(own.peer, protocol, target.down, size_bytes, trips, self._land, (peer, data))
             self._carrier.send(now, own.up, parcel)
             self._watch_queues()
             return
         for trip in trips:
-            due = (round(now * TICKS_PER_SECOND) + trip) / TICKS_PER_SECOND
+            due = (tick + trip) / TICKS_PER_SECOND
             self._expect(due, peer, own.peer, protocol, data)
 
     def carry(self, parcel: Parcel) -> None:

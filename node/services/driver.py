@@ -2,7 +2,7 @@
 
 A core has one shape (ARCHITECTURE, the tree). The driver hands it what arrived, wakes it at its
 deadline, sends what it returns and publishes what it learnt. `sim.engine` does the same from a
-heap; a test holds that both give the same trace.
+calendar; a test holds that both give the same trace.
 """
 
 from collections.abc import Callable

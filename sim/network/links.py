@@ -226,24 +226,29 @@ class Links:
 class Sender:
     """What one peer sends by one protocol."""
 
-    __slots__ = ("_counts", "_links", "_name", "_tick", "place")
+    __slots__ = ("_counts", "_first", "_links", "_name", "_tick", "place")
 
     def __init__(self, links: Links, place: Place, protocol: str, seed: int) -> None:
         self.place = place
         self._links = links
         self._name = draw(seed, "fate", place.peer, protocol)[:32]
+        # To whom messages left at the latest tick: the first of them, and how many to each of the others.
         self._tick = -1
-        self._counts: dict[PeerId, int] = {}
+        self._first = place
+        self._counts: dict[PeerId, int] | None = None
 
-    def trips(self, now: float, receiver: Place) -> tuple[int, ...]:
-        """One datagram leaves for `receiver` at the instant `now`: how long each copy of it travels, in
-        ticks. None of them, if it never arrives."""
-        if self.place.nat is not None:
-            self.place.nat.sent(receiver.peer, now)
-        tick, count = round(now * TICKS_PER_SECOND), 0
+    def trips(self, tick: int, receiver: Place) -> tuple[int, ...]:
+        """One datagram leaves for `receiver` at the instant of this tick: how long each copy of it travels,
+        in ticks. None of them, if it never arrives."""
+        nat = self.place.nat
+        if nat is not None:
+            nat.sent(receiver.peer, tick / TICKS_PER_SECOND)
+        count = 0
         if tick != self._tick:
-            self._tick, self._counts = tick, {receiver.peer: 1}
+            self._tick, self._first, self._counts = tick, receiver, None
         else:
+            if self._counts is None:
+                self._counts = {self._first.peer: 1}
             count = self._counts.get(receiver.peer, 0)
             self._counts[receiver.peer] = count + 1
         return self._links.fate(self._name, self.place, receiver, tick, count)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from sim.network.clocks import LocalClock
-from sim.network.instants import TICKS_PER_SECOND, after, instant, nearest_instant
+from sim.network.instants import TICKS_PER_SECOND, after, instant, nearest_instant, ticks
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel, Region
 from sim.network.nat import MAPPING_SECONDS
@@ -26,8 +26,8 @@ SECONDS = st.floats(0, 1e7)
 
 
 @given(TICKS)
-def test_a_whole_microsecond_is_its_own_instant(ticks: int) -> None:
-    time = ticks / 1_000_000
+def test_a_whole_microsecond_is_its_own_instant(tick: int) -> None:
+    time = tick / 1_000_000
     assert instant(time) == time == nearest_instant(time)
 
 
@@ -56,7 +56,7 @@ def test_a_message_always_arrives_at_a_later_instant(ticks: int, seconds: float)
 def fates(links: Links, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
     """What becomes of so many messages, a millisecond apart."""
     sender = links.sender(one, "")
-    return [sender.trips(number / 1_000, links.at(other)) for number in range(count)]
+    return [sender.trips(number * 1_000, links.at(other)) for number in range(count)]
 
 
 def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
@@ -65,17 +65,17 @@ def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
     a, b = busy.sender(A, ""), busy.sender(B, "")
     among = []
     for number in range(50):
-        b.trips(number / 1_000, busy.at(A))
-        a.trips(number / 1_000, busy.at(C))
-        among.append(a.trips(number / 1_000, busy.at(B)))
-        busy.sender(A, "other").trips(number / 1_000, busy.at(B))
+        b.trips(number * 1_000, busy.at(A))
+        a.trips(number * 1_000, busy.at(C))
+        among.append(a.trips(number * 1_000, busy.at(B)))
+        busy.sender(A, "other").trips(number * 1_000, busy.at(B))
     assert fates(quiet, 50) == among
 
 
 def test_messages_of_one_instant_have_fates_of_their_own() -> None:
     links = Links(NetworkModel(jitter_seconds=0.05), 7)
     sender = links.sender(A, "")
-    assert len({sender.trips(1.0, links.at(B)) for _ in range(100)}) > 90
+    assert len({sender.trips(1_000_000, links.at(B)) for _ in range(100)}) > 90
 
 
 def test_another_seed_gives_other_fates() -> None:
@@ -216,7 +216,7 @@ STRANGER = seeded_peer(3, 0)
 
 def send(links: Links, one: PeerId, other: PeerId, at: float) -> bool:
     """Whether a datagram gets through, 0.05 s later."""
-    links.sender(one, "").trips(at, links.at(other))
+    links.sender(one, "").trips(ticks(at), links.at(other))
     return links.lets_in(one, other, at + 0.05)
 
 
@@ -249,7 +249,7 @@ def test_who_reaches_whom_through_translators(one: Nat, other: Nat, passes: tupl
 def test_through_a_full_cone_anyone_comes_once_it_has_sent_to_somebody() -> None:
     links, a, b = natted("none", "full-cone")
     assert not links.may_open(b, 1.0)
-    links.sender(b, "").trips(1.0, links.at(a))
+    links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert send(links, STRANGER, b, 2.0)
     assert links.may_open(b, 2.0)
     assert not send(links, STRANGER, b, 1.0 + MAPPING_SECONDS)
@@ -257,12 +257,12 @@ def test_through_a_full_cone_anyone_comes_once_it_has_sent_to_somebody() -> None
 
 def test_a_mapping_closes_when_nothing_was_sent_for_a_while_and_serves_no_instant_it_opens_at() -> None:
     links, a, b = natted("none", "restricted")
-    links.sender(b, "").trips(1.0, links.at(a))
+    links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert not links.lets_in(a, b, 1.0)
     assert links.lets_in(a, b, 1.0 + MAPPING_SECONDS)
     assert not links.lets_in(a, b, 1.000_001 + MAPPING_SECONDS)
     for second in range(2_000):
-        links.sender(b, "").trips(200.0 + second, links.at(seeded_peer(2, second)))
+        links.sender(b, "").trips(ticks(200.0 + second), links.at(seeded_peer(2, second)))
     nat = links.at(b).nat
     assert nat is not None
     assert len(nat._mappings) < 1_100, "it forgets what has expired"
@@ -271,7 +271,7 @@ def test_a_mapping_closes_when_nothing_was_sent_for_a_while_and_serves_no_instan
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
 def test_streams_are_opened_out_of_a_translator_and_not_into_it(nat: Nat) -> None:
     links, a, b = natted("none", nat)
-    links.sender(b, "").trips(1.0, links.at(a))
+    links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert links.may_open(a, 2.0)
     assert not links.may_open(b, 2.0)
 
