@@ -45,6 +45,8 @@ def _sizes(scenario: "Scenario") -> Iterator[Fault]:
             ("start", "spread_seconds"),
             f"start.spread_seconds = {scenario.start.spread_seconds:g}: it ends after {seconds:g}",
         )
+    if scenario.start.acquainted:
+        yield from _acquainted(scenario)
     if scenario.membership.scope == "all" and nodes > MEMBERS_MAX:
         yield (
             ("nodes",),
@@ -57,6 +59,16 @@ def _sizes(scenario: "Scenario") -> Iterator[Fault]:
             ("start", "late_share"),
             "start.late_share keeps peers back, and no event of kind join starts them",
         )
+
+
+def _acquainted(scenario: "Scenario") -> Iterator[Fault]:
+    at = ("start", "acquainted")
+    if scenario.fidelity == "stack":
+        yield at, 'start.acquainted: whole nodes find each other; it takes fidelity = "cores"'
+    if scenario.start.spread_seconds:
+        yield at, "start.acquainted: all start at once then, so it takes start.spread_seconds = 0"
+    if any(access.nat != "none" for access in scenario.network.access):
+        yield at, "start.acquainted: who is behind a translator has to find that out first"
 
 
 def _churn(scenario: "Scenario") -> Iterator[Fault]:

@@ -30,10 +30,12 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the swarm begins: peers start within `spread_seconds`, each through one that runs already.
-    `late_share` of them are kept back for an event of kind `join`."""
+    `late_share` of them are kept back for an event of kind `join`. `acquainted`: nobody joins; who runs
+    at the beginning has known the others for long, so that the birth of a large swarm need not be played."""
 
     spread_seconds: Seconds = 20.0
     late_share: Share = 0.0
+    acquainted: bool = False
 
 
 class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,6 +38,7 @@ from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
 from sim.watch import Observed
+from sim.worlds.acquaintance import Acquaintance
 from sim.worlds.agenda import Agenda
 from sim.worlds.direction import Direction
 from sim.worlds.joining import Joining, remembered
@@ -102,11 +103,20 @@ class CoresWorld:
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
         self._direction.begin()
+        if self.scenario.start.acquainted:
+            self.at(0.0, self._acquaint)
         self.at(self.scenario.sample_seconds, self._sample, on_sample, 1)
         while (due := self._agenda.due) <= self.scenario.seconds:
             self.engine.run(due)
             self._agenda.do_first()
         self.engine.run(self.scenario.seconds)
+
+    def _acquaint(self) -> None:
+        is_scoped = self._place is not None
+        known = Acquaintance(
+            self, self.links, self.roster, self._membership, self._discovery, scoped=is_scoped
+        )
+        known.make()
 
     def _sample(self, on_sample: Callable[[], None], count: int) -> None:
         self.at((count + 1) * self.scenario.sample_seconds, self._sample, on_sample, count + 1)
@@ -199,7 +209,10 @@ class CoresWorld:
         self.engine.slow(life.peer, self._slowness.get(number, 1.0))
         remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
-        self._joining.begin(life, self._met_before.pop(number, ()))
+        if self.scenario.start.acquainted and self.now == 0:
+            self._joining.watch(life)  # it is told whom it knows when all such have started
+        else:
+            self._joining.begin(life, self._met_before.pop(number, ()))
         life.place = len(self._running)
         self._running.append(life)
 

@@ -45,6 +45,10 @@ class Joining:
         """A life has begun."""
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
+    def watch(self, life: Life) -> None:
+        """A life has begun that knows others already: it dials when it is alone."""
+        self._ground.at(self._ground.now + RETRY_SECONDS_MAX, self._look, life, (), RETRY_SECONDS_MIN)
+
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
         seed = first_to_dial(self._ground, life)
         dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))

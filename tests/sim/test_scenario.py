@@ -153,6 +153,18 @@ def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: st
     [
         ("[churn]\npermanent = 101", 4, "churn.permanent = 101: there are 100 nodes"),
         ("[start]\nlate_share = 0.5", 4, "start.late_share keeps peers back, and no event of kind join"),
+        ("[start]\nacquainted = true", 4, "start.acquainted: all start at once then, so it takes start."),
+        (
+            "[start]\nspread_seconds = 0\nacquainted = true\n"
+            '[[network.access]]\nshare = 0.5\nnat = "full-cone"',
+            5,
+            "start.acquainted: who is behind a translator has to find that out first",
+        ),
+        (
+            'fidelity = "stack"\n[start]\nspread_seconds = 0\nacquainted = true',
+            6,
+            'start.acquainted: whole nodes find each other; it takes fidelity = "cores"',
+        ),
         (
             '[[events]]\nat_seconds = 5\nkind = "join"',
             5,

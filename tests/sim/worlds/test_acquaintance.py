@@ -1,0 +1,100 @@
+"""A swarm that has run for long, from its first instant: all know whom a long life would have shown."""
+
+from typing import Any
+
+import pytest
+
+from dht.keys import node_number
+from dht.messages import PROTOCOL as KADEMLIA
+from dht.routing import WAITING_MAX
+from gossip.member import MemberDown, MemberSuspected, MemberUp
+from gossip.swim import PROTOCOL as SWIM
+from sim.churn.model import Event
+from sim.happenings import PeerStarted, RecordGot
+from sim.network.model import NetworkModel
+from sim.scenario import Membership, Scenario, Start
+from tests.sim.worlds.test_cores import Played, scenario
+
+KNOWN = Start(spread_seconds=0, acquainted=True)
+LINKS = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.09, loss=0.01)
+
+
+def acquainted(**changes: Any) -> Scenario:
+    fields: dict[str, Any] = {"nodes": 60, "seconds": 1.0, "start": KNOWN, "network": LINKS}
+    return scenario(**(fields | changes))
+
+
+def test_all_list_each_other_and_say_it() -> None:
+    played = Played(acquainted())
+    assert played.live_views() == [set(played.world.peers)] * 60
+    ups = played.of(MemberUp)
+    assert len(ups) == 60 * 59
+    assert {o.time for o in (*ups, *played.of(PeerStarted))} == {0.0}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_so_do_few(nodes: int) -> None:
+    played = Played(acquainted(nodes=nodes, seconds=60.0))
+    assert played.live_views() == [set(played.world.peers)] * nodes
+
+
+def test_the_routing_tables_are_full() -> None:
+    world = Played(acquainted(nodes=150)).world
+    numbers = {peer: node_number(peer) for peer in world.peers}
+    for life in world.lives.values():
+        table, k = life.kademlia.table, life.kademlia.settings.k  # type: ignore[attr-defined]  # ours, not just any
+        for bucket in table.buckets:
+            lower, upper = bucket.range
+            there = sum(lower <= number <= upper for number in numbers.values())
+            there -= lower <= numbers[life.peer] <= upper
+            assert len(bucket.nodes) == min(there, k)
+            assert len(bucket.replacement_nodes) == min(there - len(bucket.nodes), WAITING_MAX)
+
+
+def test_nothing_is_left_to_say() -> None:
+    """Probes and their answers, and the one fact of each that it passes on itself; no storm of any kind."""
+    world = Played(acquainted(seconds=20.0)).world
+    counters = world.counters()
+    assert counters[f"messages {SWIM}"] < 60 * 20 * 4
+    assert counters[f"messages {KADEMLIA}"] < 60 * 20 * 1.5
+    assert "refused" not in counters
+
+
+def test_it_goes_on_as_a_swarm_that_was_born() -> None:
+    crash = Event(at_seconds=20.0, kind="crash", share=0.05, lasts_seconds=30.0)
+    played = Played(acquainted(seconds=100.0, events=(crash,)))
+    down = {o.event.peer for o in played.of(MemberDown)}
+    assert len(down) == 3
+    assert played.live_views() == [set(played.world.peers)] * 60
+    lookups = [o.event for o in played.of(RecordGot) if not o.event.storing and o.event.expected]
+    assert len(lookups) > 50
+    assert all(got.copies for got in lookups)
+
+
+def test_who_lists_a_neighbourhood_knows_it_and_who_is_late_finds_it() -> None:
+    crowd = acquainted(
+        nodes=700,
+        seconds=15.0,
+        start=Start(spread_seconds=0, acquainted=True, late_share=0.01),
+        membership=Membership(scope="neighbourhood"),
+        events=(Event(at_seconds=2.0, kind="join", share=1.0, lasts_seconds=1.0),),
+    )
+    played = Played(crowd)
+    world = played.world
+    assert not played.of(MemberSuspected)
+    running = [peer for peer in world.peers if world.is_up(peer)]
+    assert len([o for o in played.of(PeerStarted) if o.time > 0]) > 3
+    for peer in running[::50]:
+        wanted = {other for other in running if world.in_scope(peer, other)}
+        assert 200 < len(wanted) <= 600
+        assert set(world.believes(peer)) == wanted
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    digests = [Played(acquainted(nodes=30, seconds=30.0), seed).digest for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_with_real_keys_too() -> None:
+    played = Played(acquainted(nodes=8, seconds=5.0, signatures="ed25519"))
+    assert played.live_views() == [set(played.world.peers)] * 8
