@@ -41,6 +41,12 @@ class Kademlia:
     they tell the network where the receivers are.
     """
 
+    __slots__ = (
+        "_addresses", "_checking", "_expiry_due", "_is_client", "_own_records", "_refresh_due",
+        "_rejoin_due", "_requests", "_rng", "_searches", "_seeds", "_sends", "_signer", "_timers", "events",
+        "key", "peer", "records", "settings", "table", "wall_offset"
+    )  # fmt: skip
+
     def __init__(
         self, signer: Signer, settings: Settings, rng: Random, addresses: tuple[Address, ...]
     ) -> None:

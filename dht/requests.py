@@ -77,6 +77,8 @@ class Patience:
     Measured from the first sending even where the second was answered: too long is the safe side.
     """
 
+    __slots__ = ("_deviation", "_mean", "_seconds_max")
+
     def __init__(self, seconds_max: float) -> None:
         self._seconds_max = seconds_max
         self._mean: float | None = None
@@ -105,6 +107,8 @@ class Requests:
     A request is sent with `send`; `slow` is called when its answer takes longer than usual (it has
     just been sent again, for it or its answer may be lost), `silent` when its time is up.
     """
+
+    __slots__ = ("_last", "_patience", "_pending", "_send", "_settings", "_silent", "_slow", "_timers")
 
     def __init__(
         self,

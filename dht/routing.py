@@ -125,6 +125,8 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 class Table:
     """The buckets of one node. It changes only by what peers themselves sent us, or failed to."""
 
+    __slots__ = ("_ends", "_failures_max", "_k", "_own", "buckets")
+
     def __init__(self, own: Key, *, k: int, failures_max: int) -> None:
         self._own = Node(own)
         self._k = k
@@ -225,20 +227,24 @@ class Table:
         to the dead.
         """
         target = int.from_bytes(key, "big")
+        wanted = count + (without is not None)
         found: list[tuple[int, Contact]] = []
         # The range of a bucket is an aligned power of two: of two buckets, all of one are nearer than any of
         # the other. So few contacts are sorted faster than a heap of them is made.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.nearest_possible(target)):
-            if len(found) >= count:
+            if len(found) >= wanted:
                 break
             inside = [
                 (contact.long_id ^ target, contact)
                 for contact in bucket.nodes.values()
-                if (failing or not contact.failures) and contact.peer != without
+                if failing or not contact.failures
             ]
             inside.sort()  # no two distances are equal
             found += inside
-        return [contact for _, contact in found[:count]]
+        nearest = [contact for _, contact in found[:wanted]]
+        if without is not None:
+            nearest = [contact for contact in nearest if contact.peer != without]
+        return nearest[:count]
 
     def _bucket(self, peer: PeerId) -> Bucket:
         return self.buckets[bisect_left(self._ends, node_number(peer))]

@@ -26,6 +26,8 @@ class Timer:
 class Timers:
     """All actions to come, in the order of their times and, at one time, of their making."""
 
+    __slots__ = ("_heap", "_made")
+
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._made = 0

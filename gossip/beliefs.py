@@ -14,6 +14,7 @@ or passed on. This is not the protocol: timers and messages stand in `gossip.swi
 """
 
 from collections.abc import Sequence
+from math import inf
 from random import Random
 
 from crypto.facts import Fact, Signer
@@ -62,6 +63,11 @@ DOUBTED_MAX = 16
 class Beliefs:
     """The member list of one peer, kept by the facts it hears."""
 
+    __slots__ = (
+        "_events", "_farewell", "_misled", "_settings", "_signer", "_suspicions", "health",
+        "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "table"
+    )  # fmt: skip
+
     def __init__(
         self,
         signer: Signer,
@@ -87,7 +93,9 @@ class Beliefs:
         self._suspicions: dict[PeerId, Suspicion] = {}
         # Who sent us, last of all, an accusation that we refuted before.
         self._misled: PeerId | None = None
-        self.suspicion_deadline = float("inf")
+        # What says that we have left.
+        self._farewell: Fact | None = None
+        self.suspicion_deadline = inf
 
     @property
     def me(self) -> Row:
@@ -107,6 +115,7 @@ class Beliefs:
         left = sign_body(self._signer, LeftBody(self.me.incarnation))
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
+        self._farewell = left
         self._suspicions.clear()
         self._reckon()
         return left
@@ -136,6 +145,8 @@ class Beliefs:
 
     def doubtful(self, now: float) -> list[PeerId]:
         """The suspects whom this peer accused, and those who would be dead if others had confirmed it."""
+        if self.suspicion_deadline == inf:
+            return []
         return [
             peer
             for peer, suspicion in self._suspicions.items()
@@ -162,14 +173,13 @@ class Beliefs:
         that refuted it may have been lost on every way to it. Then what is held against the
         receiver, so that it can refute (Lifeguard's buddy system).
         """
-        rows = self.table.rows
-        row = rows.get(peer)
-        accusation, farewell = None if row is None else row.verdict, rows[self.peer].verdict
-        if accusation is None and not self.queue.waits and farewell is None and peer != self._misled:
+        row = self.table.rows.get(peer)
+        accusation = None if row is None or row.verdict is None else row.verdict.fact
+        is_misled = self._misled is not None and peer == self._misled
+        if accusation is None and not self.queue.waits and self._farewell is None and not is_misled:
             return ()
-        proofs = [verdict.fact for verdict in (farewell, accusation) if verdict is not None]
-        if peer == self._misled:
-            proofs.insert(len(proofs) - (accusation is not None), self.me.said.fact)
+        refutation = self.me.said.fact if is_misled else None
+        proofs = [fact for fact in (self._farewell, refutation, accusation) if fact is not None]
         first: list[Fact] = []
         room = self._settings.facts_bytes_max
         for fact in proofs:
@@ -342,7 +352,7 @@ class Beliefs:
         accuser = PeerId(fact.author)
         self._suspicions[row.peer] = Suspicion(now, accuser, shortest, longest, wanted)
         self._reckon()
-        self.table.asked(row.peer, now - silence / 1000)
+        self.table.unanswered(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
         verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
         self.table.judge(row, now, verdict)
@@ -368,7 +378,7 @@ class Beliefs:
 
     def _reckon(self) -> None:
         deadlines = (suspicion.deadline for suspicion in self._suspicions.values())
-        self.suspicion_deadline = min(deadlines, default=float("inf"))
+        self.suspicion_deadline = min(deadlines, default=inf)
 
     def _may_have_room(self) -> bool:
         return len(self.table.rows) < self._settings.members_max or self.table.live < len(self.table.rows)

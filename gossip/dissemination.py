@@ -36,6 +36,8 @@ class Dissemination:
     `waits` says whether anything is in it.
     """
 
+    __slots__ = ("_about", "_count", "_tiers", "waits")
+
     def __init__(self) -> None:
         self.waits = False
         self._count = 0

@@ -39,6 +39,11 @@ Sends = list[tuple[PeerId, Message]]
 class Exchange:
     """One peer's exchange of lists; `due` is when `sync` wants to be called."""
 
+    __slots__ = (
+        "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_rng", "_scope",
+        "_searched", "_seeds", "_served", "_settings", "_syncs", "_table", "due"
+    )  # fmt: skip
+
     def __init__(
         self,
         beliefs: Beliefs,

@@ -22,6 +22,7 @@ class Probe:
 
     target: PeerId
     incarnation: int
+    sent_at: float
     timeout_at: float
     end_at: float
     excusable_seconds: float
@@ -52,6 +53,8 @@ class Flight:
 
     An answer counts only with the right number from the right peer.
     """
+
+    __slots__ = ("_number", "probes", "relays")
 
     def __init__(self, first_number: int) -> None:
         self.probes: dict[int, Probe] = {}

@@ -42,6 +42,8 @@ class Scope:
     `joining`: it has found nobody of its neighbourhood yet, so it lists only itself.
     """
 
+    __slots__ = ("_me", "_members_max", "_members_min", "_place", "_prefix", "depth", "joining", "whole")
+
     def __init__(self, me: PeerId, place: Place | None, *, members_min: int, members_max: int) -> None:
         self.whole = place is None
         self.joining = False

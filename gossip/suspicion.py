@@ -60,6 +60,8 @@ class Suspicion:
 class LocalHealth:
     """0 is well; at `score` s this peer probes 1 + s times more slowly and patiently."""
 
+    __slots__ = ("_score_max", "score")
+
     def __init__(self, score_max: int) -> None:
         self.score = 0
         self._score_max = score_max

@@ -60,6 +60,11 @@ class Swim:
     where it is not, the core goes above the old one as soon as it hears of it.
     """
 
+    __slots__ = (
+        "_beliefs", "_exchange", "_flight", "_gossip_at", "_health", "_left", "_settings", "_table",
+        "_tick_at", "deadline", "events", "peer", "scope"
+    )  # fmt: skip
+
     def __init__(
         self,
         signer: Signer,
@@ -171,6 +176,10 @@ class Swim:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
             return []
+        if type(message) is Ping and not message.facts and not self._beliefs.queue.waits:
+            # By far the commonest: nothing becomes due by it.
+            self._beliefs.learn(now, sender, ())
+            return self._answer(now, sender, message)
         try:
             return self._take(now, sender, message)
         finally:
@@ -289,6 +298,8 @@ class Swim:
         # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
         self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         row = self._table.rows.get(probe.target)
+        if row is not None:
+            self._table.unanswered(probe.target, probe.sent_at)
         # A higher incarnation since then is a sign of life.
         if row is not None and row.live and row.incarnation == probe.incarnation:
             self._beliefs.accuse(now, row)
@@ -307,10 +318,10 @@ class Swim:
 
     def _probe(self, now: float, row: Row) -> Sends:
         patience = self._health.multiplier
-        self._table.asked(row.peer, now)
         probe = Probe(
             target=row.peer,
             incarnation=row.incarnation,
+            sent_at=now,
             timeout_at=now + self._settings.probe_timeout_seconds * patience,
             end_at=now + self._settings.probe_interval_seconds * patience,
             excusable_seconds=self._settings.probe_interval_seconds * patience,

@@ -83,6 +83,8 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
 class MemberTable:
     """Rows by peer id, this peer's own among them."""
 
+    __slots__ = ("_cursor", "_digest", "_me", "_ring", "_rng", "_unanswered", "live", "rows")
+
     def __init__(self, me: Row, rng: Random) -> None:
         self.rows: dict[PeerId, Row] = {me.peer: me}
         self.live = 1
@@ -91,7 +93,7 @@ class MemberTable:
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
         self._ring: list[PeerId] = []
         self._cursor = 0
-        # When the first ping of the present silence of a member was sent.
+        # When the first ping of the present silence of a member was sent, of those whose pings have failed.
         self._unanswered: dict[PeerId, float] = {}
         self._digest = b""
 
@@ -123,12 +125,13 @@ class MemberTable:
         self._digest = b""
         return row
 
-    def asked(self, peer: PeerId, at: float) -> None:
-        """A ping was sent to `peer`, which perhaps has not answered the last one either."""
+    def unanswered(self, peer: PeerId, at: float) -> None:
+        """A ping that was sent to `peer` at this moment has found no answer, as perhaps earlier ones."""
         self._unanswered.setdefault(peer, at)
 
     def answered(self, peer: PeerId) -> None:
-        self._unanswered.pop(peer, None)
+        if self._unanswered:
+            self._unanswered.pop(peer, None)
 
     def silence_seconds(self, row: Row, now: float) -> float:
         return now - self._unanswered.get(row.peer, row.since)

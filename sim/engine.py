@@ -20,6 +20,7 @@ Not here: streams, transports and whole nodes; those run on `sim.seams` under tr
 """
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,9 +87,8 @@ class _Port:
     """
 
     __slots__ = (
-        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "messages", "orders", "others",
-        "pace_ticks", "peer", "place", "protocol", "sender", "sent_bytes", "until", "wake_at", "wake_for",
-        "wakes", "wire", "woken_at",
+        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "orders", "others", "pace_ticks",
+        "peer", "place", "protocol", "sender", "until", "wake_at", "wake_for", "wakes", "wire", "woken_at",
     )  # fmt: skip
 
     def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
@@ -106,7 +106,6 @@ class _Port:
         self.orders: list[Order] = []
         self.until = 0.0
         self.pace_ticks = 0
-        self.messages = self.sent_bytes = 0
         self.wake_at = self.wake_for = math.inf
         self.woken_at = -math.inf
         self.wakes = 0
@@ -140,6 +139,8 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._delivered = self._tied = 0
         self._ports: list[_Port] = []
+        # What each port has sent. Not numbers of their own, for each of them would be another one every time.
+        self._sent, self._sent_bytes = array("Q"), array("Q")
         self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
         self._ports_of: dict[PeerId, list[_Port]] = {}
         self._calendar = Calendar()
@@ -171,6 +172,8 @@ class Engine:
             port = others[peer] = _Port(len(self._ports), protocol, sender, others)
             port.wire = self._wires.get(protocol)
             self._ports.append(port)
+            self._sent.append(0)
+            self._sent_bytes.append(0)
             self._ports_of.setdefault(peer, []).append(port)
         self._push(at, port, _START, core)
 
@@ -212,7 +215,7 @@ class Engine:
         same port."""
         counters = self._links.counters + self._counts
         counters["delivered"], counters["tied"] = self._delivered, self._tied
-        counters["sent"] = sum(port.messages for port in self._ports)
+        counters["sent"] = sum(self._sent)
         counters["overflowed"] = 0 if self._carrier is None else self._carrier.overflowed
         return counters
 
@@ -227,7 +230,7 @@ class Engine:
         """What `peer`, in all its lives, or everybody has sent by each protocol."""
         sums: dict[str, Traffic] = {}
         for port in self._ports if peer is None else self._ports_of.get(peer, ()):
-            own = Traffic(port.messages, port.sent_bytes)
+            own = Traffic(self._sent[port.index], self._sent_bytes[port.index])
             sums[port.protocol] = sums.get(port.protocol, Traffic()) + own
         return sums
 
@@ -373,7 +376,7 @@ class Engine:
                     self._publish(now, port.peer, event)
         if not sends:
             return
-        port.messages += len(sends)
+        self._sent[port.index] += len(sends)
         links = self._links
         if self._weighs or not links.is_even:
             self._send_with_care(now, port, sends)
@@ -399,7 +402,7 @@ class Engine:
             data = encode(message) if wire is not None or self._weighs else b""
             size_bytes = port.envelope_bytes + len(data)
             if self._weighs:
-                port.sent_bytes += size_bytes
+                self._sent_bytes[port.index] += size_bytes
             target = port.others.get(receiver)
             if target is None:
                 self._counts["missed"] += 1

@@ -41,7 +41,7 @@ class Place:
         rest = max(0.0, 1.0 - sum(shares))
         classes = (*model.access, PLAIN_ACCESS)
         self.access = access = classes[_share_at([*shares, rest if rest > _REST_MIN else 0.0], drawn[12:16])]
-        self.kept_share = 1.0 - access.loss
+        self.kept_share = 1.0 - access.loss if access.loss else 1.0  # one object for most
         self.sides: tuple[int | None, ...] = ()
         self.deaf = False
         self.nat = None if access.nat == "none" else Translator(access.nat)

@@ -10,9 +10,11 @@ reached by its id. So two behind restricted translators meet once both have sent
 somebody tells them where the other is seen. All that is in `sim.worlds.stack`.
 """
 
+import gc
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from random import Random
 from typing import Any
@@ -55,6 +57,10 @@ WIRES = {
     SWIM: Wire(gossip.messages.Message, gossip.messages.MESSAGE_BYTES_MAX),
     KADEMLIA: Wire(dht.messages.Message, dht.messages.MESSAGE_BYTES_MAX),
 }
+
+
+COLLECTIONS_MIN = 100
+"""Collections of the middle generation between two of all that lives."""
 
 
 class CoresWorld:
@@ -102,6 +108,10 @@ class CoresWorld:
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """The whole scenario; `on_sample` is called every `sample_seconds`."""
+        with _few_collections():
+            self._play(on_sample)
+
+    def _play(self, on_sample: Callable[[], None]) -> None:
         self._direction.begin()
         if self.scenario.start.acquainted:
             self.at(0.0, self._acquaint)
@@ -309,6 +319,18 @@ class CoresWorld:
 
     def _forgotten(self, life: Life, event: MemberForgotten) -> None:
         self.engine.command(life.peer, partial(_unwatch, event), protocol=KADEMLIA)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Let the collector look at all that lives less often: it is millions of objects, and of these only peers
+    that have stopped are ever garbage."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], max(thresholds[2], COLLECTIONS_MIN))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _add(event: MemberUp | MemberChanged, core: Any, now: float) -> Sends:

@@ -120,7 +120,7 @@ def test_a_store_that_reached_nobody_does_not_say_success() -> None:
     nodes = swarm.grow(30)
     # Everybody is found alive and then falls silent to Stores.
     for node in nodes:
-        node._keep = lambda *_: Refusal.FULL  # type: ignore[method-assign]  # a full disk everywhere
+        node.records.put = lambda *_: Refusal.FULL  # type: ignore[method-assign]  # a full disk everywhere
     stored = store(swarm, nodes[0], record(0, KEY))
     assert (stored.acknowledged, stored.tried, stored.refusals) == (0, 20, (Refusal.FULL,))
 
