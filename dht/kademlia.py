@@ -139,7 +139,7 @@ class Kademlia:
         known = self.table.get(peer)
         if known is not None:
             known.watched = True
-            if known.failures:
+            if known.silence is not None:
                 self._check(now, known)
         elif self.table.wants(peer, waiting=False):
             contact = Contact(peer, address_texts(addresses))
@@ -293,7 +293,7 @@ class Kademlia:
                 self._count(publication, None)
 
     def _recheck(self, contact: Contact, now: float) -> None:
-        if contact.failures and self.table.get(contact.peer) is contact:
+        if contact.silence is not None and self.table.get(contact.peer) is contact:
             self._check(now, contact)
 
     def _take_answer(self, now: float, sender: PeerId, answer: messages.Answer) -> None:

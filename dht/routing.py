@@ -35,20 +35,23 @@ class Contact:
     To the package's structures it is a Node, of which they ask `id`, `long_id` and `distance_to`; a Node
     itself would take three times the memory, and there are hundreds at each of thousands of simulated peers.
 
-    `watched`: somebody else will say if it dies, so its silence is no reason for a ping.
+    `watched`: somebody else will say if it dies, so its silence is no reason for a ping. `silence`, if our
+    last request is unanswered: how many in a row, and when that was known of the last of them.
     """
 
-    __slots__ = ("addresses", "failed", "failures", "heard", "id", "long_id", "peer", "watched")
+    __slots__ = ("addresses", "heard", "long_id", "peer", "silence", "watched")
 
     def __init__(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> None:
-        self.id: Key = node_key(peer)
         self.long_id = node_number(peer)
         self.peer = peer
         self.addresses = addresses
         self.heard = -inf
-        self.failed = -inf
-        self.failures = 0
+        self.silence: tuple[int, float] | None = None
         self.watched = False
+
+    @property
+    def id(self) -> Key:
+        return node_key(self.peer)
 
     def distance_to(self, node: Node) -> int:
         return self.long_id ^ int(node.long_id)
@@ -83,12 +86,13 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 
     def add_node(self, node: Contact) -> bool:
         """As the package's; at most k or WAITING_MAX wait for a place."""
-        if node.id in self.nodes or not self.full:
-            self.nodes.pop(node.id, None)
-            self.nodes[node.id] = node
+        key = node.id
+        if key in self.nodes or not self.full:
+            self.nodes.pop(key, None)
+            self.nodes[key] = node
             return True
-        self.replacement_nodes.pop(node.id, None)
-        self.replacement_nodes[node.id] = node
+        self.replacement_nodes.pop(key, None)
+        self.replacement_nodes[key] = node
         while len(self.replacement_nodes) > self.max_replacement_nodes:
             del self.replacement_nodes[next(iter(self.replacement_nodes))]
         return False
@@ -171,7 +175,7 @@ class Table:
         contact = bucket.find(key)
         if contact is not None:
             contact.heard = now
-            contact.failures = 0
+            contact.silence = None
             bucket.add_node(contact)
         return contact
 
@@ -184,7 +188,7 @@ class Table:
             return None
         kept = self.get(contact.peer) or contact
         kept.heard = now
-        kept.failures = 0
+        kept.silence = None
         while not (bucket := self.bucket_of(kept.id)).add_node(kept):
             if not bucket.has_in_range(self._own):
                 return cast(Contact, bucket.head())
@@ -198,14 +202,17 @@ class Table:
         """`peer` left a request unanswered that was sent at `asked`.
 
         Returns it if that counts and it still has its place. Several requests within one silence
-        count once, or a short outage of our own would empty the table.
+        count once, or a short outage of our own would empty the table; one within which it was heard of
+        does not count at all.
         """
         contact = self.get(peer)
-        if contact is None or asked < contact.failed:
+        if contact is None or asked < contact.heard:
             return None
-        contact.failed = now
-        contact.failures += 1
-        if contact.failures < self._failures_max:
+        failures, since = contact.silence or (0, asked)
+        if asked < since:
+            return None
+        contact.silence = (failures + 1, now)
+        if failures + 1 < self._failures_max:
             return contact
         self.remove(peer)
         return None
@@ -237,7 +244,7 @@ class Table:
             inside = [
                 (contact.long_id ^ target, contact)
                 for contact in bucket.nodes.values()
-                if failing or not contact.failures
+                if failing or contact.silence is None
             ]
             inside.sort()  # no two distances are equal
             found += inside
