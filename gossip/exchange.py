@@ -30,8 +30,10 @@ NEIGHBOURS_ASKED = 2
 """Of these, how many at a time in a swarm of neighbourhoods: all of them would tell the same."""
 JOIN_RETRY_INTERVALS = 5
 """Probe intervals until an unanswered join is tried again; then twice as many each time."""
-SEARCH_EVERY_SYNCS = 2
-"""Sync periods after which neighbours are looked for once more, though none are known to be missing."""
+SEARCH_SYNCS_MIN = 2
+SEARCH_SYNCS_MAX = 16
+"""Sync periods after which neighbours are looked for once more, though none are known to be missing: after
+each search that shows nobody new twice as many. Hundreds of others look too, and tell whom they find."""
 
 Sends = list[tuple[PeerId, Message]]
 
@@ -41,7 +43,7 @@ class Exchange:
 
     __slots__ = (
         "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_rng", "_scope",
-        "_searched", "_seeds", "_served", "_settings", "_syncs", "_table", "due"
+        "_search_syncs", "_searched", "_seeds", "_served", "_settings", "_syncs", "_table", "due"
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,7 @@ class Exchange:
         self._served: list[PeerId] = []
         self._searched = False
         self._syncs = 0
+        self._search_syncs = SEARCH_SYNCS_MIN
         # The scope grows by one step at a time, so that the new half is heard of before it is judged.
         self._rested_at = due
         self._fitted = 0
@@ -78,6 +81,8 @@ class Exchange:
             seeds = [peer for peer in seeds if not self._table.is_live(peer)]
             if not seeds:
                 return []
+            if any(map(self._scope.holds, seeds)):
+                self._search_syncs = SEARCH_SYNCS_MIN
             self._scope.joining = self._table.live == 1
         self._seeds = tuple(seeds[:SEEDS_MAX])
         self._retry_seconds = JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
@@ -156,8 +161,9 @@ class Exchange:
             self._fit(now)
             if self._scope.joining:
                 self._search(self._scope.own_key())
-            elif self._syncs % SEARCH_EVERY_SYNCS == 0:
+            elif self._syncs >= self._search_syncs:
                 # Whoever is missed by us may be missed by all whom we know.
+                self._syncs, self._search_syncs = 0, min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
                 self._search(self._scope.random_key(self._rng))
         return sends + self._ask_seeds()
 
@@ -239,6 +245,8 @@ class Exchange:
     def _fit(self, now: float) -> None:
         """Widen or narrow the scope if that is due."""
         depth = self._scope.fit(self._table.live_peers())
+        if depth != self._scope.depth:
+            self._search_syncs = SEARCH_SYNCS_MIN
         if depth > self._scope.depth:
             self._scope.depth = depth
             self._beliefs.forget_outside()

@@ -1,5 +1,6 @@
 """Neighbourhoods: who lists whom, as a swarm grows and shrinks, and what a stranger can do to it."""
 
+from collections import Counter
 from contextlib import suppress
 from random import Random
 
@@ -11,7 +12,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht.keys import node_key
 from gossip.beliefs import OUTSIDERS_REFUTED_MAX
-from gossip.member import MemberDown, SelfAccused
+from gossip.exchange import SEARCH_SYNCS_MAX
+from gossip.member import MemberDown, NeighboursWanted, SelfAccused
 from gossip.messages import (
     DIGESTS_MAX,
     Compare,
@@ -63,6 +65,29 @@ def test_depths_rest_and_nobody_is_declared_dead_though_messages_are_lost(town: 
     town.run(60)
     assert depths(town) == before
     assert not [event for heard in town.events.values() for event in heard if isinstance(event, MemberDown)]
+
+
+def test_who_finds_nobody_new_looks_ever_more_seldom() -> None:
+    swarm = settled(40)
+    period = SMALL.sync_period_seconds(MOST)
+    swarm.run(3 * SEARCH_SYNCS_MAX * period)
+
+    def searches() -> Counter[int]:
+        return Counter(
+            {
+                number: sum(isinstance(event, NeighboursWanted) for event in heard)
+                for number, heard in swarm.events.items()
+            }
+        )
+
+    before = searches()
+    swarm.run(2 * SEARCH_SYNCS_MAX * period)
+    seldom = searches() - before
+    assert all(1 <= seldom[number] <= 4 for number in swarm.cores)
+    # A newcomer does not wait for them.
+    swarm.start(100, join=3)
+    swarm.run(2 * period)
+    assert swarm.right()
 
 
 def test_a_death_is_noticed_by_all_who_listed_the_dead_and_heard_of_by_nobody_else(
