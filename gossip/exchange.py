@@ -151,7 +151,8 @@ class Exchange:
         period = self._settings.sync_period_seconds(self._table.live)
         if self._seeds:
             period = self._retry_seconds = min(2 * self._retry_seconds, period)
-        self.due = now + period
+        # Give or take a quarter: those who began together must not sync together for ever.
+        self.due = now + period * self._rng.uniform(0.75, 1.25)
         live = self._table.pick(1, lambda row: row.live)
         dead = self._table.pick(1, lambda row: row.status is Status.DEAD)
         sends: Sends = [(peer, self._comparison(peer)) for peer in live]

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from crypto.errors import LocalProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from dht import messages as dht
@@ -74,6 +75,8 @@ class Acquaintance:
             return []
 
         self._ground.command(life, SWIM, ask)
+        if not heard:
+            raise LocalProtocolError("start.acquainted: a membership core that answers no Sync with its own fact")
         return heard[0]
 
     def _list(self, life: Life, place: int, facts: Sequence[Fact]) -> None:
@@ -85,7 +88,7 @@ class Acquaintance:
         everything = swim.ScopedSync(False, depth, told) if self._scoped else swim.Sync(False, told)
 
         def learn(core: Any, now: float) -> Sends:
-            core.join(now, [teller])
+            core.scope.depth = depth
             core.receive(now, teller, everything)
             return []
 
