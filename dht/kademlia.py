@@ -29,6 +29,9 @@ from dht.timers import Timer, Timers
 
 Sends = list[tuple[PeerId, Message]]
 
+WATCHED_PATIENCE = 4
+"""Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
+become a client, or its DHT be mute."""
 SEEDS_MAX = 32
 """Peers of the last `join`, asked again when the table has run empty."""
 
@@ -64,8 +67,8 @@ class Kademlia:
         self._searches: dict[int, Search] = {}
         self._own_records: dict[Key, tuple[Record, Timer]] = {}
         self._seeds: tuple[PeerId, ...] = ()
-        # Peers with a ping in flight that no lookup asked for. A dict for its order; values mean nothing.
-        self._checking: dict[PeerId, None] = {}
+        # Those with a ping in flight that no lookup asked for.
+        self._checking: dict[PeerId, Contact] = {}
         self._sends: Sends = []
         self._timers = Timers()
         self._requests = Requests(
@@ -136,26 +139,27 @@ class Kademlia:
         Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
         them ping back, only to be ready for a loss that the next hint makes good.
         """
-        known = self.table.get(peer)
+        known, texts = self.table.get(peer), address_texts(addresses)
         if known is not None:
             known.watched = True
-            if known.silence is not None:
-                self._check(now, known)
+            if known.silence is not None or (texts and texts != known.addresses):
+                self._check(now, known)  # where it is now it is to say itself
         elif self.table.wants(peer, waiting=False):
-            contact = Contact(peer, address_texts(addresses))
+            contact = Contact(peer, texts)
             contact.watched = True
             self._check(now, contact)
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
         """Nobody else watches over `peer` any more: from now on its silence is ours to notice."""
-        contact = self.table.get(peer)
-        if contact is not None:
-            contact.watched = False
+        for contact in (self.table.get(peer), self._checking.get(peer)):
+            if contact is not None:
+                contact.watched = False
 
     def remove(self, now: float, peer: PeerId) -> Sends:
         """`peer` is known to be dead: it loses its place at once, and no lookup waits for it."""
-        self.table.remove(peer)
+        self.unwatch(peer)
+        self._verify(now, self.table.remove(peer))
         for search in list(self._searches.values()):
             search.lookup.passed_over(peer)
             self._advance(now, search)
@@ -224,7 +228,7 @@ class Kademlia:
         """`sender` asked us something: a known contact is alive, a stranger is worth a ping, and a client
         nothing."""
         if texts == CLIENT_ADDRESSES:
-            self.table.remove(sender)
+            self._verify(now, self.table.remove(sender))
             return
         contact = self.table.heard(now, sender)
         if contact is not None:
@@ -246,8 +250,13 @@ class Kademlia:
         """Ping a contact, if that is not being done already and not too many others are."""
         if contact.peer in self._checking or len(self._checking) >= self.settings.checks_max:
             return
-        self._checking[contact.peer] = None
+        self._checking[contact.peer] = contact
         self._ask(now, contact, messages.Ping(self._requests.new_id(), self._addresses), None)
+
+    def _verify(self, now: float, contact: Contact | None) -> None:
+        """Ping a contact, if there is one that nothing was heard of for a while."""
+        if contact is not None and contact.heard + self.settings.fresh_seconds <= now:
+            self._check(now, contact)
 
     # Requests of ours.
 
@@ -278,14 +287,18 @@ class Kademlia:
     def _silent(self, now: float, pending: Pending) -> None:
         """A peer has not answered in time."""
         peer = pending.contact.peer
-        failing = self.table.failed(now, peer, pending.started)
-        if failing is not None:
-            self._timers.at(now + self.settings.recheck_seconds, partial(self._recheck, failing))
+        concerned = self.table.failed(now, peer, pending.started)
+        if concerned is not None and concerned.peer == peer:
+            self._timers.at(now + self.settings.recheck_seconds, partial(self._recheck, concerned))
+        elif concerned is not None:
+            self._verify(now, concerned)
         elif not len(self.table) and self._seeds:
             self._rejoin_due = min(self._rejoin_due, now + self.settings.rejoin_seconds)
         match pending.purpose:
             case None:
                 self._checking.pop(peer, None)
+                if self.table.get(peer) is None:
+                    pending.contact.watched = False  # its answer may still come, when nobody watches any more
             case Search() as search:
                 search.lookup.passed_over(peer)
                 self._advance(now, search)
@@ -321,14 +334,13 @@ class Kademlia:
     def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...]) -> None:
         """A contact answered: it may stand in the table, unless it is a client."""
         if texts == CLIENT_ADDRESSES:
-            self.table.remove(contact.peer)
+            self._verify(now, self.table.remove(contact.peer))
             return
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
             self._take_claim(kept, texts)
-        if oldest is not None and oldest.heard + self.settings.fresh_seconds <= now:
-            self._check(now, oldest)
+        self._verify(now, oldest)
         if self._refresh_due == inf:
             self._refresh_due = now + self.settings.refresh_seconds
 
@@ -491,9 +503,10 @@ class Kademlia:
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:
             for contact in list(stalest.nodes.values()):
-                if contact.heard + settings.refresh_seconds <= now and not contact.watched:
+                patience = WATCHED_PATIENCE if contact.watched else 1
+                if contact.heard + patience * settings.refresh_seconds <= now:
                     self._check(now, contact)
-            if stalest.full:
+            if stalest.full and stalest is not self.table.bucket_of(self.key):
                 # There is no room for anybody whom a lookup would find; whoever is lost makes room.
                 self._touch(now, stalest)
             else:

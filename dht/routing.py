@@ -63,7 +63,8 @@ class Contact:
 
 
 class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
-    """A k-bucket that is told the time. `last_updated` is when a key in its range was looked up.
+    """A k-bucket that is told the time. `last_updated` is when a key in its range was looked up, or there was
+    no need to.
 
     Plain dicts, for they keep the order of insertion too, at a third of the memory of an OrderedDict.
     """
@@ -201,12 +202,11 @@ class Table:
     def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
         """`peer` left a request unanswered that was sent at `asked`.
 
-        Returns it if that counts and it still has its place. Several requests within one silence
-        count once, or a short outage of our own would empty the table; one within which it was heard of
-        does not count at all.
+        Returns it if that counts and it still has its place; if not, whoever takes its place. Several
+        requests within one silence count once, or a short outage of our own would empty the table.
         """
         contact = self.get(peer)
-        if contact is None or asked < contact.heard:
+        if contact is None:
             return None
         failures, since = contact.silence or (0, asked)
         if asked < since:
@@ -214,16 +214,20 @@ class Table:
         contact.silence = (failures + 1, now)
         if failures + 1 < self._failures_max:
             return contact
-        self.remove(peer)
-        return None
+        return self.remove(peer)
 
-    def remove(self, peer: PeerId) -> None:
-        """Forget a peer; the replacement heard of last takes its place."""
+    def remove(self, peer: PeerId) -> Contact | None:
+        """Forget a peer; the replacement that was added last takes its place, and is returned."""
         key = node_key(peer)
         bucket = self._bucket(peer)
         contact = bucket.find(key)
-        if contact is not None:
-            bucket.remove_node(contact)
+        if contact is None:
+            return None
+        before = len(bucket.replacement_nodes)
+        was_inside = key in bucket.nodes
+        bucket.remove_node(contact)
+        is_replaced = was_inside and len(bucket.replacement_nodes) < before
+        return next(reversed(bucket.nodes.values())) if is_replaced else None
 
     def nearest(
         self, key: Key, count: int, *, without: PeerId | None = None, failing: bool = False

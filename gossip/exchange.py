@@ -33,7 +33,7 @@ JOIN_RETRY_INTERVALS = 5
 SEARCH_SYNCS_MIN = 2
 SEARCH_SYNCS_MAX = 16
 """Sync periods after which neighbours are looked for once more, though none are known to be missing: after
-each search that shows nobody new twice as many. Hundreds of others look too, and tell whom they find."""
+each search that shows nobody new twice as many, where hundreds of others look, and tell whom they find."""
 
 Sends = list[tuple[PeerId, Message]]
 
@@ -164,7 +164,9 @@ class Exchange:
                 self._search(self._scope.own_key())
             elif self._syncs >= self._search_syncs:
                 # Whoever is missed by us may be missed by all whom we know.
-                self._syncs, self._search_syncs = 0, min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
+                self._syncs = 0
+                if self._table.live >= self._settings.scope_members_min:
+                    self._search_syncs = min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
                 self._search(self._scope.random_key(self._rng))
         return sends + self._ask_seeds()
 

@@ -52,7 +52,7 @@ class Settings:
 
     sync_interval_seconds: float = 30.0
     """How often one other member's list is compared with ours, and exchanged where it differs; above
-    32 members less often, as in memberlist. At least the probe interval. 30."""
+    32 members less often, as in memberlist; give or take a quarter. At least the probe interval. 30."""
 
     dead_kept_seconds: float = 600.0
     """How long the dead and the left stay listed with their reason; also how long an old alive fact

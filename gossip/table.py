@@ -93,7 +93,8 @@ class MemberTable:
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
         self._ring: list[PeerId] = []
         self._cursor = 0
-        # When the first ping of the present silence of a member was sent, of those whose pings have failed.
+        # When the first ping of the present silence of a member was sent: one of ours that failed, or one of
+        # an accuser.
         self._unanswered: dict[PeerId, float] = {}
         self._digest = b""
 

@@ -20,7 +20,7 @@ Entry = tuple[float, int, int, PeerId, int, Any]
 
 
 class Calendar:
-    """Entries in their order, whenever they were added. No two of them are equal."""
+    """Entries in their order, whenever they were added. Of equal ones, any comes first."""
 
     def __init__(self) -> None:
         # Of the present slot: those that were there when it began, the last first; and a heap of the others.

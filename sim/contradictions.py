@@ -69,6 +69,12 @@ def _acquainted(scenario: "Scenario") -> Iterator[Fault]:
         yield at, "start.acquainted: all start at once then, so it takes start.spread_seconds = 0"
     if any(access.nat != "none" for access in scenario.network.access):
         yield at, "start.acquainted: who is behind a translator has to find that out first"
+    for index, event in enumerate(scenario.events):
+        if event.kind in ("freeze", "join") and not event.at_seconds:
+            yield (
+                ("events", index, "at_seconds"),
+                f"at_seconds = 0 of an event of kind {event.kind}: at that instant they are made acquainted",
+            )
 
 
 def _churn(scenario: "Scenario") -> Iterator[Fault]:

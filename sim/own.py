@@ -1,4 +1,4 @@
-"""A protocol of one's own in a simulated swarm: any core, on the heap engine, without SWIM and the DHT.
+"""A protocol of one's own in a simulated swarm: any core, on the engine, without SWIM and the DHT.
 
     swarm = OwnCores(lambda seat: MyCore(seat.peers, seat.rng), nodes=20, seed=7)
     swarm.crash(3, at=10.0)

@@ -1,6 +1,6 @@
 """Instants: whole microseconds, written as the nearest float of seconds. Pure.
 
-So the heap of `sim.engine` and trio's clock under `sim.seams` see exactly the same instants.
+So the events of `sim.engine` and trio's clock under `sim.seams` see exactly the same instants.
 """
 
 import math

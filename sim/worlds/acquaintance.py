@@ -5,7 +5,7 @@ minutes of virtual time, and all first refreshes of the DHT come at once. Here e
 birth would have taught it, by the messages that would have taught it, so that cores of one's own learn it as
 well: its membership core the facts of all whom it is to list; its DHT core contacts drawn evenly for each
 bucket, and for those who wait for a place there, who pinged it and answered its ping at a moment of the last
-refresh interval. What cores would say to that is not sent.
+refresh interval. What cores would say to that is not sent. How deep a scope is no message tells; it is set.
 """
 
 from bisect import bisect_left
@@ -76,7 +76,7 @@ class Acquaintance:
 
         self._ground.command(life, SWIM, ask)
         if not heard:
-            raise LocalProtocolError("start.acquainted: a membership core that answers no Sync with its own fact")
+            raise LocalProtocolError("start.acquainted: a membership core that answers no Sync with its fact")
         return heard[0]
 
     def _list(self, life: Life, place: int, facts: Sequence[Fact]) -> None:
@@ -88,7 +88,8 @@ class Acquaintance:
         everything = swim.ScopedSync(False, depth, told) if self._scoped else swim.Sync(False, told)
 
         def learn(core: Any, now: float) -> Sends:
-            core.scope.depth = depth
+            if self._scoped:
+                core.scope.depth = depth
             core.receive(now, teller, everything)
             return []
 

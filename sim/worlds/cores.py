@@ -1,4 +1,4 @@
-"""A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the heap engine.
+"""A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the engine.
 
 The two cores of a peer are wired to each other as `node.services` and `node.runtime` wire them: whom SWIM
 finds Kademlia may meet, whom it loses Kademlia drops; a peer joins both through whoever answered it, tries

@@ -1,7 +1,7 @@
 """One peer's part in one run of a world of cores: the chain of plans, and the roles its head gives to it.
 
 What `node.runs.member`, `chain`, `committer`, `feeder` and `ending` are in a node under trio, around the same
-cores, here in virtual time on one heap. An entry is one turn: a core is called, its promises are kept, what
+cores, here in virtual time on one agenda. An entry is one turn: a core is called, its promises are kept, what
 it says is sent, its events are acted on; then whatever has come due since. So nobody dies in the middle of
 one. A peer that restarts begins with a new `Member` and its old `Disk`.
 """

@@ -1,7 +1,7 @@
 """The runs of a world of cores: real plan and step cores of every member, with stages that sum integers.
 
 Who starts, stops, stands still or is slowed, and what each peer's membership core learns, is heard as it is
-published; everything else happens on the world's heap. Who lives is what a peer's own membership core says.
+published; everything else happens on the world's agenda. Who lives is what a peer's own membership core says.
 What a run comes to is compared with the truth after every applied step, in every stage, and at its end:
 `Broken` says where they differ.
 

@@ -1,5 +1,6 @@
 """The Kademlia core among others: what is stored is found, by everybody, whoever dies or lies."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -17,6 +18,7 @@ from dht.events import Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
 from dht.kademlia import Kademlia
 from dht.keys import Key, distance, node_key, record_key
 from dht.messages import (
+    CLIENT_ADDRESSES,
     HINTS_MAX,
     FindNode,
     FindValue,
@@ -328,34 +330,90 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
     assert [contact.peer for contact in node.table] == [far[1], far[2]]
 
 
-def refreshed(node: Kademlia) -> dict[type, list[PeerId]]:
-    """Who was asked what when the only bucket of `node` was refreshed."""
-    now = node.deadline
-    assert now == node.settings.refresh_seconds
-    asked: dict[type, list[PeerId]] = {}
-    for peer, message in node.wake(now):
-        asked.setdefault(type(message), []).append(peer)
-    return asked
+def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
+    """Who is asked what, while nobody answers and so much time goes by."""
+    counts: Counter[tuple[PeerId, type]] = Counter()
+    while node.deadline <= seconds:
+        counts.update((peer, type(message)) for peer, message in node.wake(node.deadline))
+    return counts
+
+
+def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]]:
+    """A node that met so many of the other half of the key space and of its own, and k = 2."""
+    node = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1)).start(0)
+    peers = [signer(number).peer for number in range(1, 40)]
+    distant = [peer for peer in peers if distance(node_key(peer), node.key) >> 159][:far]
+    close = [peer for peer in peers if not distance(node_key(peer), node.key) >> 159][:near]
+    for peer in (*distant, *close):
+        met(node, peer)
+        node.unwatch(peer)
+    return node, distant, close
+
+
+JUST_AFTER = 1.02 * Settings().refresh_seconds
 
 
 def test_a_full_bucket_is_not_looked_into_but_its_silent_contacts_are_pinged() -> None:
-    settings = Settings(k=2, alpha=1, find_width=1)
-    full, roomy = (Swarm(18, settings=settings).start(0) for _ in range(2))
-    for number in (1, 2):
-        met(full, signer(number).peer)
-        full.unwatch(signer(number).peer)
-    met(roomy, signer(1).peer)
-    roomy.unwatch(signer(1).peer)
-    assert refreshed(full) == {Ping: [signer(1).peer, signer(2).peer]}
-    assert refreshed(roomy) == {Ping: [signer(1).peer], FindNode: [signer(1).peer]}
+    node, far, near = halves(far=2, near=1)
+    counts = asked(node, JUST_AFTER)
+    assert all(counts[peer, Ping] for peer in (*far, *near))
+    # Into the bucket of its own key a lookup went, by way of whoever is known.
+    assert {peer for peer, kind in counts if kind is FindNode} == {*far, *near}
+    assert sum(counts[peer, FindNode] for peer in far) <= 2 * len(far)
 
 
-def test_whom_somebody_else_watches_is_not_pinged_for_its_silence() -> None:
-    node = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1)).start(0)
-    for number in (1, 2):
-        met(node, signer(number).peer)
-    node.unwatch(signer(2).peer)
-    assert refreshed(node) == {Ping: [signer(2).peer]}
+def test_the_bucket_of_its_own_key_is_looked_into_though_it_is_full() -> None:
+    node, far, near = halves(far=0, near=2)
+    assert sum(asked(node, JUST_AFTER)[peer, FindNode] for peer in near) > 0
+    assert far == []
+
+
+def test_whom_somebody_else_watches_is_seldom_pinged_for_its_silence() -> None:
+    node, far, _ = halves(far=2, near=0)
+    node.add(0.0, far[0], [])
+    assert node.deadline == node.settings.refresh_seconds
+    sends = node.wake(node.deadline)
+    assert [peer for peer, message in sends if isinstance(message, Ping)] == [far[1]]
+
+
+def test_a_watched_peer_that_became_a_client_is_found_out() -> None:
+    node, far, _ = halves(far=2, near=1)
+    node.add(0.0, far[0], [])
+    questions: list[Ping] = []
+    while not questions:
+        sends = node.wake(node.deadline)
+        questions = [message for peer, message in sends if peer == far[0] and isinstance(message, Ping)]
+        assert node.deadline < 10 * node.settings.refresh_seconds
+    node.receive(node.deadline, far[0], Pong(questions[0].id, CLIENT_ADDRESSES))
+    assert node.table.get(far[0]) is None
+
+
+def test_who_is_watched_no_more_before_it_answers_is_a_contact_that_is_not() -> None:
+    for forget in (Kademlia.unwatch, lambda node, peer: node.remove(0.0, peer)):
+        node = lone()
+        peer = signer(1).peer
+        ((_, ping),) = node.add(0.0, peer, [])
+        forget(node, peer)
+        assert isinstance(ping, Ping)
+        node.receive(0.1, peer, Pong(ping.id, ()))
+        assert not node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
+
+
+def test_a_member_that_moved_is_asked_where_it_is() -> None:
+    node = met(lone(), signer(1).peer, ("10.0.0.9:1",))
+    ((receiver, question),) = node.add(1.0, signer(1).peer, [make_address("10.0.0.9", 99)])
+    assert receiver == signer(1).peer
+    node.receive(1.0, receiver, Pong(question.id, ("10.0.0.9:99",)))
+    assert node.table.get(receiver).addresses == ("10.0.0.9:99",)  # type: ignore[union-attr]  # it answered
+    assert node.add(2.0, receiver, [make_address("10.0.0.9", 99)]) == []
+
+
+def test_who_takes_the_place_of_one_that_is_lost_is_pinged() -> None:
+    node, far, _ = halves(far=3, near=1)
+    full = node.table.bucket_of(node_key(far[0]))
+    assert list(full.replacement_nodes) == [node_key(far[2])]
+    assert [(peer, type(message)) for peer, message in node.remove(70.0, far[0])] == [(far[2], Ping)]
+    assert node.remove(71.0, far[1]) == []  # nobody waits
 
 
 def test_a_contact_that_was_met_before_is_watched_from_the_hint_on() -> None:

@@ -126,7 +126,8 @@ def test_the_newest_replacement_takes_the_place_of_a_contact_that_failed() -> No
     assert waits is not None
     assert waits.peer == far[0]
     assert contacts.failed(1.0, far[0], asked=0.5) is waits
-    assert contacts.failed(2.0, far[0], asked=1.5) is None
+    taking = contacts.failed(2.0, far[0], asked=1.5)
+    assert taking is contacts.get(far[K + 1])
     assert [contact.peer for contact in contacts] == [*far[1:K], far[K + 1]]
 
 
@@ -138,17 +139,6 @@ def test_many_requests_within_one_silence_count_as_one_failure() -> None:
     assert contacts.get(PEERS[0]) is not None
     contacts.failed(2.0, PEERS[0], asked=1.5)
     assert contacts.get(PEERS[0]) is None
-
-
-def test_a_request_within_which_it_was_heard_of_is_no_failure() -> None:
-    contacts = table()
-    contacts.answered(0.0, Contact(PEERS[0]))
-    contacts.failed(1.0, PEERS[0], asked=0.5)
-    contacts.heard(1.2, PEERS[0])
-    assert contacts.failed(1.3, PEERS[0], asked=1.1) is None
-    assert len(contacts.nearest(node_key(PEERS[0]), 1)) == 1
-    assert contacts.failed(1.9, PEERS[0], asked=1.4) is not None
-    assert contacts.nearest(node_key(PEERS[0]), 1) == []
 
 
 def test_who_failed_to_answer_is_not_named_to_others_until_it_answers() -> None:

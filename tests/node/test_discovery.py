@@ -4,6 +4,7 @@ from pathlib import Path
 
 import trio
 
+from gossip.member import MemberForgotten
 from node.commands import Commands
 from node.runs.manifest import Run
 from node.runs.weights import WEIGHTS_PURPOSE, weights_name
@@ -37,6 +38,20 @@ def test_a_record_is_stored_by_others_and_counts_them() -> None:
             await trio.sleep(5)
             records = await group.nodes["c"].discovery.find("test", b"name")
             assert [record.value for record in records] == [b"value"]
+
+    simulate(scenario)
+
+
+def test_the_routing_table_knows_whom_membership_watches_over() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            await trio.sleep(5)
+            node, other = group.nodes["a"], group.nodes["b"].peer
+            contact = node.discovery._core.table.get(other)
+            assert contact is not None
+            seen = [contact.watched]
+            node.membership._on_event(MemberForgotten(other))
+            assert [*seen, contact.watched] == [True, False]
 
     simulate(scenario)
 

@@ -161,6 +161,12 @@ def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: st
             "start.acquainted: who is behind a translator has to find that out first",
         ),
         (
+            "[start]\nspread_seconds = 0\nacquainted = true\n"
+            '[[events]]\nkind = "freeze"\nat_seconds = 0\nlasts_seconds = 1',
+            8,
+            "at_seconds = 0 of an event of kind freeze: at that instant",
+        ),
+        (
             'fidelity = "stack"\n[start]\nspread_seconds = 0\nacquainted = true',
             6,
             'start.acquainted: whole nodes find each other; it takes fidelity = "cores"',

@@ -7,7 +7,7 @@ import pytest
 from dht.keys import node_number
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.routing import WAITING_MAX
-from gossip.member import MemberDown, MemberSuspected, MemberUp
+from gossip.member import MemberDown, MemberForgotten, MemberSuspected, MemberUp
 from gossip.swim import PROTOCOL as SWIM
 from sim.churn.model import Event
 from sim.happenings import PeerStarted, RecordGot
@@ -98,3 +98,12 @@ def test_the_same_seed_gives_the_same() -> None:
 def test_with_real_keys_too() -> None:
     played = Played(acquainted(nodes=8, seconds=5.0, signatures="ed25519"))
     assert played.live_views() == [set(played.world.peers)] * 8
+
+
+def test_only_members_are_watched_over() -> None:
+    world = Played(acquainted(nodes=3)).world
+    one, other, _ = world.peers
+    contact = world.lives[one].kademlia.table.get(other)  # type: ignore[attr-defined]  # ours, not just any
+    assert contact.watched
+    world._learnt(world.now, one, MemberForgotten(other))
+    assert not contact.watched
