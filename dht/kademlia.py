@@ -140,6 +140,8 @@ class Kademlia:
         them ping back, only to be ready for a loss that the next hint makes good.
         """
         known, texts = self.table.get(peer), address_texts(addresses)
+        if (asked := self._checking.get(peer)) is not None:
+            asked.watched = True
         if known is not None:
             known.watched = True
             if known.silence is not None or (texts and texts != known.addresses):
@@ -339,6 +341,7 @@ class Kademlia:
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
+            kept.watched = kept.watched or contact.watched  # it may have come by another way meanwhile
             self._take_claim(kept, texts)
         self._verify(now, oldest)
         if self._refresh_due == inf:

@@ -32,6 +32,7 @@ from dht.messages import (
     Values,
 )
 from dht.records import CLOCK_SLACK_SECONDS, VALUE_BYTES_MAX, Refusal
+from dht.routing import Contact
 from dht.settings import Settings
 from tests.dht.swarm import WALL, Swarm, address, record, signer
 
@@ -397,6 +398,25 @@ def test_who_is_watched_no_more_before_it_answers_is_a_contact_that_is_not() -> 
         assert isinstance(ping, Ping)
         node.receive(0.1, peer, Pong(ping.id, ()))
         assert not node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
+
+
+def test_who_is_watched_from_before_its_answer_on_is_a_contact_that_is() -> None:
+    node = lone()
+    peer = signer(1).peer
+    _, (_, ping) = node.receive(0.0, peer, Ping(5, ()))
+    assert node.add(0.1, peer, []) == []
+    node.receive(0.2, peer, Pong(ping.id, ()))
+    assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
+
+
+def test_who_came_by_another_way_while_its_ping_was_out_is_watched_too() -> None:
+    node = lone()
+    peer = signer(1).peer
+    ((_, ping),) = node.add(0.0, peer, [])
+    assert isinstance(ping, Ping)
+    node.table.answered(0.1, Contact(peer))
+    node.receive(0.2, peer, Pong(ping.id, ()))
+    assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
 def test_a_member_that_moved_is_asked_where_it_is() -> None:
