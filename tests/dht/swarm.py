@@ -14,7 +14,7 @@ from crypto.identity import Identity, PeerId
 from dht.events import Event
 from dht.kademlia import Kademlia, Sends
 from dht.keys import Key
-from dht.messages import MESSAGE_BYTES_MAX, Message
+from dht.messages import MESSAGE_BYTES_MAX, Message, Ping, Pong
 from dht.records import sign_record
 from dht.settings import Settings
 
@@ -121,3 +121,16 @@ class Swarm:
                     return event
             self.run(0.1)
         raise AssertionError(f"no {kind.__name__} within 24 s")
+
+
+def lone(number: int = 0) -> Kademlia:
+    """A node that knows nobody."""
+    return Swarm(17).start(number)
+
+
+def met(node: Kademlia, peer: PeerId, texts: tuple[str, ...] = ()) -> Kademlia:
+    """`node`, which has heard of `peer` and got its answer."""
+    ((_, ping),) = node.add(0.0, peer, [])
+    assert isinstance(ping, Ping)
+    node.receive(0.0, peer, Pong(ping.id, texts))
+    return node

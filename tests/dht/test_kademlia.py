@@ -1,6 +1,5 @@
 """The Kademlia core among others: what is stored is found, by everybody, whoever dies or lies."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -9,16 +8,14 @@ from random import Random
 import msgspec
 import pytest
 
-from crypto.contact import Address, make_address
-from crypto.encoding import encode
+from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from dht.events import Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
+from dht.events import Joined, NodesFound, RecordsFound, RecordStored
 from dht.kademlia import Kademlia
 from dht.keys import Key, distance, node_key, record_key
 from dht.messages import (
-    CLIENT_ADDRESSES,
     HINTS_MAX,
     FindNode,
     FindValue,
@@ -32,9 +29,8 @@ from dht.messages import (
     Values,
 )
 from dht.records import CLOCK_SLACK_SECONDS, VALUE_BYTES_MAX, Refusal
-from dht.routing import Contact
 from dht.settings import Settings
-from tests.dht.swarm import WALL, Swarm, address, record, signer
+from tests.dht.swarm import WALL, Swarm, lone, met, record, signer
 
 KEY = record_key("test", b"name")
 
@@ -248,220 +244,6 @@ def test_a_member_known_dead_is_removed_and_not_waited_for() -> None:
     swarm.run(0.45)
     assert any(isinstance(event, NodesFound) for event in swarm.events[asker.peer])
     assert all(asker.table.get(peer) is None for peer in dead)
-
-
-# Meeting peers.
-
-
-def lone(number: int = 0) -> Kademlia:
-    return Swarm(17).start(number)
-
-
-def test_a_stranger_who_asks_is_a_contact_only_after_it_answered_us() -> None:
-    node = lone()
-    stranger = signer(1).peer
-    (_, pong), (receiver, ping) = node.receive(0.0, stranger, Ping(5, ("10.0.0.9:1",)))
-    assert isinstance(pong, Pong)
-    assert isinstance(ping, Ping)
-    assert receiver == stranger
-    assert node.events == [PeerHeard(stranger, (make_address("10.0.0.9", 1, stranger),))]
-    assert node.table.get(stranger) is None
-    # While that ping is out, and after, more questions make no more pings.
-    assert len(node.receive(0.1, stranger, Ping(6, ()))) == 1
-    node.receive(0.2, stranger, Pong(ping.id, ("10.0.0.9:1",)))
-    assert node.table.get(stranger) is not None
-    assert len(node.receive(0.3, stranger, Ping(7, ()))) == 1
-
-
-def test_a_hint_from_elsewhere_is_pinged_at_its_address() -> None:
-    node = lone()
-    place = address(1)
-    ((receiver, message),) = node.add(0.0, signer(1).peer, [place])
-    assert receiver == signer(1).peer
-    assert isinstance(message, Ping)
-    assert node.events == [PeerHeard(receiver, (place.of(receiver),))]
-    assert node.add(0.0, node.peer, [place]) == []
-
-
-def test_a_peer_that_moved_is_known_by_its_new_address() -> None:
-    node = met(lone(), signer(1).peer)
-    node.receive(1.0, signer(1).peer, Ping(9, ("10.0.0.9:99",)))
-    contact = node.table.get(signer(1).peer)
-    assert contact is not None
-    assert contact.addresses == ("10.0.0.9:99",)
-    assert node.events[-1] == PeerHeard(signer(1).peer, (make_address("10.0.0.9", 99, signer(1).peer),))
-
-
-def test_pings_to_strangers_are_bounded() -> None:
-    node = lone()
-    sends = [
-        send
-        for number in range(1, 200)
-        for send in node.receive(0.0, signer(number).peer, FindNode(1, (), KEY))
-    ]
-    pings = [message for _, message in sends if isinstance(message, Ping)]
-    assert len(pings) == node.settings.checks_max
-    node.wake(1.0)
-    assert len(node.receive(1.0, signer(300).peer, Ping(1, ()))) == 2
-
-
-def met(node: Kademlia, peer: PeerId, texts: tuple[str, ...] = ()) -> Kademlia:
-    ((_, ping),) = node.add(0.0, peer, [])
-    assert isinstance(ping, Ping)
-    node.receive(0.0, peer, Pong(ping.id, texts))
-    return node
-
-
-def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> None:
-    swarm = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1))
-    node = swarm.start(0)
-    far = [signer(n).peer for n in range(1, 40) if distance(node_key(signer(n).peer), node.key) >> 159]
-    for peer in far[:2]:
-        met(node, peer)
-    ((_, ping),) = node.add(100.0, far[2], [])
-    sends = node.receive(100.0, far[2], Pong(ping.id, ()))
-    assert [(peer, type(message)) for peer, message in sends] == [(far[0], Ping)]
-    # The oldest stays if it answers, and goes when it has failed several times.
-    assert node.table.get(far[0]) is not None
-    now = 100.0
-    while node.table.get(far[0]) is not None:
-        now = node.deadline
-        node.wake(now)
-    assert now < 115
-    assert [contact.peer for contact in node.table] == [far[1], far[2]]
-
-
-def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
-    """Who is asked what, while nobody answers and so much time goes by."""
-    counts: Counter[tuple[PeerId, type]] = Counter()
-    while node.deadline <= seconds:
-        counts.update((peer, type(message)) for peer, message in node.wake(node.deadline))
-    return counts
-
-
-def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]]:
-    """A node that met so many of the other half of the key space and of its own, and k = 2."""
-    node = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1)).start(0)
-    peers = [signer(number).peer for number in range(1, 40)]
-    distant = [peer for peer in peers if distance(node_key(peer), node.key) >> 159][:far]
-    close = [peer for peer in peers if not distance(node_key(peer), node.key) >> 159][:near]
-    for peer in (*distant, *close):
-        met(node, peer)
-        node.unwatch(peer)
-    return node, distant, close
-
-
-JUST_AFTER = 1.02 * Settings().refresh_seconds
-
-
-def test_a_full_bucket_is_not_looked_into_but_its_silent_contacts_are_pinged() -> None:
-    node, far, near = halves(far=2, near=1)
-    counts = asked(node, JUST_AFTER)
-    assert all(counts[peer, Ping] for peer in (*far, *near))
-    # Into the bucket of its own key a lookup went, by way of whoever is known.
-    assert {peer for peer, kind in counts if kind is FindNode} == {*far, *near}
-    assert sum(counts[peer, FindNode] for peer in far) <= 2 * len(far)
-
-
-def test_the_bucket_of_its_own_key_is_looked_into_though_it_is_full() -> None:
-    node, far, near = halves(far=0, near=2)
-    assert sum(asked(node, JUST_AFTER)[peer, FindNode] for peer in near) > 0
-    assert far == []
-
-
-def test_whom_somebody_else_watches_is_seldom_pinged_for_its_silence() -> None:
-    node, far, _ = halves(far=2, near=0)
-    node.add(0.0, far[0], [])
-    assert node.deadline == node.settings.refresh_seconds
-    sends = node.wake(node.deadline)
-    assert [peer for peer, message in sends if isinstance(message, Ping)] == [far[1]]
-
-
-def test_a_watched_peer_that_became_a_client_is_found_out() -> None:
-    node, far, _ = halves(far=2, near=1)
-    node.add(0.0, far[0], [])
-    questions: list[Ping] = []
-    while not questions:
-        sends = node.wake(node.deadline)
-        questions = [message for peer, message in sends if peer == far[0] and isinstance(message, Ping)]
-        assert node.deadline < 10 * node.settings.refresh_seconds
-    node.receive(node.deadline, far[0], Pong(questions[0].id, CLIENT_ADDRESSES))
-    assert node.table.get(far[0]) is None
-
-
-def test_who_is_watched_no_more_before_it_answers_is_a_contact_that_is_not() -> None:
-    for forget in (Kademlia.unwatch, lambda node, peer: node.remove(0.0, peer)):
-        node = lone()
-        peer = signer(1).peer
-        ((_, ping),) = node.add(0.0, peer, [])
-        forget(node, peer)
-        assert isinstance(ping, Ping)
-        node.receive(0.1, peer, Pong(ping.id, ()))
-        assert not node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
-
-
-def test_who_is_watched_from_before_its_answer_on_is_a_contact_that_is() -> None:
-    node = lone()
-    peer = signer(1).peer
-    _, (_, ping) = node.receive(0.0, peer, Ping(5, ()))
-    assert node.add(0.1, peer, []) == []
-    node.receive(0.2, peer, Pong(ping.id, ()))
-    assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
-
-
-def test_who_came_by_another_way_while_its_ping_was_out_is_watched_too() -> None:
-    node = lone()
-    peer = signer(1).peer
-    ((_, ping),) = node.add(0.0, peer, [])
-    assert isinstance(ping, Ping)
-    node.table.answered(0.1, Contact(peer))
-    node.receive(0.2, peer, Pong(ping.id, ()))
-    assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
-
-
-def test_a_member_that_moved_is_asked_where_it_is() -> None:
-    node = met(lone(), signer(1).peer, ("10.0.0.9:1",))
-    ((receiver, question),) = node.add(1.0, signer(1).peer, [make_address("10.0.0.9", 99)])
-    assert receiver == signer(1).peer
-    node.receive(1.0, receiver, Pong(question.id, ("10.0.0.9:99",)))
-    assert node.table.get(receiver).addresses == ("10.0.0.9:99",)  # type: ignore[union-attr]  # it answered
-    assert node.add(2.0, receiver, [make_address("10.0.0.9", 99)]) == []
-
-
-def test_who_takes_the_place_of_one_that_is_lost_is_pinged() -> None:
-    node, far, _ = halves(far=3, near=1)
-    full = node.table.bucket_of(node_key(far[0]))
-    assert list(full.replacement_nodes) == [node_key(far[2])]
-    assert [(peer, type(message)) for peer, message in node.remove(70.0, far[0])] == [(far[2], Ping)]
-    assert node.remove(71.0, far[1]) == []  # nobody waits
-
-
-def test_a_contact_that_was_met_before_is_watched_from_the_hint_on() -> None:
-    node = lone()
-    peer = signer(1).peer
-    _, (_, ping) = node.receive(0.0, peer, Ping(5, ("10.0.0.9:1",)))
-    node.receive(0.0, peer, Pong(ping.id, ("10.0.0.9:1",)))
-    contact = node.table.get(peer)
-    assert contact is not None
-    seen = [contact.watched]
-    assert node.add(1.0, peer, []) == []
-    seen.append(contact.watched)
-    node.unwatch(signer(2).peer)  # whom it does not know
-    node.unwatch(peer)
-    assert [*seen, contact.watched] == [False, True, False]
-
-
-def test_a_reply_names_the_nearest_that_fit_its_payload() -> None:
-    node = lone()
-    for number in range(1, 40):
-        met(node, signer(number).peer, (f"[2001:db8::{number}]:65535", f"10.0.0.{number}:65535"))
-    ((_, nodes),) = node.receive(1.0, signer(1).peer, FindNode(1, (), KEY))
-    assert isinstance(nodes, Nodes)
-    named = [PeerId(hint.peer) for hint in nodes.hints]
-    known = [contact.peer for contact in node.table.nearest(KEY, 20, without=signer(1).peer)]
-    assert 8 < len(named) < 20
-    assert named == known[: len(named)]
-    assert 900 < len(encode(nodes)) <= node.settings.payload_bytes_max
 
 
 # Liars.
