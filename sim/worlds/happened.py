@@ -44,6 +44,7 @@ class RunWords:
     """All runs of a world, and what was said of them."""
 
     runs: dict[str, Trained] = field(default_factory=dict)
+    _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
 
     def made(self, training: Training, run: Run) -> None:
@@ -88,12 +89,17 @@ class RunWords:
         plan = _plan(life, run)
         if plan is None:
             return None
-        return PlanAdopted(run.id, plan.height, plan_hash(plan), plan.parent)
+        name = plan_hash(plan)
+        self._plans[name] = plan
+        return PlanAdopted(run.id, plan.height, name, plan.parent)
 
     def _committed(
         self, life: NodeLife, trained: Trained, event: events.StepCommitted
     ) -> StepCommitted | None:
         plan = _plan(life, trained.run)
+        # The step before a plan may be said when that plan is in force already.
+        while plan is not None and plan.height > event.height:
+            plan = self._plans.get(plan.parent)
         if plan is None or plan.committer != life.peer:
             return None  # it only heard of it
         commit = self._commits.pop((plan_hash(plan), event.step))
