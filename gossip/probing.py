@@ -87,7 +87,7 @@ class Flight:
         return number
 
     def probing(self, peer: PeerId) -> bool:
-        return peer in [probe.target for probe in self.probes.values()]
+        return bool(self.probes) and peer in [probe.target for probe in self.probes.values()]
 
     def _next_number(self) -> int:
         self._number = (self._number + 1) % 2**32

@@ -176,10 +176,16 @@ class Swim:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
             return []
-        if type(message) is Ping and not message.facts and not self._beliefs.queue.waits:
-            # By far the commonest: nothing becomes due by it.
-            self._beliefs.learn(now, sender, ())
-            return self._answer(now, sender, message)
+        if not self._beliefs.queue.waits:
+            # By far the commonest: there is no news, neither here nor there.
+            if type(message) is Ping and not message.facts:
+                self._beliefs.learn(now, sender, ())
+                return self._answer(now, sender, message)  # nothing becomes due by it
+            if type(message) is Ack and not message.facts:
+                self._beliefs.learn(now, sender, ())
+                sends = self._receive_ack(sender, message.number)
+                self._plan()
+                return sends
         try:
             return self._take(now, sender, message)
         finally:
@@ -317,17 +323,12 @@ class Swim:
         return sends
 
     def _probe(self, now: float, row: Row) -> Sends:
-        patience = self._health.multiplier
-        probe = Probe(
-            target=row.peer,
-            incarnation=row.incarnation,
-            sent_at=now,
-            timeout_at=now + self._settings.probe_timeout_seconds * patience,
-            end_at=now + self._settings.probe_interval_seconds * patience,
-            excusable_seconds=self._settings.probe_interval_seconds * patience,
-        )
+        peer, patience = row.peer, self._health.multiplier
+        end_seconds = self._settings.probe_interval_seconds * patience
+        timeout_at = now + self._settings.probe_timeout_seconds * patience
+        probe = Probe(peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds)
         number = self._flight.add_probe(probe)
-        return [(row.peer, Ping(number, self._beliefs.facts_for(row.peer)))]
+        return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
     def _gossip(self, now: float) -> Sends:
         self._gossip_at = float("inf")
