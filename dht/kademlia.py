@@ -31,7 +31,8 @@ Sends = list[tuple[PeerId, Message]]
 
 WATCHED_PATIENCE = 4
 """Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
-become a client, or its DHT be mute."""
+become a client, or its DHT be mute. And where all of a bucket are watched, whoever stood there beside them
+would have been named too: so many times more seldom it is looked into."""
 SEEDS_MAX = 32
 """Peers of the last `join`, asked again when the table has run empty."""
 
@@ -509,13 +510,19 @@ class Kademlia:
                 patience = WATCHED_PATIENCE if contact.watched else 1
                 if contact.heard + patience * settings.refresh_seconds <= now:
                     self._check(now, contact)
-            if stalest.full and stalest is not self.table.bucket_of(self.key):
-                # There is no room for anybody whom a lookup would find; whoever is lost makes room.
-                self._touch(now, stalest)
-            else:
+            if self._is_worth_a_lookup(stalest):
                 self._search(now, random_key(self._rng, *stalest.range), lambda _now, _search: None)
+            else:
+                self._touch(now, stalest)
         due = self._stalest().last_updated + settings.refresh_seconds
         self._refresh_due = max(due, now + settings.refresh_gap_seconds)
+
+    def _is_worth_a_lookup(self, bucket: Bucket) -> bool:
+        if bucket.full and bucket is not self.table.bucket_of(self.key):
+            return False  # there is no room for whom it would find; whoever is lost makes room
+        if not bucket.nodes or not all(contact.watched for contact in bucket.nodes.values()):
+            return True
+        return self._rng.random() * WATCHED_PATIENCE < 1  # as often on average: no bucket need remember when
 
     def _touch(self, now: float, bucket: Bucket) -> None:
         # Give or take a quarter: what was filled together must not be refreshed together for ever.

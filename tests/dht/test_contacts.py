@@ -3,12 +3,12 @@
 from collections import Counter
 
 from crypto.contact import make_address
-from crypto.encoding import encode
+from crypto.encoding import decode, encode
 from crypto.identity import PeerId
 from dht.events import PeerHeard
 from dht.kademlia import Kademlia
 from dht.keys import distance, node_key, record_key
-from dht.messages import CLIENT_ADDRESSES, FindNode, Nodes, Ping, Pong
+from dht.messages import CLIENT_ADDRESSES, MESSAGE_BYTES_MAX, FindNode, Message, Nodes, Ping, Pong
 from dht.routing import Contact
 from dht.settings import Settings
 from tests.dht.swarm import Swarm, address, lone, met, signer
@@ -119,6 +119,25 @@ def test_the_bucket_of_its_own_key_is_looked_into_though_it_is_full() -> None:
     node, far, near = halves(far=0, near=2)
     assert sum(asked(node, JUST_AFTER)[peer, FindNode] for peer in near) > 0
     assert far == []
+
+
+def test_where_all_are_watched_by_somebody_else_is_seldom_looked_into() -> None:
+    refreshes, questions = 80, []
+    for watched in (3, 4):
+        swarm = Swarm(19)
+        node, *others = swarm.grow(5)
+        for other in others[:watched]:
+            swarm.send(node, node.add(swarm.now, other.peer, []))
+        before = len(swarm.trace)
+        swarm.run(refreshes * node.settings.refresh_seconds)
+        sent = [
+            decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+            for _, peer, _, data in swarm.trace[before:]
+            if peer == node.peer
+        ]
+        questions.append(sum(isinstance(message, FindNode) for message in sent))
+    assert questions[0] > refreshes * len(others) * 0.8
+    assert questions[0] / 6 < questions[1] < questions[0] / 2.5
 
 
 def test_whom_somebody_else_watches_is_seldom_pinged_for_its_silence() -> None:
