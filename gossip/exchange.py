@@ -9,7 +9,7 @@ be neighbours that we miss, `NeighboursWanted` asks for a search.
 Not here: what a fact means (`gossip.beliefs`), probes and the gossip timer (`gossip.swim`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from crypto.facts import Fact
@@ -42,7 +42,8 @@ class Exchange:
     """One peer's exchange of lists; `due` is when `sync` wants to be called."""
 
     __slots__ = (
-        "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_rng", "_scope",
+        "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_right_depth",
+        "_right_for", "_rng", "_scope",
         "_search_syncs", "_searched", "_seeds", "_served", "_settings", "_syncs", "_table", "due"
     )  # fmt: skip
 
@@ -73,6 +74,8 @@ class Exchange:
         # The scope grows by one step at a time, so that the new half is heard of before it is judged.
         self._rested_at = due
         self._fitted = 0
+        # The depth that was right, and the digest of the list that it was right for.
+        self._right_depth, self._right_for = 0, b""
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Exchange lists with `peers`; tried again, ever more rarely, until one answers."""
@@ -133,7 +136,7 @@ class Exchange:
                 outside = message.reply_wanted and self._may_serve(sender)
                 return ([(sender, self._list(False, ()))] if outside else []), []
             half = self._scope.around(sender, self._scope.depth + 1)
-            known = sum(map(half.holds, self._table.rows)) - 1
+            known = len(half.among(self._table.rows)) - 1
         passed_on = known > 0 or message.reply_wanted
         doubted = self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
         if sender in self._seeds and not message.reply_wanted:
@@ -159,7 +162,10 @@ class Exchange:
         sends += [(peer, self._list(True, self._table.facts())) for peer in dead]
         if not self._scope.whole:
             self._syncs += 1
-            self._fit(now)
+            digest = self._table.digest()
+            is_known = self._right_depth == self._scope.depth and self._right_for == digest
+            if not is_known and self._fit(now):
+                self._right_depth, self._right_for = self._scope.depth, digest
             if self._scope.joining:
                 self._search(self._scope.own_key())
             elif self._syncs >= self._search_syncs:
@@ -195,8 +201,11 @@ class Exchange:
         if self._scope.whole:
             return Compare(self._table.digest())
         depth = self._scope.depth
-        regions = [self._scope.around(peer, depth + deeper) for deeper in range(DIGESTS_MAX)]
-        return ScopedCompare(depth, tuple(map(self._digest, regions)))
+        digests, inside = [self._table.digest()], list(self._table.rows)
+        for deeper in range(1, DIGESTS_MAX):
+            inside = self._scope.around(peer, depth + deeper).among(inside)
+            digests.append(self._table.digest(inside))
+        return ScopedCompare(depth, tuple(digests))
 
     def _facts(self, region: Region | None) -> tuple[Fact, ...]:
         return self._table.facts(self._inside(region))
@@ -204,9 +213,11 @@ class Exchange:
     def _digest(self, region: Region | None) -> bytes:
         return self._table.digest(self._inside(region))
 
-    def _inside(self, region: Region | None) -> Callable[[PeerId], bool] | None:
+    def _inside(self, region: Region | None) -> list[PeerId] | None:
         # Everybody listed is in our own scope.
-        return region.holds if region is not None and region.depth > self._scope.depth else None
+        if region is None or region.depth <= self._scope.depth:
+            return None
+        return region.among(self._table.rows)
 
     def _may_serve(self, sender: PeerId) -> bool:
         if sender in self._served or len(self._served) >= SERVED_MAX:
@@ -245,10 +256,11 @@ class Exchange:
             self._searched = True
             self._events.append(NeighboursWanted(key))
 
-    def _fit(self, now: float) -> None:
-        """Widen or narrow the scope if that is due."""
+    def _fit(self, now: float) -> bool:
+        """Widen or narrow the scope if that is due. Returns whether it is right as it was."""
         depth = self._scope.fit(self._table.live_peers())
-        if depth != self._scope.depth:
+        is_right = depth == self._scope.depth
+        if not is_right:
             self._search_syncs = SEARCH_SYNCS_MIN
         if depth > self._scope.depth:
             self._scope.depth = depth
@@ -259,3 +271,4 @@ class Exchange:
             self._searched = False
             self._search(self._scope.key_beyond())
         self._fitted = self._table.live
+        return is_right

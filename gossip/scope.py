@@ -16,24 +16,28 @@ from random import Random
 
 from crypto.identity import PeerId
 
+KEY_BITS = 160
+"""As wide as the DHT's keys, whose are these."""
 DEPTH_MAX = 128
 """Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
-_DEPTH_BYTES = DEPTH_MAX // 8
 
-Place = Callable[[PeerId], bytes]
-"""The key of a peer: at least DEPTH_MAX bits, always as many, spread as evenly as a hash."""
+Place = Callable[[PeerId], int]
+"""The key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. Asked for again and again, of
+all who are listed: it should remember."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """All peers whose keys share their first `depth` bits with `prefix`."""
+    """All peers whose keys share their first `depth` bits with `key`."""
 
     place: Place
-    prefix: int
+    key: int
     depth: int
 
-    def holds(self, peer: PeerId) -> bool:
-        return _shared_bits(self.prefix, _prefix(self.place(peer))) >= self.depth
+    def among(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Those of `peers` that are in it."""
+        place, key, end = self.place, self.key, 1 << KEY_BITS - self.depth
+        return [peer for peer in peers if key ^ place(peer) < end]
 
 
 class Scope:
@@ -42,15 +46,15 @@ class Scope:
     `joining`: it has found nobody of its neighbourhood yet, so it lists only itself.
     """
 
-    __slots__ = ("_me", "_members_max", "_members_min", "_place", "_prefix", "depth", "joining", "whole")
+    __slots__ = ("_key", "_me", "_members_max", "_members_min", "_place", "depth", "joining", "whole")
 
     def __init__(self, me: PeerId, place: Place | None, *, members_min: int, members_max: int) -> None:
         self.whole = place is None
         self.joining = False
         self.depth = 0
         self._me = me
-        self._place = place or bytes
-        self._prefix = _prefix(self._place(me))
+        self._place = place or _everywhere
+        self._key = self._place(me)
         self._members_min = members_min
         self._members_max = members_max
 
@@ -72,7 +76,7 @@ class Scope:
 
     def around(self, peer: PeerId, depth: int) -> Region:
         """The neighbourhood of `peer` that is so deep."""
-        return Region(self._place, _prefix(self._place(peer)), depth)
+        return Region(self._place, self._place(peer), depth)
 
     def fit(self, live: Iterable[PeerId]) -> int:
         """The depth for so many `live` members: deeper, as now, or one step less deep.
@@ -80,7 +84,9 @@ class Scope:
         Deeper where they are too many; or nearly all in our own half, for then we have not heard of most
         of the other. In both cases only if enough are left.
         """
-        inside = [bits for bits in map(self._shared, live) if bits >= self.depth]
+        place, key = self._place, self._key
+        shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
+        inside = [bits for bits in shared if bits >= self.depth]
         if len(inside) < self._members_min:
             return max(self.depth - 1, 0)
         # Half way between the least and half of the most: so one step deeper is not too deep at once.
@@ -106,27 +112,24 @@ class Scope:
 
     def own_key(self) -> bytes:
         """Where our nearest neighbours stand."""
-        return self._place(self._me)
+        return _as_bytes(self._key)
 
     def key_beyond(self) -> bytes:
         """Where the nearest of the half of our scope stand in which we are not."""
-        key = bytearray(self.own_key())
-        key[self.depth // 8] ^= 0x80 >> self.depth % 8
-        return bytes(key)
+        return _as_bytes(self._key ^ 1 << KEY_BITS - 1 - self.depth)
 
     def random_key(self, rng: Random) -> bytes:
         """A key anywhere in our scope."""
-        own = self.own_key()
-        free = 8 * len(own) - self.depth
-        return (int.from_bytes(own, "big") >> free << free | rng.getrandbits(free)).to_bytes(len(own), "big")
+        free = KEY_BITS - self.depth
+        return _as_bytes(self._key >> free << free | rng.getrandbits(free))
 
     def _shared(self, peer: PeerId) -> int:
-        return _shared_bits(self._prefix, _prefix(self._place(peer)))
+        return KEY_BITS - (self._key ^ self._place(peer)).bit_length()
 
 
-def _prefix(key: bytes) -> int:
-    return int.from_bytes(key[:_DEPTH_BYTES], "big")
+def _everywhere(_peer: PeerId) -> int:
+    return 0
 
 
-def _shared_bits(one: int, other: int) -> int:
-    return DEPTH_MAX - (one ^ other).bit_length()
+def _as_bytes(key: int) -> bytes:
+    return key.to_bytes(KEY_BITS // 8, "big")

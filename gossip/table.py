@@ -4,7 +4,7 @@ It keeps and chooses; what a fact *means* is decided in `gossip.beliefs`. All or
 arrival and `rng`, so a trace repeats from its seed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import msgspec
@@ -211,29 +211,27 @@ class MemberTable:
     def live_peers(self) -> list[PeerId]:
         return [row.peer for row in self.rows.values() if row.live]
 
-    def facts(self, fits: Callable[[PeerId], bool] | None = None) -> tuple[Fact, ...]:
-        """Everything worth telling a newcomer, of everybody or of those that fit."""
-        rows = self.rows.values()
-        return tuple(fact for row in rows if fits is None or fits(row.peer) for fact in row.facts)
+    def facts(self, peers: Iterable[PeerId] | None = None) -> tuple[Fact, ...]:
+        """Everything worth telling a newcomer, of everybody or of these."""
+        return tuple(fact for row in self._of(peers) for fact in row.facts)
 
-    def digest(self, fits: Callable[[PeerId], bool] | None = None) -> bytes:
+    def digest(self, peers: Iterable[PeerId] | None = None) -> bytes:
         """16 bytes that two peers have in common exactly when they hold the same members live, of
-        everybody or of those that fit.
+        everybody or of these.
 
         The dead are left out, for each peer forgets them at its own time.
         """
-        if fits is None and self._digest:
+        if peers is None and self._digest:
             return self._digest
-        marks = [
-            row.said.mark
-            for row in self.rows.values()
-            if (row.verdict is None or row.live) and (fits is None or fits(row.peer))
-        ]
+        marks = [row.said.mark for row in self._of(peers) if row.verdict is None or row.live]
         marks.sort()
         digest = blake3(b"".join(marks)).digest(length=DIGEST_BYTES)
-        if fits is None:
+        if peers is None:
             self._digest = digest
         return digest
+
+    def _of(self, peers: Iterable[PeerId] | None) -> Iterable[Row]:
+        return self.rows.values() if peers is None else map(self.rows.__getitem__, peers)
 
     def snapshot(self) -> tuple[Member, ...]:
         return tuple(self.rows[peer].snapshot() for peer in sorted(self.rows))

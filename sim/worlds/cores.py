@@ -24,7 +24,7 @@ import dht.settings
 import gossip.messages
 from crypto.identity import PeerId
 from dht.events import Joined
-from dht.keys import node_key
+from dht.keys import node_number
 from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import MemberChanged, MemberDown, MemberForgotten, MemberLeft, MemberUp, Status
 from gossip.settings import PRESETS
@@ -97,7 +97,7 @@ class CoresWorld:
             self.on(lost, self._lost)
         self.on(MemberForgotten, self._forgotten)
         self.on(Joined, self._joined)
-        self._place = node_key if scenario.membership.scope == "neighbourhood" else None
+        self._place = node_number if scenario.membership.scope == "neighbourhood" else None
         if self._place is not None:
             Neighbours(self)
         if self.links.has_translators:

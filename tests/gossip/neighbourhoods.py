@@ -3,7 +3,7 @@ the nearest that run, as a DHT would answer after a moment."""
 
 from collections import Counter
 
-from dht.keys import distance, node_key
+from dht.keys import distance, node_key, node_number
 from gossip.member import NeighboursWanted, Status
 from gossip.messages import ScopedSync
 from gossip.settings import Settings
@@ -18,7 +18,7 @@ SMALL = Settings(scope_members_min=8, scope_members_max=24, sync_interval_second
 class Neighbourhoods(Swarm):
     """`messages` counts what each peer sent; `depths` are all that it ever had, one after the other."""
 
-    place = staticmethod(node_key)
+    place = staticmethod(node_number)
 
     def __init__(self, count: int, settings: Settings = SMALL, seed: int = 1, loss: float = 0.0) -> None:
         self.messages: Counter[int] = Counter()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from dht.keys import node_key
+from dht import keys
+from dht.keys import node_number
 from gossip.beliefs import OUTSIDERS_REFUTED_MAX
 from gossip.exchange import SEARCH_SYNCS_MAX
 from gossip.member import MemberDown, NeighboursWanted, SelfAccused
@@ -27,7 +28,7 @@ from gossip.messages import (
     Sync,
     sign_body,
 )
-from gossip.scope import DEPTH_MAX, Scope
+from gossip.scope import DEPTH_MAX, KEY_BITS, Scope
 from gossip.settings import Settings
 from gossip.swim import Swim
 from tests.gossip.neighbourhoods import SMALL, Neighbourhoods
@@ -143,8 +144,17 @@ def test_the_load_of_a_peer_does_not_grow_with_the_swarm() -> None:
 # The arithmetic.
 
 
+def test_keys_are_as_wide_as_those_of_the_dht() -> None:
+    scope = scope_of(PEERS[0], 7)
+    assert KEY_BITS == keys.KEY_BITS
+    assert scope.own_key() == keys.node_key(PEERS[0])
+    beyond, anywhere = scope.key_beyond(), scope.random_key(Random(1))
+    assert keys.distance(beyond, scope.own_key()).bit_length() == KEY_BITS - 7
+    assert keys.distance(anywhere, scope.own_key()).bit_length() <= KEY_BITS - 7
+
+
 def scope_of(me: PeerId, depth: int = 0) -> Scope:
-    scope = Scope(me, node_key, members_min=LEAST, members_max=MOST)
+    scope = Scope(me, node_number, members_min=LEAST, members_max=MOST)
     scope.depth = depth
     return scope
 
@@ -171,8 +181,8 @@ def test_two_scopes_agree_on_whom_both_hold(one: PeerId, other: PeerId, depth: i
     left, right = scope_of(one, depth), scope_of(other, others)
     ours, theirs = left.common(other, others), right.common(one, depth)
     both = {peer for peer in PEERS if left.holds(peer) and right.holds(peer)}
-    assert {peer for peer in PEERS if ours and ours.holds(peer)} == both
-    assert {peer for peer in PEERS if theirs and theirs.holds(peer)} == both
+    assert set(ours.among(PEERS) if ours else ()) == both
+    assert set(theirs.among(PEERS) if theirs else ()) == both
     assert left.held_by(other, others) == right.holds(one)
 
 
@@ -194,7 +204,7 @@ def _bits(key: bytes) -> str:
 
 
 def core_of(number: int, depth: int | None = None, limits: Settings = SMALL) -> Swim:
-    core = Swim(HashSigner(peer_of(number)), profile_of(number), limits, Random(1), 1, 0.0, place=node_key)
+    core = Swim(HashSigner(peer_of(number)), profile_of(number), limits, Random(1), 1, 0.0, place=node_number)
     core.scope.depth = depth or 0
     return core
 
