@@ -3,8 +3,8 @@
 Each world is `sim.worlds.cores.CoresWorld` with its stream of events and their digest on, in a process of its
 own: SWIM of the lan preset, the DHT with its records' work, links of 10 to 80 ms with jitter and loss. Each
 begins with peers that know each other (`start.acquainted`); that and a first minute are stated beside and not
-in the figures. What is measured are ten minutes, in which each bucket of the DHT is refreshed once; with
-`--quick` less.
+in the figures. What is measured are ten minutes, in which each bucket of the DHT comes up for its refresh
+once; with `--quick` less.
 Times are CPU seconds of that process, with the wall and the pace of a plain loop beside them; memory is what
 the process grew by since it had imported everything.
 """
