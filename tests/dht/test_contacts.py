@@ -130,7 +130,7 @@ def test_where_all_are_watched_by_somebody_else_is_seldom_looked_into() -> None:
             swarm.send(node, node.add(swarm.now, other.peer, []))
         before = len(swarm.trace)
         swarm.run(refreshes * node.settings.refresh_seconds)
-        sent = [
+        sent: list[Message] = [
             decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
             for _, peer, _, data in swarm.trace[before:]
             if peer == node.peer
