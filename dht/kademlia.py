@@ -506,7 +506,7 @@ class Kademlia:
         settings = self.settings
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:
-            for contact in list(stalest.nodes.values()):
+            for contact in stalest.get_nodes():
                 patience = WATCHED_PATIENCE if contact.watched else 1
                 if contact.heard + patience * settings.refresh_seconds <= now:
                     self._check(now, contact)

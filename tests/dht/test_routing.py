@@ -36,7 +36,8 @@ class TableRules(RuleBasedStateMachine):
         self.known.add(peer)
         if waits is not None:
             assert waits.peer != peer
-            assert waits is next(iter(self.table.bucket_of(node_key(peer)).nodes.values()))
+            inside = self.table.bucket_of(node_key(peer)).nodes.values()
+            assert waits.heard == min(contact.heard for contact in inside)
 
     @rule(peer=st.sampled_from([*PEERS, OWN]))
     def asks(self, peer: PeerId) -> None:
@@ -54,8 +55,11 @@ class TableRules(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def dies(self, peer: PeerId) -> None:
-        self.table.remove(peer)
+        bucket = self.table.bucket_of(node_key(peer))
+        waiting = list(bucket.replacement_nodes.values()) if node_key(peer) in bucket.nodes else []
+        taking = self.table.remove(peer)
         assert self.table.get(peer) is None
+        assert taking is max(waiting, key=lambda contact: contact.heard, default=None)
 
     @invariant()
     def the_buckets_cover_the_key_space_once(self) -> None:
@@ -80,10 +84,11 @@ class TableRules(RuleBasedStateMachine):
         assert OWN not in seen
 
     @invariant()
-    def those_who_wait_are_ordered_by_who_was_heard_of_least_recently(self) -> None:
+    def contacts_come_in_the_order_in_which_they_were_heard_of(self) -> None:
         for bucket in self.table.buckets:
-            waiting = [contact.heard for contact in bucket.replacement_nodes.values()]
-            assert waiting == sorted(waiting)
+            heard = [contact.heard for contact in bucket.get_nodes()]
+            assert heard == sorted(heard)
+            assert not heard or bucket.head().heard == heard[0]
 
 
 TestTableRules = TableRules.TestCase
