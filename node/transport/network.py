@@ -186,6 +186,7 @@ class RealNetwork:
         try:
             self._datagrams = datagrams
             async with trio.open_nursery() as outer:
+                outer.start_soon(self._router.alarm.run)
                 await outer.start(self._connections.run)
                 try:
                     async with trio.open_nursery() as nursery:

@@ -19,7 +19,7 @@ from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
 from node.errors import StreamClosed, Unreachable
 from node.seams import USUAL_STREAMS, Handler, StreamLimits
 from node.transport.handlers import Handlers
-from node.transport.inbox import QueueInbox
+from node.transport.inbox import Alarm, QueueInbox
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
@@ -85,7 +85,7 @@ async def greet(connection: Connection, hello: Hello, message_bytes_max: int = 0
 
 
 class Router:
-    """The handlers and inboxes of one node."""
+    """The handlers and inboxes of one node. Its `alarm` is to be run while the node is."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -93,6 +93,7 @@ class Router:
         # Connections whose opener was promised a stream, and of what protocol.
         self._promised: dict[Connection, str] = {}
         self._inboxes: dict[str, QueueInbox] = {}
+        self.alarm = Alarm()
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
@@ -100,8 +101,10 @@ class Router:
 
     def inbox(self, protocol: str) -> QueueInbox:
         """The inbox of `protocol`; messages of protocols without one are refused."""
-        protocol_bytes(protocol)
-        return self._inboxes.setdefault(protocol, QueueInbox(self._counters))
+        if protocol not in self._inboxes:
+            protocol_bytes(protocol)
+            self._inboxes[protocol] = QueueInbox(self._counters, self.alarm)
+        return self._inboxes[protocol]
 
     def deliver(self, sender: PeerId, protocol: str, message: bytes) -> None:
         """Put a message into its inbox."""

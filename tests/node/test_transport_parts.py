@@ -1,6 +1,7 @@
 """The transport's parts that need no sockets: inbox, address book, records, hellos, handlers."""
 
 from collections import Counter
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
 from crypto.contact import make_address
 from crypto.encoding import decode, encode
@@ -16,7 +18,7 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.noise import CipherState
 from node.transport.book import OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
-from node.transport.inbox import QueueInbox
+from node.transport.inbox import Alarm, QueueInbox
 from node.transport.pool import POOLED_BYTES_MIN, Pool
 from node.transport.records import (
     MESSAGE_BYTES_MAX,
@@ -33,7 +35,7 @@ from tests.node.nets import PING, echo
 
 async def test_an_inbox_waits_until_its_time_or_a_wake_and_drops_the_newest() -> None:
     counters: Counter[str] = Counter()
-    inbox, peer = QueueInbox(counters, messages_max=2, bytes_max=10), PeerId(bytes(32))
+    inbox, peer = QueueInbox(counters, Alarm(), messages_max=2, bytes_max=10), PeerId(bytes(32))
     assert await inbox.take(trio.current_time() + 0.01) == []
     inbox.wake()
     assert await inbox.take(float("inf")) == []
@@ -46,6 +48,48 @@ async def test_an_inbox_waits_until_its_time_or_a_wake_and_drops_the_newest() ->
     assert await inbox.take(float("inf")) == [(peer, b"1"), (peer, b"2")]
     inbox.put(peer, bytes(11))
     assert counters["inbox_full"] == 2
+
+
+def test_one_alarm_ends_the_waits_of_all_inboxes_each_in_its_time() -> None:
+    alarm, peer = Alarm(), PeerId(bytes(32))
+    one, other = (QueueInbox(Counter(), alarm) for _ in range(2))
+    running = trio.CancelScope()
+    ended: list[tuple[str, float]] = []
+
+    async def run_alarm() -> None:
+        with running:
+            await alarm.run()
+
+    async def take(name: str, inbox: QueueInbox, until: float) -> None:
+        assert await inbox.take(until) == []
+        ended.append((name, trio.current_time()))
+
+    async def scenario() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_alarm)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(take, "one", one, 3)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(take, "other", other, 2)
+            await trio.sleep_until(2.5)
+            other.put(peer, b"1")  # nobody waits; the next take has it at once, and the one after waits again
+            assert await other.take(9) == [(peer, b"1")]
+            await take("again", other, 2.75)
+            await take("past", other, 1)
+            await trio.sleep_until(4)
+            with trio.move_on_at(5):
+                await one.take(6)
+            with trio.move_on_at(8):  # what was cancelled wakes nobody later
+                await take("never", one, inf)
+            nursery.start_soon(take, "early", one, 100)
+            await trio.testing.wait_all_tasks_blocked()
+            running.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            await take("alone", one, 9)
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
+    times = {"other": 2, "again": 2.75, "past": 2.75, "one": 3, "early": 8, "alone": 9}
+    assert ended == list(times.items())
 
 
 def test_the_book_prefers_what_was_seen_and_spreads_when_that_is_old() -> None:
