@@ -28,6 +28,9 @@ class _Entry:
     observed_at: float = 0.0
 
 
+_NOTHING = _Entry()
+
+
 class AddressBook:
     """Addresses by peer, bounded; `now` is monotonic seconds."""
 
@@ -51,20 +54,23 @@ class AddressBook:
 
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
         """Addresses to dial, the likeliest first; empty for a peer never heard of."""
-        entry = self._entries.get(peer, _Entry())
+        entry = self._entries.get(peer, _NOTHING)
         return _distinct(entry.proved, entry.observed, *entry.claimed)
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
         """Where one datagram goes: a fresh observation alone, else a few addresses at once."""
-        entry = self._entries.get(peer, _Entry())
+        entry = self._entries.get(peer, _NOTHING)
         if entry.observed is not None and now - entry.observed_at <= OBSERVED_SECONDS:
             return (entry.observed,)
         everywhere = _distinct(entry.observed, entry.proved, *entry.claimed)
         return everywhere[:UNPROVEN_ADDRESSES_MAX]
 
     def _entry(self, peer: PeerId) -> _Entry:
-        entry = self._entries.setdefault(peer, _Entry())
-        self._entries.move_to_end(peer)
+        entry = self._entries.get(peer)
+        if entry is not None:
+            self._entries.move_to_end(peer)
+            return entry
+        entry = self._entries[peer] = _Entry()
         if len(self._entries) > self._peers_max:
             self._entries.popitem(last=False)
         return entry

@@ -145,13 +145,14 @@ class RealNetwork:
         """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
+        now = self._clock.monotonic()
         if self._datagrams is None:
             self._counters["messages_while_not_running"] += 1
-        elif not (addresses := self._where(peer)):
+        elif not (addresses := self._book.for_datagram(peer, now)):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
-        elif not self._datagrams.send(peer, protocol, message, addresses):
+        elif not self._datagrams.send(now, peer, protocol, message, addresses):
             # Only names to look up, or only the other address family: TCP knows both.
             self._queue_one_shot(peer, protocol, message)
 
@@ -181,7 +182,13 @@ class RealNetwork:
             counters=self._counters,
         )
         datagrams = Datagrams(
-            sockets, sessions, self._clock, self._counters, self._where, self._heard, self._arrived
+            sockets,
+            sessions,
+            self._clock,
+            self._counters,
+            where=self._book.for_datagram,
+            heard=self._book.observe,
+            arrived=self._arrived,
         )
         try:
             self._datagrams = datagrams
@@ -208,12 +215,6 @@ class RealNetwork:
                 each.close()
 
     # --- datagrams and messages --------------------------------------------------------------------
-
-    def _where(self, peer: PeerId) -> tuple[Address, ...]:
-        return self._book.for_datagram(peer, self._clock.monotonic())
-
-    def _heard(self, peer: PeerId, source: Address) -> None:
-        self._book.observe(peer, source, self._clock.monotonic())
 
     def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)

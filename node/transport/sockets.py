@@ -54,6 +54,8 @@ class UdpSockets:
         self._mapped = tuple(own.is_unspecified and socket.AF_INET not in families for own in self._own)
         self._is_one_a_family = len(set(families)) == len(families)
         self._came_by: OrderedDict[Address, int] = OrderedDict()
+        self._families = tuple(families)
+        self._fitting = lru_cache(maxsize=ROUTES_MAX)(self._find_fitting)
 
     def close(self) -> None:
         for each in self._sockets:
@@ -72,15 +74,21 @@ class UdpSockets:
 
     def route(self, address: Address) -> Route | None:
         """How to send there; None for a name to be looked up, or a family that we do not have."""
-        fitting = [
+        fitting = self._fitting(address)
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        came_by, there = self._came_by.get(address), ipaddress.ip_address(address.host)
+        return max(
+            reversed(fitting), key=lambda each: (each[0] == came_by, _likeness(self._own[each[0]], there))
+        )
+
+    def _find_fitting(self, address: Address) -> tuple[Route, ...]:
+        """By which sockets an address can be reached: always the same, and asked for each packet."""
+        return tuple(
             (index, target)
-            for index, each in enumerate(self._sockets)
-            if (target := _target(each.family, address, mapped=self._mapped[index])) is not None
-        ]
-        if len(fitting) > 1:
-            came_by, there = self._came_by.get(address), ipaddress.ip_address(address.host)
-            fitting.sort(key=lambda each: (each[0] == came_by, _likeness(self._own[each[0]], there)))
-        return fitting[-1] if fitting else None
+            for index, family in enumerate(self._families)
+            if (target := _target(family, address, mapped=self._mapped[index])) is not None
+        )
 
     def note(self, address: Address, route: Route) -> None:
         """An authentic packet came from `address` by this route."""

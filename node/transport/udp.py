@@ -5,6 +5,7 @@ What is refused goes to the counters. Which address a peer has is not decided he
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 
 import trio
 
@@ -17,8 +18,8 @@ from node.transport.sockets import Route, UdpSockets, address_of
 
 
 class Datagrams:
-    """`where(peer)` says where to send; `heard(peer, source)` is called for each newest authentic packet,
-    whatever was in it; `arrived(datagram)` for each message."""
+    """`where(peer, now)` says where to send; `heard(peer, source, now)` is called for each newest authentic
+    packet, whatever was in it; `arrived(datagram)` for each message."""
 
     def __init__(
         self,
@@ -26,8 +27,8 @@ class Datagrams:
         sessions: Sessions,
         clock: Clock,
         counters: Counter[str],
-        where: Callable[[PeerId], Sequence[Address]],
-        heard: Callable[[PeerId, Address], None],
+        where: Callable[[PeerId, float], Sequence[Address]],
+        heard: Callable[[PeerId, Address, float], None],
         arrived: Callable[[Datagram], None],
     ) -> None:
         self._sockets = sockets
@@ -38,14 +39,17 @@ class Datagrams:
         self._heard = heard
         self._arrived = arrived
         self._sleep = trio.CancelScope()
+        self._wakes_at = inf
 
-    def send(self, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]) -> bool:
+    def send(
+        self, now: float, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]
+    ) -> bool:
         """Send one message to each address, of which the peer takes one; False if none can be used."""
         routes = self._routes(addresses)
         if not routes:
             return False
         self._counters["datagrams_sent"] += 1
-        for packet in self._sessions.send(self._clock.monotonic(), peer, protocol, payload):
+        for packet in self._sessions.send(now, peer, protocol, payload):
             for route in routes:
                 self._sockets.send(packet, route)
         self._wake_in_time()
@@ -58,17 +62,19 @@ class Datagrams:
     async def wake_forever(self) -> None:
         """Send what is due, until cancelled."""
         while True:
-            with trio.CancelScope(deadline=self._sessions.deadline) as self._sleep:
+            self._wakes_at = self._sessions.deadline
+            with trio.CancelScope(deadline=self._wakes_at) as self._sleep:
                 await trio.sleep_forever()
-            for peer, packet in self._sessions.wake(self._clock.monotonic()):
-                for route in self._routes(self._where(peer)):
+            now = self._clock.monotonic()
+            for peer, packet in self._sessions.wake(now):
+                for route in self._routes(self._where(peer, now)):
                     self._sockets.send(packet, route)
 
     def _take(self, packet: bytes, route: Route) -> bool:
         """Whether somebody is proved by it."""
-        source = route[1]
+        source, now = route[1], self._clock.monotonic()
         try:
-            received = self._sessions.receive(self._clock.monotonic(), packet, source)
+            received = self._sessions.receive(now, packet, source)
         except DatagramRefused as refusal:
             self._counters[f"datagrams_refused_{refusal.reason}"] += 1
             return False
@@ -78,16 +84,16 @@ class Datagrams:
             # A copy that came late from an old address must not move the peer back there.
             address = address_of(source)
             self._sockets.note(address, route)
-            self._heard(received.peer, address)
+            self._heard(received.peer, address, now)
         if received.datagram is not None:
             self._counters["datagrams_received"] += 1
             self._arrived(received.datagram)
         return received.peer is not None
 
     def _wake_in_time(self) -> None:
-        if self._sessions.deadline < self._sleep.deadline:
-            self._sleep.deadline = self._sessions.deadline
+        deadline = self._sessions.deadline
+        if deadline < self._wakes_at:
+            self._wakes_at = self._sleep.deadline = deadline
 
     def _routes(self, addresses: Sequence[Address]) -> list[Route]:
-        routes = (self._sockets.route(address) for address in addresses)
-        return [route for route in routes if route is not None]
+        return [route for address in addresses if (route := self._sockets.route(address)) is not None]
