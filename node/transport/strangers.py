@@ -234,6 +234,7 @@ class Strangers:
                 stranger.gather(stranger.missing_bytes)
                 self._register(stranger)
         except BlockingIOError:
+            stranger.gather(stranger.missing_bytes)  # a first byte alone is to wake nobody either
             self._register(stranger)
         except RemoteProtocolError:
             if self._credentials.swarm.is_private:
