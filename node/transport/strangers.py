@@ -300,6 +300,9 @@ class Strangers:
         self._doorway.leave(stranger, stranger.source)
         self._standing.pop(stranger, None)
         self._ready.pop(stranger, None)
+        if self._credentials.swarm.is_private:
+            with suppress(OSError):
+                stranger.socket.recv(IGNORED_BYTES_MAX)  # what is left unread makes a reset of the end
         stranger.socket.close()
 
     def _register(self, stranger: Stranger) -> None:

@@ -277,6 +277,22 @@ async def test_who_drips_wakes_nobody_and_a_flight_in_two_pieces_is_whole() -> N
         assert not stranger.gathers
 
 
+@pytest.mark.parametrize("words_bytes", [0, 1, 5, 20])
+async def test_bytes_that_gathered_in_the_kernel_make_no_reset_of_an_outsiders_end(words_bytes: int) -> None:
+    made = Room(PRIVATE)
+    with closing(socket.create_server((HERE, 0))) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+    with closing(theirs):
+        made.strangers.enter(ours, HERE)
+        (stranger,) = made.strangers._standing
+        theirs.sendall(first_flight(PRIVATE)[:words_bytes])
+        made.strangers._take_turn()
+        theirs.sendall(b"." * bool(words_bytes))
+        made.strangers._send_away(stranger, "over")
+        assert theirs.recv(1) == b""
+
+
 def test_a_source_with_too_many_first_flights_waits_and_others_do_not() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered:
