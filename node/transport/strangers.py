@@ -38,9 +38,10 @@ a stranger in one of many 30. An honest peer that comes amid a crowd has to wait
 GATHERED_PART = 1 / 8
 """Of the doorway's places: where more than so many come in a turn, the pause becomes shorter. Who came with
 the turn before is to have time to shake hands before a whole doorway has come after it."""
-IGNORED_BYTES_MAX = 2**16
-"""What is read of an outsider only to be thrown away. It makes the end of its connection look like that of a
-silent one; who sends more gets no more of our time, and its own kernel waits."""
+READ_BYTES_MAX = 2**16
+"""What is read of an outsider in all, only to be thrown away. It makes the end of its connection look like
+that of a silent one; who sends more gets no more of our time, and its own kernel waits. What was read before
+it showed itself counts, or how much more it can send would tell how much it had right."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 """The connection stays with the kernel, and is asked for again in the next turn: in a crowd these are few."""
@@ -56,7 +57,8 @@ class Stranger:
     """One connection until its handshake is over; `due_at` is when that must be."""
 
     __slots__ = (
-        "came", "due_at", "gathers", "handshake", "ignored_bytes", "is_heard", "scope", "socket", "source"
+        "came", "due_at", "gathers", "handshake", "is_heard", "is_outsider", "read_bytes", "scope", "socket",
+        "source",
     )  # fmt: skip
 
     def __init__(self, connection: socket.socket, source: bytes, due_at: float) -> None:
@@ -65,8 +67,9 @@ class Stranger:
         self.due_at = due_at
         self.came = b""
         self.handshake: PeerHandshake | None = None
-        self.ignored_bytes: int | None = None
-        """What was thrown away, if it has shown that it is an outsider."""
+        self.read_bytes = 0
+        self.is_outsider = False
+        """It has shown that it is: what it says is thrown away."""
         self.is_heard = False
         """Whether the selector says when it has said something."""
         self.gathers = False
@@ -219,11 +222,12 @@ class Strangers:
         return TAKEN_AT_ONCE_MAX
 
     def _hear(self, stranger: Stranger) -> None:
-        if stranger.ignored_bytes is not None:
+        if stranger.is_outsider:
             self._ignore(stranger)
             return
         try:
             data = stranger.socket.recv(FLIGHT_BYTES_MAX)
+            stranger.read_bytes += len(data)
             if not data:
                 self._refuse(stranger)
             elif stranger.hear(data, self._credentials):
@@ -238,7 +242,7 @@ class Strangers:
             self._register(stranger)
         except RemoteProtocolError:
             if self._credentials.swarm.is_private:
-                stranger.ignored_bytes = 0
+                stranger.is_outsider = True
                 stranger.came = b""
                 self._register(stranger)
             else:
@@ -248,17 +252,16 @@ class Strangers:
 
     def _ignore(self, stranger: Stranger) -> None:
         """Take what comes, and forget it."""
-        assert stranger.ignored_bytes is not None
         try:
-            data = stranger.socket.recv(IGNORED_BYTES_MAX - stranger.ignored_bytes)
+            data = stranger.socket.recv(READ_BYTES_MAX - stranger.read_bytes)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        stranger.ignored_bytes += len(data)
+        stranger.read_bytes += len(data)
         if not data:
             self._refuse(stranger)
-        elif stranger.ignored_bytes >= IGNORED_BYTES_MAX:
+        elif stranger.read_bytes >= READ_BYTES_MAX:
             self._unregister(stranger)
 
     def _expire(self) -> None:
@@ -301,8 +304,9 @@ class Strangers:
         self._standing.pop(stranger, None)
         self._ready.pop(stranger, None)
         if self._credentials.swarm.is_private:
+            stranger.gather(1)
             with suppress(OSError):
-                stranger.socket.recv(IGNORED_BYTES_MAX)  # what is left unread makes a reset of the end
+                stranger.socket.recv(READ_BYTES_MAX)  # what is left unread makes a reset of the end
         stranger.socket.close()
 
     def _register(self, stranger: Stranger) -> None:

@@ -21,7 +21,7 @@ from node.transport import handshake, strangers
 from node.transport.admission import SOURCE_BURST, SOURCE_RATE
 from node.transport.doorway import Doorway
 from node.transport.handshake import HANDSHAKE_SECONDS
-from node.transport.strangers import GATHER_SECONDS, IGNORED_BYTES_MAX, TURNS_BURST, Stranger, Strangers
+from node.transport.strangers import GATHER_SECONDS, READ_BYTES_MAX, TURNS_BURST, Stranger, Strangers
 from tests.node.nets import LOOPBACK, make_network, raw_address, running, until
 from tests.node.test_handshake import KEY, OTHER_KEY, PRIVATE, credentials
 
@@ -85,7 +85,7 @@ async def say_it_late(stream: trio.SocketStream) -> None:
 
 async def say_too_much(stream: trio.SocketStream) -> None:
     with trio.move_on_after(HANDSHAKE_SECONDS / 2):
-        await stream.send_all(bytes(IGNORED_BYTES_MAX))
+        await stream.send_all(bytes(READ_BYTES_MAX))
 
 
 async def drip_a_right_flight(stream: trio.SocketStream) -> None:
@@ -133,15 +133,22 @@ def test_an_outsider_gets_no_byte_and_the_end_of_one_who_says_nothing(
     play(scenario)
 
 
-def test_of_an_outsider_only_so_much_is_read_and_its_own_kernel_keeps_the_rest() -> None:
+@pytest.mark.parametrize(
+    "begins",
+    [b"", first_flight(OPEN)[:7], first_flight(Swarm("test", (OTHER_KEY,)))],
+    ids=["", "head", "flight"],
+)
+def test_of_an_outsider_only_so_much_is_read_however_right_it_began(begins: bytes) -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             theirs = await entered.enter()
+            if begins:
+                await theirs.send_all(begins)
             for _ in range(80):
                 await theirs.send_all(bytes(1_000))
                 await trio.sleep(0.05)
             (stranger,) = entered.strangers._standing
-            assert stranger.ignored_bytes == IGNORED_BYTES_MAX
+            assert stranger.read_bytes == READ_BYTES_MAX
             assert not stranger.is_heard
         await theirs.aclose()
 
