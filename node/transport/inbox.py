@@ -34,7 +34,7 @@ class Alarm:
             self._rings_at = self._sleep.deadline = at
 
     async def run(self) -> None:
-        """Until cancelled; then all waits end early."""
+        """Until cancelled; then all waits that had an end end early."""
         self.is_running = True
         try:
             while True:
@@ -48,7 +48,7 @@ class Alarm:
 
     def _ring(self, now: float) -> None:
         for inbox in self._inboxes:
-            if inbox.until <= now:
+            if inbox.until <= now and inbox.until < inf:
                 inbox.until = inf
                 inbox.wake()
 

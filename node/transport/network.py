@@ -145,10 +145,11 @@ class RealNetwork:
         """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
-        now = self._clock.monotonic()
         if self._datagrams is None:
             self._counters["messages_while_not_running"] += 1
-        elif not (addresses := self._book.for_datagram(peer, now)):
+            return
+        now = self._clock.monotonic()
+        if not (addresses := self._book.for_datagram(peer, now)):
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
             self._queue_one_shot(peer, protocol, message)
