@@ -241,7 +241,10 @@ class Kademlia:
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
         """A verified contact says where it is."""
-        if not texts or texts == contact.addresses:
+        if not texts:
+            return
+        if texts == contact.addresses:
+            contact.addresses = texts  # one object for all who were told by it, where messages are not copied
             return
         addresses = readable_addresses(texts, contact.peer)
         readable = address_texts(addresses)
@@ -277,7 +280,8 @@ class Kademlia:
             if isinstance(purpose, Search):
                 texts = purpose.lookup.addresses.get(contact.peer, texts)
             addresses = readable_addresses(texts, contact.peer)
-            contact.addresses = address_texts(addresses)
+            readable = address_texts(addresses)
+            contact.addresses = texts if readable == texts else readable
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
         self._requests.open(Pending(contact, message, purpose, page, started=now))

@@ -45,13 +45,13 @@ class Acquaintance:
     ) -> None:
         self._ground = ground
         self._links = links
-        self._roster = roster
         self._membership = membership
         self._discovery = discovery
         self._scoped = scoped
         # By their place in the key space: neighbourhoods and buckets are ranges of this.
         self._lives = sorted(ground.lives.values(), key=lambda life: node_number(life.peer))
         self._numbers = [node_number(life.peer) for life in self._lives]
+        self._texts = [dht.address_texts((roster.address(life.number),)) for life in self._lives]
 
     def make(self) -> None:
         """All of it, at this instant."""
@@ -113,19 +113,19 @@ class Acquaintance:
         for depth in range(KEY_BITS):
             first, end = self._range(own ^ 1 << KEY_BITS - 1 - depth, depth + 1)
             near = range(first, end)
-            self._know(life, [self._lives[at] for at in rng.sample(near, min(count, len(near)))], ago_seconds)
+            self._know(life, rng.sample(near, min(count, len(near))), ago_seconds)
             first, end = self._range(own, depth + 1)
             if end - first <= 1:  # nobody but this peer
                 break
 
-    def _know(self, life: Life, others: Sequence[Life], ago_seconds: float) -> None:
+    def _know(self, life: Life, places: Sequence[int], ago_seconds: float) -> None:
         def meet(core: Any, now: float) -> Sends:
             then = now - ago_seconds
-            for number, other in enumerate(others):
-                texts = dht.address_texts((self._roster.address(other.number),))
+            for place in places:
+                other, texts = self._lives[place], self._texts[place]
                 seconds = self._links.latency_seconds(life.peer, other.peer)
                 seconds += self._links.latency_seconds(other.peer, life.peer)
-                for _, question in core.receive(then - seconds, other.peer, dht.Ping(number, texts)):
+                for _, question in core.receive(then - seconds, other.peer, dht.Ping(other.number, texts)):
                     if isinstance(question, dht.Ping):
                         core.receive(then, other.peer, dht.Pong(question.id, texts))
             return []
