@@ -13,7 +13,7 @@ from node import events
 from node.runs.manifest import Run
 from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification
-from partition.steps.messages import StepCommit
+from partition.steps.messages import Reduced, StepCommit
 from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
 from sim.scenario import Training
 from sim.worlds.node_life import NodeLife
@@ -46,26 +46,32 @@ class RunWords:
     runs: dict[str, Trained] = field(default_factory=dict)
     _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
+    # By peer, run and step: under which plan it summed that step up.
+    _summed: dict[tuple[PeerId, bytes, int], Plan] = field(default_factory=dict)
 
     def made(self, training: Training, run: Run) -> None:
         """Somebody asks for this run from now on."""
         self.runs[run.text] = Trained(training, run)
 
-    def sent(self, message: object) -> None:
+    def sent(self, life: NodeLife, message: object) -> None:
         """A node sends a message of a run."""
-        if isinstance(message, StepCommit):
-            self._commits[message.plan, message.step] = message
+        match message:
+            case StepCommit():
+                self._commits[message.plan, message.step] = message
+            case Reduced() if message.plan in self._plans:
+                plan = self._plans[message.plan]
+                self._summed[life.peer, plan.run, message.step] = plan
 
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
     ) -> SamplesCounted | None:
-        """A stage of this peer applied a step."""
+        """A stage of this peer applied a step. The next plan may be in force by then."""
         for trained in self.runs.values():
-            plan = _plan(life, trained.run)
-            if plan is None or trained.run.random_key != specification.run:
+            if trained.run.random_key != specification.run:
                 continue
-            stage = plan.stage_of(life.peer)
-            if stage is not None:  # the plan in force may be without it by now
+            plan = self._summed.pop((life.peer, trained.run.id, step), None)
+            stage = None if plan is None else plan.stage_of(life.peer)
+            if plan is not None and stage is not None:
                 return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)
         return None
 

@@ -387,7 +387,7 @@ class StackWorld:
         if self.lives.get(life.peer) is not life:
             return
         if isinstance(event, msgspec.Struct):
-            self._words.sent(event)
+            self._words.sent(life, event)
         else:
             self.tell(life, event)
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from node.events import RunPlanned, StepCommitted
 from partition.plan.plan import plan_hash
-from partition.steps.messages import StageCommit, StepCommit
+from partition.steps.messages import Reduced, StageCommit, StepCommit
 from sim import happenings
 from sim.scenario import Training
 from sim.worlds.happened import RunWords
@@ -16,38 +16,57 @@ from sim.worlds.node_life import NodeLife
 from tests.node.saved import saved, signer
 
 
-def test_a_step_said_when_the_next_plan_is_in_force_is_a_step_of_its_own_plan() -> None:
-    made = saved(stages=1)
-    run, plan = made.run, made.plan
-    after = replace(plan, height=plan.height + 1, parent=plan_hash(plan))
-    member = SimpleNamespace(plan=plan)
-    life = NodeLife(0, 0, 0.0, signer())
-    life.node = cast("Any", SimpleNamespace(runs=SimpleNamespace(members={run.id: member})))
-    words = RunWords()
-    words.made(Training(), run)
+class Talk:
+    """One node that holds the only stage of a run by a plan, `plan`, and can adopt the next."""
 
-    def planned() -> happenings.PlanAdopted:
+    def __init__(self) -> None:
+        made = saved(stages=1)
+        self.life = NodeLife(0, 0, 0.0, signer())
+        self.run, self.specification = made.run, made.specifications[0]
+        self.plan = replace(made.plan, stages=(replace(made.plan.stages[0], replicas=(self.life.peer,)),))
+        self.row = StageCommit(0, self.life.peer, (8, 9))
+        self._member = SimpleNamespace(plan=self.plan)
+        runs = SimpleNamespace(members={made.run.id: self._member})
+        self.life.node = cast("Any", SimpleNamespace(runs=runs))
+        self.words = RunWords()
+        self.words.made(Training(), made.run)
+        self.planned()
+
+    def planned(self) -> happenings.PlanAdopted:
         event = RunPlanned(
             at=0.0,
-            run=run.text,
+            run=self.run.text,
             plan="",
-            height=member.plan.height,
-            trainer=life.peer,
-            planner=life.peer,
+            height=self._member.plan.height,
+            trainer=self.life.peer,
+            planner=self.life.peer,
             layers=(),
             stages=(),
         )
-        return cast("happenings.PlanAdopted", words.of_node(life, event))
+        return cast("happenings.PlanAdopted", self.words.of_node(self.life, event))
 
-    planned()
-    row = StageCommit(0, plan.stages[0].replicas[0], (8, 9))
-    words.sent(StepCommit(plan=plan_hash(plan), step=4, attempt=0, replicas=(row,)))
-    member.plan = after
-    assert planned().parent == plan_hash(plan)
+    def adopt_next(self) -> None:
+        self._member.plan = replace(self.plan, height=self.plan.height + 1, parent=plan_hash(self.plan))
+        assert self.planned().parent == plan_hash(self.plan)
+
+
+def test_a_step_said_when_the_next_plan_is_in_force_is_a_step_of_its_own_plan() -> None:
+    talk = Talk()
+    plan, row = talk.plan, talk.row
+    talk.words.sent(talk.life, StepCommit(plan=plan_hash(plan), step=4, attempt=0, replicas=(row,)))
+    talk.adopt_next()
     step = StepCommitted(
-        at=1.0, run=run.text, step=4, loss=0.5, samples=2, seconds=0.1, replicas=1, height=plan.height
+        at=1.0, run=talk.run.text, step=4, loss=0.5, samples=2, seconds=0.1, replicas=1, height=plan.height
     )
     counted = (((PeerId(row.replica), (8, 9)),),)
-    assert words.of_node(life, step) == happenings.StepCommitted(
-        run.id, plan_hash(plan), plan.height, 4, counted, 0.5
+    assert talk.words.of_node(talk.life, step) == happenings.StepCommitted(
+        talk.run.id, plan_hash(plan), plan.height, 4, counted, 0.5
     )
+
+
+def test_a_step_applied_when_the_next_plan_is_in_force_was_summed_up_under_its_own() -> None:
+    talk = Talk()
+    talk.words.sent(talk.life, Reduced(plan=plan_hash(talk.plan), step=4, attempt=0, digest=bytes(32)))
+    talk.adopt_next()
+    said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
+    assert said == happenings.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
