@@ -64,7 +64,7 @@ class Beliefs:
     """The member list of one peer, kept by the facts it hears."""
 
     __slots__ = (
-        "_events", "_farewell", "_misled", "_settings", "_signer", "_suspicions", "health",
+        "_events", "_farewell", "_settings", "_signer", "_suspicions", "health", "misled",
         "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "table"
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ class Beliefs:
         self.queue.put(self.peer, self.me.said.fact)
         self._suspicions: dict[PeerId, Suspicion] = {}
         # Who sent us, last of all, an accusation that we refuted before.
-        self._misled: PeerId | None = None
+        self.misled: PeerId | None = None
         # What says that we have left.
         self._farewell: Fact | None = None
         self.suspicion_deadline = inf
@@ -175,7 +175,7 @@ class Beliefs:
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
-        is_misled = self._misled is not None and peer == self._misled
+        is_misled = self.misled is not None and peer == self.misled
         if accusation is None and not self.queue.waits and self._farewell is None and not is_misled:
             return ()
         refutation = self.me.said.fact if is_misled else None
@@ -203,7 +203,7 @@ class Beliefs:
         In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
         network that was split: it does not bury, it makes us look. Returns whom to probe at once.
         """
-        self._misled = None
+        self.misled = None
         if not facts:
             return []
         claims = []
@@ -219,7 +219,7 @@ class Beliefs:
         outdated = any(
             body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused
         )
-        self._misled = sender if outdated else None
+        self.misled = sender if outdated else None
         buried = {
             subject_of(fact, body): body.incarnation
             for fact, body in claims

@@ -76,4 +76,5 @@ class LocalHealth:
 
     def better(self) -> None:
         """A probe was answered."""
-        self.score = max(self.score - 1, 0)
+        if self.score:
+            self.score -= 1

@@ -179,10 +179,13 @@ class Swim:
         if not self._beliefs.queue.waits:
             # By far the commonest: there is no news, neither here nor there.
             if type(message) is Ping and not message.facts:
-                self._beliefs.learn(now, sender, ())
+                self._beliefs.misled = None
+                row = self._table.rows.get(sender)
+                if row is not None and row.verdict is None:
+                    return [(sender, Ack(message.number))]
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
-                self._beliefs.learn(now, sender, ())
+                self._beliefs.misled = None
                 sends = self._receive_ack(sender, message.number)
                 self._plan()
                 return sends
@@ -259,7 +262,8 @@ class Swim:
             for probe in self._flight.probes.values():
                 probe.excuse(late)
         sends: Sends = []
-        if self._flight.deadline <= now:
+        flight = self._flight
+        if (flight.probes or flight.relays) and flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             self._beliefs.bury_expired(now)
