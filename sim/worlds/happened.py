@@ -46,8 +46,8 @@ class RunWords:
     runs: dict[str, Trained] = field(default_factory=dict)
     _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
-    # By peer, run and step: under which plan it summed that step up.
-    _summed: dict[tuple[PeerId, bytes, int], Plan] = field(default_factory=dict)
+    # By peer and run: the step it summed up last, and under which plan.
+    _summed: dict[tuple[PeerId, bytes], tuple[int, Plan]] = field(default_factory=dict)
 
     def made(self, training: Training, run: Run) -> None:
         """Somebody asks for this run from now on."""
@@ -60,7 +60,7 @@ class RunWords:
                 self._commits[message.plan, message.step] = message
             case Reduced() if message.plan in self._plans:
                 plan = self._plans[message.plan]
-                self._summed[life.peer, plan.run, message.step] = plan
+                self._summed[life.peer, plan.run] = message.step, plan
 
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
@@ -69,7 +69,9 @@ class RunWords:
         for trained in self.runs.values():
             if trained.run.random_key != specification.run:
                 continue
-            plan = self._summed.pop((life.peer, trained.run.id, step), None)
+            summed, plan = self._summed.get((life.peer, trained.run.id), (None, None))
+            if summed != step:
+                plan = _plan(life, trained.run)  # never summed up, which is for a checker to find
             stage = None if plan is None else plan.stage_of(life.peer)
             if plan is not None and stage is not None:
                 return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)

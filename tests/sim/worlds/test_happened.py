@@ -68,5 +68,13 @@ def test_a_step_applied_when_the_next_plan_is_in_force_was_summed_up_under_its_o
     talk = Talk()
     talk.words.sent(talk.life, Reduced(plan=plan_hash(talk.plan), step=4, attempt=0, digest=bytes(32)))
     talk.adopt_next()
+    # And if it is applied twice, a checker must see that.
+    for _ in range(2):
+        said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
+        assert said == happenings.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
+
+
+def test_a_step_applied_without_a_sum_is_told_too() -> None:
+    talk = Talk()
     said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
     assert said == happenings.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
