@@ -281,7 +281,7 @@ class Kademlia:
                 texts = purpose.lookup.addresses.get(contact.peer, texts)
             addresses = readable_addresses(texts, contact.peer)
             readable = address_texts(addresses)
-            contact.addresses = texts if readable == texts else readable
+            contact.addresses = texts if readable == texts else readable  # one object, as above
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
         self._requests.open(Pending(contact, message, purpose, page, started=now))

@@ -181,7 +181,7 @@ class Swim:
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
-                if row is not None and row.verdict is None:
+                if row is not None and row.verdict is None:  # else it has something to hear, or to be asked
                     return [(sender, Ack(message.number))]
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
