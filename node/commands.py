@@ -20,6 +20,7 @@ from node.runs import data as datasets
 from node.runs.checkpoint_store import document
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
+from node.runs.data_check import check_values
 from node.runs.manifest import Run, RunFile, check_run_file, make_run
 from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
@@ -136,13 +137,15 @@ class Commands:
         window = window_of(run_file, graph, name)
         base = Path(str(arguments.get("path", name))).parent
         dataset = await node.seams.executor.run(lambda: datasets.load(run_file.data, base, window=window))
+        created = node.seams.clock.wall()
+        manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
+        check = partial(check_values, graph, dataset, manifest.sizes_max, name, run_file.data)
+        await node.seams.executor.run(check)
         if run_file.data != datasets.DIGITS_NAME:
             try:
                 await node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, base))
             except OSError as error:
                 raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
-        created = node.seams.clock.wall()
-        manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
         try:
             return make_run(node.signer, manifest)
         except RemoteProtocolError as error:  # no other node would take it either

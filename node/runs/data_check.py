@@ -1,0 +1,72 @@
+"""Whether data holds values that a model takes, said before anything is planned: sample by sample, by name.
+
+Shapes and kinds of numbers are `node.runs.submission.bind_data`'s. A range that the graph does not tell
+(`partition.model.ranges`) is found by the stage that cannot use a value, and ends the run with its reason.
+"""
+
+import numpy as np
+
+from node.errors import UsageError
+from node.runs.admission import train_entry
+from node.runs.data import Array, Dataset
+from partition.model.graph import Graph
+from partition.model.ranges import Bound, bounds
+
+CHUNK_BYTES = 16 * 1024 * 1024
+"""Looked at together: as much again, and their masks, is memory for a moment."""
+_FILES = ("train.npz", "test.npz")
+
+
+def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: str, where: str) -> None:
+    """Raise UsageError for the first value that the model cannot take: its file, sample, place and value.
+
+    `name` is RUN.toml's in errors, `where` the data's. `sizes` are the graph's symbols.
+    """
+    entry = train_entry(graph)
+    found = bounds(graph, entry, sizes)
+    ports = [("x", entry.inputs[0], 0), ("y", entry.labels[0], len(entry.inputs))]
+    parts = [(dataset.train_inputs, dataset.train_labels), (dataset.test_inputs, dataset.test_labels)]
+    for part, arrays in enumerate(parts):
+        for (what, port, number), array in zip(ports, arrays, strict=True):
+            file = where if dataset.window else f"{where}/{_FILES[part]}"
+            held_out = " held out" if dataset.window and part else ""
+            _check(
+                array, graph.types[port.type].dtype, found.get(number), f"{name}: {file}: {what}", held_out
+            )
+
+
+def _check(array: Array, dtype: str, bound: Bound | None, what: str, held_out: str) -> None:
+    if array.dtype.kind == "f" and not dtype.startswith("float"):
+        raise UsageError(f"{what} are {array.dtype}; the model takes {dtype}")
+    step = max(1, CHUNK_BYTES // max(1, array[:1].nbytes))
+    for first in range(0, len(array), step):
+        chunk = array[first : first + step]
+        wrong, want = _wrong(chunk, dtype, bound)
+        if wrong is None or not wrong.any():
+            continue
+        place = np.unravel_index(int(wrong.argmax()), chunk.shape)
+        inner = f" at {[int(side) for side in place[1:]]}" if len(place) > 1 else ""
+        raise UsageError(
+            f"{what} of sample {first + int(place[0])}{held_out}{inner} is {chunk[place]}; {want}",
+            "mend the data, or leave that sample out",
+        )
+
+
+def _wrong(chunk: Array, dtype: str, bound: Bound | None) -> tuple[Array | None, str]:
+    """Which values the model cannot take, and what it wants."""
+    if dtype.startswith("float"):
+        if chunk.dtype.kind != "f":
+            return None, ""
+        with np.errstate(over="ignore"):
+            return ~np.isfinite(chunk.astype(dtype)), f"want finite numbers that fit {dtype}"
+    if dtype == "bool":
+        return None, ""
+    if bound is None:
+        limits = np.iinfo(dtype)
+        return (chunk < limits.min) | (chunk > limits.max), f"want numbers that fit {dtype}"
+    wrong = (chunk < 0) | (chunk >= bound.count)
+    if bound.ignored is not None:
+        wrong &= chunk != bound.ignored
+    place = f" of {bound.owner}" if bound.owner else ""
+    operator = bound.operator.removeprefix("aten.").partition(".")[0]
+    return wrong, f"the model takes 0 to {bound.count - 1} ({operator}{place})"
