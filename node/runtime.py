@@ -49,7 +49,7 @@ from node.runs.blobs import BlobServer
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
 from node.runs.manifest import Run
-from node.runs.placement import Offer
+from node.runs.placement import Offer, cap_claims
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
@@ -398,7 +398,8 @@ class Node:
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
-        """What every live member says it offers, this node included."""
+        """What every live member says it offers, this node included; no claim counts for more than a multiple
+        of the median."""
         own = Offer(
             self.peer,
             self.capacity.flops_per_second,
@@ -411,7 +412,7 @@ class Node:
             if member.live and member.peer != self.peer and claim is not None:
                 has_slot = claim.accepts_runs and claim.flops_per_second > 0
                 offers.append(Offer(member.peer, claim.flops_per_second, claim.memory_free_bytes, has_slot))
-        return sorted(offers, key=lambda offer: offer.peer)
+        return sorted(cap_claims(offers), key=lambda offer: offer.peer)
 
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""

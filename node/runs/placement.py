@@ -5,7 +5,8 @@ all or none.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -46,8 +47,18 @@ LEASE_SECONDS_MAX = 30.0
 PREPARE_SECONDS_MAX = 120.0
 START_SECONDS_MAX = 120.0
 """Opening a stage imports torch, which takes seconds on a cold, busy machine."""
-REPLANS_MAX = 8
-"""Providers that may turn out busy before a placement gives up."""
+PLACEMENT_SECONDS_MAX = 300.0
+"""How long a placement goes on planning around providers that decline: ten that are silent. A number of
+refusals would let as many members that only decline stop every run."""
+CLAIM_RATIO_MAX = 100
+"""A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
+claims more is not dealt a plan of its own."""
+DECLINED_SECONDS = 300.0
+"""A provider that declined comes last for so long: longer than a placement, shorter than most runs."""
+DECLINERS_MAX = 1_024
+"""Decliners remembered, the newest."""
+REASONS_MAX = 8
+"""Refusals named where a placement gives up, the last ones."""
 RATE_DIGITS = 2
 """Significant digits of a rate in a plan: measuring noise must not deal equal machines unequal shares."""
 FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
@@ -64,6 +75,36 @@ class Offer:
     flops_per_second: float
     memory_bytes: int
     has_slot: bool
+
+
+def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers, none with a rate above CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
+    rates = sorted(offer.flops_per_second for offer in offers if offer.has_slot)
+    if not rates:
+        return list(offers)
+    most = CLAIM_RATIO_MAX * rates[(len(rates) - 1) // 2]
+    return [
+        replace(offer, flops_per_second=most) if offer.has_slot and offer.flops_per_second > most else offer
+        for offer in offers
+    ]
+
+
+class Decliners:
+    """Providers that declined a lease lately, as one requester knows them. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._until: dict[PeerId, float] = {}
+
+    def note(self, peer: PeerId, now: float, seconds: float = DECLINED_SECONDS) -> None:
+        """One has declined: let it come last for so long."""
+        self._until.pop(peer, None)
+        self._until[peer] = now + seconds
+        while len(self._until) > DECLINERS_MAX:
+            del self._until[next(iter(self._until))]
+
+    def now(self, now: float) -> set[PeerId]:
+        """Return those that still come last."""
+        return {peer for peer, until in self._until.items() if now < until}
 
 
 class NotPlaced(Exception):
@@ -148,29 +189,51 @@ def rounded(rate: float) -> int:
 
 
 async def place(
-    run: Run, graph: Graph, signer: Signer, offers: Sequence[Offer], ask: Ask, executor: Executor
+    run: Run,
+    graph: Graph,
+    signer: Signer,
+    offers: Sequence[Offer],
+    ask: Ask,
+    executor: Executor,
+    *,
+    decliners: Decliners,
+    monotonic: Callable[[], float],
 ) -> Plan:
-    """Plan a run and lease its slots; a busy or silent provider is planned around.
+    """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
+    who are asked again only where the others are too few.
 
     Raises:
         NotPlaced: no plan came about; every lease taken on the way was given back.
     """
     left = list(offers)
     reasons: list[str] = []
-    for _ in range(REPLANS_MAX):
+    until = monotonic() + PLACEMENT_SECONDS_MAX
+    while monotonic() < until:
         try:
-            # Among many peers, an infeasible run takes the solver seconds to find out.
-            plan = await executor.run(partial(make_plan, run, graph, tuple(left)))
+            plan = await _plan(run, graph, left, decliners.now(monotonic()), executor)
         except NotPlaced as error:
-            raise NotPlaced("; ".join([str(error), *reasons])) from None
+            raise NotPlaced("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
         rows = {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
         refused = await lease_all(run, plan, rows, signer, ask)
         if refused is None:
             return plan
         peer, reason = refused
+        decliners.note(peer, monotonic())
         reasons.append(f"{short_peer(peer)} {reason}")
         left = [offer for offer in left if offer.peer != peer]
-    raise NotPlaced("; ".join(["providers kept declining", *reasons]))
+    raise NotPlaced("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
+
+
+async def _plan(
+    run: Run, graph: Graph, offers: Sequence[Offer], last: Collection[PeerId], executor: Executor
+) -> Plan:
+    """Plan without those who come `last`, with them where that is not possible. Raises NotPlaced."""
+    first = [offer for offer in offers if offer.peer not in last]
+    # Among many peers, an infeasible run takes the solver seconds to find out.
+    if len(first) < len(offers):
+        with suppress(NotPlaced):
+            return await executor.run(partial(make_plan, run, graph, tuple(first)))
+    return await executor.run(partial(make_plan, run, graph, tuple(offers)))
 
 
 async def lease_all(

@@ -33,7 +33,7 @@ from node.runs.links import Links
 from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.models import Models
-from node.runs.placement import NotPlaced, Offer, place, start
+from node.runs.placement import Decliners, NotPlaced, Offer, place, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
 from node.runs.submission import fits
@@ -107,6 +107,7 @@ class Runs:
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
         self.data = DataFiles(seams)
+        self._decliners = Decliners()
         self._requests = Requests(self)
         self.links = Links(
             seams.network,
@@ -195,7 +196,16 @@ class Runs:
         while True:
             offers = self.offers()
             try:
-                return await place(run, graph, self.signer, offers, self.ask, self.seams.executor)
+                return await place(
+                    run,
+                    graph,
+                    self.signer,
+                    offers,
+                    self.ask,
+                    self.seams.executor,
+                    decliners=self._decliners,
+                    monotonic=self.seams.clock.monotonic,
+                )
             except NotPlaced:
                 await trio.sleep(HEARSAY_SECONDS)
                 known = {offer.peer for offer in offers}

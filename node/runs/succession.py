@@ -15,7 +15,16 @@ from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from node.runs.chain import ChainShell
 from node.runs.manifest import Run
-from node.runs.placement import PREPARE_SECONDS_MAX, Ask, Offer, ask_all, lease_all, release, rounded
+from node.runs.placement import (
+    PREPARE_SECONDS_MAX,
+    Ask,
+    Decliners,
+    Offer,
+    ask_all,
+    lease_all,
+    release,
+    rounded,
+)
 from node.runs.pulse import PAUSE_SECONDS_MAX
 from node.runs.requests import Prepare
 from partition.plan.change import JOININGS_MAX, Change, Joining, successor
@@ -103,6 +112,24 @@ def next_change(view: Outlook) -> Change | Hopeless | None:
     )
 
 
+def ranked(
+    offers: Collection[Offer], *, first: Collection[bytes], roster: Collection[bytes], last: Collection[bytes]
+) -> tuple[tuple[PeerId, int], ...]:
+    """Order candidates: those who come `first`, members of the `roster`, then the fastest; those who come
+    `last`, for they declined lately, after all others, so that a few who never come do not take turns."""
+    order = sorted(
+        offers,
+        key=lambda offer: (
+            offer.peer not in first,
+            offer.peer in last,
+            offer.peer not in roster,
+            -rounded(offer.flops_per_second),
+            offer.peer,
+        ),
+    )
+    return tuple((offer.peer, rounded(offer.flops_per_second)) for offer in order)
+
+
 @dataclass(eq=False)
 class _Asking:
     """A change that needs somebody to come, the plan it makes, and whether all have said that they are
@@ -142,6 +169,7 @@ class Succession:
     absent: dict[PeerId, str] = field(default_factory=dict)
     leaving: set[PeerId] = field(default_factory=set)
     _busy: dict[PeerId, float] = field(default_factory=dict)
+    _decliners: Decliners = field(default_factory=Decliners)
     _again: trio.Event = field(default_factory=trio.Event)
     _settled_at: float = 0.0
     _hopeless_since: float | None = None
@@ -259,6 +287,7 @@ class Succession:
                 refused = next(iter(failures.items()), None)
             if refused is not None:
                 self._busy[refused[0]] = self.monotonic() + BUSY_SECONDS
+                self._decliners.note(refused[0], self.monotonic())
                 self._asking = None
                 await self._release(asking)
             self.changed()
@@ -309,15 +338,7 @@ class Succession:
         free = [offer for offer in self.offers() if offer.has_slot and self._may_come(offer.peer, now)]
         # Who asks must be in the plan that it brings to others, also where it has lost its memory itself.
         first = {self.signer.peer} & set(self.absent)
-        free.sort(
-            key=lambda offer: (
-                offer.peer not in first,
-                offer.peer not in roster,
-                -rounded(offer.flops_per_second),
-                offer.peer,
-            )
-        )
-        return tuple((offer.peer, rounded(offer.flops_per_second)) for offer in free)
+        return ranked(free, first=first, roster=roster, last=self._decliners.now(now))
 
     def _may_come(self, peer: PeerId, now: float) -> bool:
         return peer in self.live() and peer not in self.leaving and self._busy.get(peer, now) <= now

@@ -25,6 +25,9 @@ METADATA_VERSION = 1
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
+FLOPS_PER_SECOND_MAX = 1e16
+"""No device of today multiplies fp32 matrices as fast; a claim beyond it is not read at all."""
+
 Text = Annotated[str, msgspec.Meta(max_length=64)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -38,7 +41,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     cores: Size
     memory_free_bytes: Size
     memory_total_bytes: Size
-    flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=1e24)]
+    flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=FLOPS_PER_SECOND_MAX)]
     location: Text
 
 
@@ -52,7 +55,7 @@ def encode_metadata(capacity: Capacity, *, accepts_runs: bool) -> bytes:
             capacity.cores,
             capacity.memory_free_bytes,
             capacity.memory_total_bytes,
-            capacity.flops_per_second,
+            min(capacity.flops_per_second, FLOPS_PER_SECOND_MAX),
             capacity.location,
         )
     )

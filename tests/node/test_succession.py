@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.identity import PeerId
-from node.runs.succession import Hopeless, Outlook, next_change
+from node.runs.placement import Offer
+from node.runs.succession import Hopeless, Outlook, next_change, ranked
 from partition.plan.change import Change, Joining, successor
 from partition.plan.plan import NOTHING, Plan, StagePlan, check_plan
 
@@ -46,6 +47,14 @@ def test_while_everybody_lives_nothing_is_wished_for() -> None:
 def test_a_lost_replica_leaves_the_roster_and_its_stage_goes_on_with_the_other() -> None:
     change = change_of(view((SECOND,)))
     assert change == Change(lost=(SECOND,))
+
+
+def test_candidates_that_declined_come_after_all_others() -> None:
+    offers = [Offer(peer(number), rate, 1, has_slot=True) for number, rate in ((1, 9e9), (2, 8e9), (3, 1e9))]
+    order = ranked(offers, first=(), roster=(), last={peer(1), peer(2)})
+    assert [candidate for candidate, _ in order] == [peer(3), peer(1), peer(2)]
+    order = ranked(offers, first={peer(2)}, roster={peer(3)}, last=())
+    assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
 
 
 def test_who_is_lost_goes_first_and_is_replaced_in_the_plan_after() -> None:

@@ -1,0 +1,91 @@
+"""The first plan of a run among members that claim too much and then decline: whole nodes in virtual time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+import trio
+
+from crypto.encoding import encode
+from crypto.identity import PeerId
+from node.events import RunPlanned
+from node.runs.placement import CLAIM_RATIO_MAX, DECLINERS_MAX, Decliners, Offer, cap_claims
+from node.runtime import Node
+from node.services.capacity import Capacity
+from node.services.membership import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
+from tests.stack import manifest, simulate, swarm, train
+
+ENORMOUS = 9e18
+PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
+
+
+def claim(node: Node, flops_per_second: float) -> None:
+    """From now on this node says that it computes so fast, whatever its own code makes of that."""
+    said = read_metadata(encode_metadata(node.capacity, accepts_runs=True))
+    assert said is not None
+    said = msgspec.structs.replace(said, flops_per_second=flops_per_second)
+    node.membership.update(replace(node._profile(), metadata=encode(said)))
+
+
+def decline(node: Node, asked: list[str], name: str) -> None:
+    """From now on this node takes nothing, and notes who asked it."""
+
+    def accepts(_run: object) -> str:
+        asked.append(name)
+        return "not today"
+
+    node.runs.accepts = accepts
+
+
+@pytest.mark.parametrize("flops_per_second", [ENORMOUS, FLOPS_PER_SECOND_MAX])
+def test_eight_members_that_claim_too_much_and_decline_stop_no_placement(flops_per_second: float) -> None:
+    asked: list[str] = []
+    planned: list[Sequence[str]] = []
+
+    async def scenario() -> None:
+        async with swarm("abcdefghijk") as group:
+            for name in "abcdefgh":
+                claim(group.nodes[name], flops_per_second)
+                decline(group.nodes[name], asked, name)
+            await trio.sleep(5)  # virtual: until all have heard what is claimed
+            for seed in (1, 2):
+                _, events = await train(group, "k", manifest(stages=1, replicas=2, steps=1, seed=seed))
+                (plan,) = (event for event in events if isinstance(event, RunPlanned))
+                planned.append([group.name_of(peer) for stage in plan.stages for peer in stage])
+
+    simulate(scenario)
+    assert [sorted(stage) for stage in planned] == [["i", "j"], ["i", "j"]]
+    # Each was asked once at most: the second run knows who declined the first.
+    assert len(asked) == len(set(asked))
+
+
+def test_a_claim_counts_for_no_more_than_a_multiple_of_the_median() -> None:
+    rates = [1e9, 2e9, 3e9, 9e15]
+    offers = [Offer(peer, rate, 1, has_slot=True) for peer, rate in zip(PEERS, rates, strict=False)]
+    without = Offer(PEERS[9], 1e15, 1, has_slot=False)
+    capped = cap_claims([*offers, without])
+    assert [offer.flops_per_second for offer in capped[:3]] == rates[:3]
+    assert capped[3].flops_per_second == CLAIM_RATIO_MAX * 2e9
+    assert capped[4] == without
+    assert cap_claims([]) == []
+
+
+def test_a_rate_that_no_machine_has_is_not_read() -> None:
+    measured = Capacity("cpu", 1, 1, 1, 1e24, "")
+    said = read_metadata(encode_metadata(measured, accepts_runs=True))
+    assert said is not None
+    assert said.flops_per_second == FLOPS_PER_SECOND_MAX
+    for rate in (1.01 * FLOPS_PER_SECOND_MAX, 1e24, float("inf"), float("nan"), -1.0):
+        assert read_metadata(encode(Metadata(1, True, "cpu", 1, 1, 1, rate, ""))) is None
+
+
+def test_decliners_are_remembered_for_some_time_and_only_the_newest() -> None:
+    decliners = Decliners()
+    decliners.note(PEERS[0], 0.0, 10.0)
+    assert decliners.now(9.9) == {PEERS[0]}
+    assert decliners.now(10.0) == set()
+    for number in range(DECLINERS_MAX + 5):
+        decliners.note(PeerId(number.to_bytes(32, "big")), 20.0, 10.0)
+    assert len(decliners.now(21.0)) == DECLINERS_MAX
+    assert PeerId(bytes(32)) not in decliners.now(21.0)
