@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import trio
@@ -205,6 +205,10 @@ class Storage(Protocol):
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, data: bytes) -> None: ...
     def delete(self, name: str) -> None: ...
+
+    def open(self, name: str) -> IO[bytes] | None:
+        """A blob of any size to be read in parts, as it is now, whatever becomes of its name meanwhile; to be
+        closed. None where there is none."""
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""

@@ -1,7 +1,9 @@
 """The Storage seam of the simulation: blobs in memory, which survive a restart if their holder does."""
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 from crypto.noise import Data
 
@@ -20,6 +22,10 @@ class MemoryStorage:
 
     def delete(self, name: str) -> None:
         self._blobs.pop(name, None)
+
+    def open(self, name: str) -> IO[bytes] | None:
+        blob = self._blobs.get(name)
+        return None if blob is None else io.BytesIO(blob)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         blob = self._blobs.get(name)

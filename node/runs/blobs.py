@@ -22,6 +22,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
+from node.runs.permits import Permit, Permits
 from node.seams import Executor, Network, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs
 
@@ -36,6 +37,8 @@ IDLE_SECONDS_MAX = 60.0
 """A stream that asks for nothing for so long is closed: its place may be another's."""
 SEND_SECONDS_MAX = 60.0
 """For one blob to a peer that reads slowly: 35 kB/s."""
+PATIENCE_SECONDS = 5.0
+"""How long a peer that asks for nothing, or takes nothing, keeps a place that another wants."""
 BUSY_SECONDS_MAX = 5.0
 """To say so."""
 HOLDERS_MAX = 64
@@ -98,43 +101,36 @@ class BlobServer:
         self._executor = seams.executor
         self._blobs = blobs
         self._refuse = refuse
-        self._uploads: Counter[PeerId] = Counter()
+        self._permits = Permits(UPLOADS_MAX, UPLOADS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         seams.network.handle(BLOBS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
         """Answer the requests of a stream until it ends."""
         peer = stream.peer
-        if self._uploads.total() >= UPLOADS_MAX or self._uploads[peer] >= UPLOADS_PER_PEER_MAX:
-            with suppress(StreamClosed), trio.move_on_after(BUSY_SECONDS_MAX):
-                await stream.receive()  # an answer that comes before the question is easily lost
-                await stream.send(encode(Busy()))
-            return
-        self._uploads[peer] += 1
-        try:
-            await self._answer(stream)
-        except StreamClosed:
-            return  # how a fetch ends
-        except RemoteProtocolError as error:
-            self._refuse(peer, error)
-        finally:
-            self._uploads[peer] -= 1
-            if not self._uploads[peer]:
-                del self._uploads[peer]  # a stranger's name is not kept
+        with self._permits.take(peer) as permit:
+            if permit is None:
+                with suppress(StreamClosed), trio.move_on_after(BUSY_SECONDS_MAX):
+                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.send(encode(Busy()))
+                return
+            try:
+                await self._answer(stream, permit)
+            except StreamClosed:
+                return  # how a fetch ends
+            except RemoteProtocolError as error:
+                self._refuse(peer, error)
 
-    async def _answer(self, stream: Stream) -> None:
+    async def _answer(self, stream: Stream, permit: Permit) -> None:
         while True:
-            with trio.move_on_after(IDLE_SECONDS_MAX) as idle:
-                request = await stream.receive()
-            if idle.cancelled_caught:
-                return
-            want: Want = decode(request, Want, bytes_max=REQUEST_BYTES_MAX)
+            permit.waits(IDLE_SECONDS_MAX)
+            want: Want = decode(await stream.receive(), Want, bytes_max=REQUEST_BYTES_MAX)
+            permit.works()
             data = await self._executor.run(partial(self._blobs.get, want.name))
-            with trio.move_on_after(SEND_SECONDS_MAX) as slow:
-                await stream.send(encode(Absent() if data is None else Found(len(data))))
-                if data is not None:
-                    await stream.send(data)
-            if slow.cancelled_caught:
-                return
+            permit.waits(SEND_SECONDS_MAX)
+            await stream.send(encode(Absent() if data is None else Found(len(data))))
+            if data is not None:
+                await stream.send(data)
+            del data  # not to be kept while the next request comes
 
 
 class Sink(Protocol):

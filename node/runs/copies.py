@@ -9,7 +9,7 @@
 Every member works out the keepers alike: `keepers` is a pure function of the roster.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Protocol
@@ -28,6 +28,7 @@ from node.runs.checkpoint_format import Number, StageState
 from node.runs.checkpoint_store import KEPT, Kept
 from node.runs.checkpoints import Checkpoints
 from node.runs.manifest import run_text
+from node.runs.permits import Permit, Permits
 from node.runs.requests import REASON_LENGTH_MAX, Reason
 from node.seams import Network, Seams, Stream
 from node.storage.blobs import NoRoom
@@ -47,6 +48,10 @@ REQUESTS_MAX = 32
 REQUESTS_PER_PEER_MAX = 8
 KEEPS_MAX = 4
 """Stages on their way here at once, and manifests; each has a list of chunks in memory."""
+PATIENCE_SECONDS = 2.0
+"""How long a peer that says nothing keeps a permit that another wants."""
+BUSY_SECONDS_MAX = 5.0
+"""To say so."""
 REQUEST_SECONDS_MAX = 20.0
 """From a stream's opening to its request; and for an answer to leave."""
 KEEP_SECONDS_MAX = 3_600.0
@@ -165,7 +170,7 @@ class Copies:
         self._ours = ours
         self._learn_graph = learn_graph
         self._refuse = refuse
-        self._serving: Counter[PeerId] = Counter()
+        self._permits = Permits(REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._keeping: dict[tuple[bytes, int, int], PeerId] = {}
         seams.network.handle(COPIES_PROTOCOL, self.serve)
 
@@ -315,26 +320,29 @@ class Copies:
     async def serve(self, stream: Stream) -> None:
         """Answer the one request of a stream."""
         peer = stream.peer
-        busy = self._serving.total() >= REQUESTS_MAX or self._serving[peer] >= REQUESTS_PER_PEER_MAX
-        self._serving[peer] += 1
         try:
-            data = b""
-            with trio.move_on_after(REQUEST_SECONDS_MAX):
-                data = await stream.receive()
-            request: Request = decode(data, Request, bytes_max=MESSAGE_BYTES_MAX)
-            reply = Declined("busy: too many requests") if busy else await self._answer(peer, request)
-            with trio.move_on_after(REQUEST_SECONDS_MAX):
-                await stream.send(encode(reply))
-            if isinstance(request, Conclude) and isinstance(reply, Done):
-                await self.announce(run_text(request.run), Offer(request.step, request.checkpoint))
+            with self._permits.take(peer) as permit:
+                if permit is not None:
+                    await self._serve(stream, permit)
+            if permit is None:
+                with trio.move_on_after(BUSY_SECONDS_MAX):
+                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.send(encode(Declined("busy: too many requests")))
         except StreamClosed:
             return
         except RemoteProtocolError as error:
             self._refuse(peer, error)
-        finally:
-            self._serving[peer] -= 1
-            if not self._serving[peer]:
-                del self._serving[peer]
+
+    async def _serve(self, stream: Stream, permit: Permit) -> None:
+        permit.waits(REQUEST_SECONDS_MAX)
+        request: Request = decode(await stream.receive(), Request, bytes_max=MESSAGE_BYTES_MAX)
+        permit.works()
+        reply = await self._answer(stream.peer, request)
+        permit.waits(REQUEST_SECONDS_MAX)
+        await stream.send(encode(reply))
+        permit.works()
+        if isinstance(request, Conclude) and isinstance(reply, Done):
+            await self.announce(run_text(request.run), Offer(request.step, request.checkpoint))
 
     async def _answer(self, peer: PeerId, request: Request) -> Reply:
         store = self._checkpoints.store

@@ -14,6 +14,7 @@ from node.errors import Unreachable, UsageError
 from node.runs import data as datasets
 from node.runs.manifest import Manifest
 from node.runs.requests import FetchData, fetch
+from node.runs.uploads import FilePart, whole
 from node.seams import Seams
 
 DATA_BYTES_MAX = 1 << 30
@@ -56,12 +57,24 @@ class DataFiles:
         return await self._seams.executor.run(partial(self._read, digest, name))
 
     def _read(self, digest: str, name: FileName) -> bytes | None:
+        part = self._open(digest, name)
+        if part is None:
+            return None
+        with part.file as file:
+            file.seek(0)
+            return file.read(part.length)
+
+    async def open(self, digest: str, name: FileName) -> FilePart | None:
+        """The same, to be read and closed by the caller."""
+        return await self._seams.executor.run(partial(self._open, digest, name))
+
+    def _open(self, digest: str, name: FileName) -> FilePart | None:
         path = self._paths.get(digest)
         if path is None:
-            return self._seams.storage.read(data_name(digest, name))
+            return whole(self._seams.storage.open(data_name(digest, name)), bytes_max=DATA_BYTES_MAX)
         file = path if path.is_file() and name == "text" else path / name
         try:
-            return file.read_bytes() if file.stat().st_size <= DATA_BYTES_MAX else None
+            return whole(file.open("rb", buffering=0), bytes_max=DATA_BYTES_MAX)
         except OSError:
             return None
 

@@ -17,6 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable, UsageError
 from node.runs.requests import RANGE_BYTES_MAX, FetchModel, FetchRange, fetch
+from node.runs.uploads import FilePart, whole
 from node.seams import Seams, Stage
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
@@ -136,13 +137,33 @@ class Models:
         return await self._seams.executor.run(partial(self._read_range, name, offset, length))
 
     def _read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
-        storage, file = self._seams.storage, values_name(name)
-        head = storage.read_part(file, 0, _LENGTH_BYTES)
-        if head is None or len(head) < _LENGTH_BYTES:
+        part = self._open_range(name, offset, length)
+        if part is None:
             return None
-        start = _LENGTH_BYTES + int.from_bytes(head, "little")
-        data = storage.read_part(file, start + offset, length)
-        return data if data is not None and len(data) == length else None
+        with part.file as file:
+            file.seek(part.offset)
+            data = file.read(length)
+        return data if len(data) == length else None
+
+    async def open(self, name: bytes) -> FilePart | None:
+        """A graph's file, where it is here; to be closed."""
+        return await self._seams.executor.run(lambda: whole(self._seams.storage.open(graph_name(name))))
+
+    async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
+        """As `read_range`, to be read and closed by the caller."""
+        return await self._seams.executor.run(partial(self._open_range, name, offset, length))
+
+    def _open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
+        values = whole(self._seams.storage.open(values_name(name)))
+        if values is None:
+            return None
+        values.file.seek(0)
+        head = values.file.read(_LENGTH_BYTES)
+        start = _LENGTH_BYTES + int.from_bytes(head, "little") + offset
+        if len(head) < _LENGTH_BYTES or start + length > values.length:
+            values.file.close()
+            return None
+        return FilePart(values.file, start, length)
 
     # First values
 

@@ -322,14 +322,6 @@ async def fetch(
     raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
 
 
-async def send_blob(stream: Stream, data: bytes) -> None:
-    """Answer with a Blob and its chunks."""
-    await stream.send(encode(Blob(len(data))))
-    view = memoryview(data)
-    for start in range(0, len(data), BLOB_CHUNK_BYTES):
-        await stream.send(view[start : start + BLOB_CHUNK_BYTES])
-
-
 def read_reply(data: bytes) -> Reply:
     """A reply, or RemoteProtocolError."""
     reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)

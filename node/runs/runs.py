@@ -37,6 +37,7 @@ from node.runs.placement import Decliners, NotPlaced, Offer, place, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
 from node.runs.submission import fits
+from node.runs.uploads import Body
 from node.seams import Seams, Stream
 from partition.plan.chain import base_plan
 from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
@@ -244,7 +245,7 @@ class Runs:
             reply = await self._requests.answer(peer, request)
         except RemoteProtocolError as error:  # what others would refuse is no bug of this node
             raise Unreachable("refused", f"no answer: {error}") from None
-        assert not isinstance(reply, bytes), "blobs are fetched, not asked for"
+        assert not isinstance(reply, Body), "blobs are fetched, not asked for"
         return reply
 
     def known(self) -> list[str]:

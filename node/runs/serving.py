@@ -4,7 +4,7 @@ One request a stream. Each is checked against the run and the plan it names befo
 may ask for what is said in `node.runs.requests`.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -23,8 +23,10 @@ from node.runs.data_files import DataFiles
 from node.runs.manifest import Run
 from node.runs.member import RunMember
 from node.runs.models import Models
+from node.runs.permits import Permits
 from node.runs.slot import Slot
-from node.runs.weights import FETCH_SECONDS_MAX, weights_name
+from node.runs.uploads import Body, send_blob, whole
+from node.runs.weights import weights_name
 from node.seams import Seams, Stream
 from partition.plan.plan import Plan, committee, plan_hash
 
@@ -32,10 +34,19 @@ RUNS_MAX = 64
 """Runs that have not ended; a stranger's manifests must not fill the memory."""
 RELEASED_MAX = 256
 """Plans given up lately."""
-UPLOADS_MAX = 4
-"""Graphs, weights and exports on their way out at once, of each; each lies in memory."""
+FILES_MAX = 64
+"""Files on their way out at once, of each kind: a descriptor and a chunk each."""
+FILES_PER_PEER_MAX = 4
+EXPORTS_MAX = 4
+"""Stages on their way to a committer: each lies in memory."""
 RANGES_MAX = 16
-"""The same for ranges of first values, of 16 MiB each."""
+"""Ranges of a state, of 16 MiB each, which lie in memory."""
+RANGES_PER_PEER_MAX = 4
+"""A newcomer asks for two at once."""
+PATIENCE_SECONDS = 2.0
+"""How long a peer that takes nothing keeps a place that another wants."""
+UPLOAD_SECONDS_MAX = 3_600.0
+"""For all of one answer: 12 GB at 30 Mbit/s."""
 REQUEST_SECONDS_MAX = 20.0
 """From a stream's opening to its request."""
 Upload = (
@@ -75,7 +86,14 @@ class Requests:
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
-        self._uploads: Counter[type] = Counter()
+        files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        self._permits: dict[type, Permits] = {
+            kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange, wire.FetchData)
+        }
+        self._permits[wire.ExportStage] = Permits(EXPORTS_MAX, 1, patience_seconds=PATIENCE_SECONDS)
+        self._permits[wire.FetchState] = Permits(
+            RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
+        )
         # A lease that took long to think about may be given up by its planner before it was given.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
 
@@ -90,7 +108,7 @@ class Requests:
                 await self._upload(stream, request)
             else:
                 reply = await self.answer(stream.peer, request)
-                assert not isinstance(reply, bytes), "blobs are uploaded"
+                assert not isinstance(reply, Body), "blobs are uploaded"
                 await stream.send(encode(reply))
         except StreamClosed:
             return
@@ -98,25 +116,22 @@ class Requests:
             self._runs.refuse(stream.peer, error)
 
     async def _upload(self, stream: Stream, request: Upload) -> None:
-        """Answer by a blob: a few at once, each in bounded time, for every one lies in memory."""
-        limit = RANGES_MAX if isinstance(request, wire.FetchRange | wire.FetchState) else UPLOADS_MAX
-        kind = type(request)
-        if self._uploads[kind] >= limit:
-            await stream.send(encode(wire.Declined("busy: too many fetch at once")))
-            return
-        self._uploads[kind] += 1
-        try:
-            with trio.move_on_after(FETCH_SECONDS_MAX):
+        """Answer by a blob, where there is a permit, as long as the peer takes what is sent."""
+        with self._permits[type(request)].take(stream.peer) as permit:
+            if permit is None:
+                with trio.move_on_after(REQUEST_SECONDS_MAX):
+                    await stream.send(encode(wire.Declined("busy: too many fetch at once")))
+                return
+            with trio.move_on_after(UPLOAD_SECONDS_MAX):
                 reply = await self.answer(stream.peer, request)
-                if isinstance(reply, bytes):
-                    await wire.send_blob(stream, reply)
+                if isinstance(reply, Body):
+                    await send_blob(stream, reply, permit, self._runs.seams.executor)
                 else:
+                    permit.waits(REQUEST_SECONDS_MAX)
                     await stream.send(encode(reply))
-        finally:
-            self._uploads[kind] -= 1
 
-    async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | bytes:
-        """What one request of `peer` comes to, bytes for a blob. Raises RemoteProtocolError."""
+    async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | Body:
+        """What one request of `peer` comes to, a body for a blob. Raises RemoteProtocolError."""
         match request:
             case wire.LeaseRequest():
                 return await self._on_lease(peer, request)
@@ -133,7 +148,7 @@ class Requests:
             case _:
                 return await self._blob(peer, request)
 
-    async def _blob(self, peer: PeerId, request: Upload) -> wire.Reply | bytes:
+    async def _blob(self, peer: PeerId, request: Upload) -> wire.Reply | Body:
         match request:
             case wire.FetchState():
                 return await self._on_state(peer, request)
@@ -229,7 +244,7 @@ class Requests:
         member.catch_up([peer])
         return True
 
-    async def _on_state(self, peer: PeerId, request: wire.FetchState) -> wire.Reply | bytes:
+    async def _on_state(self, peer: PeerId, request: wire.FetchState) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
         if member is None or member.plan is None or member.plan.stage_of(peer) is None:
             return wire.Declined("no such plan here")
@@ -241,11 +256,11 @@ class Requests:
             return _declined(error)
         return wire.Declined("the state is that of another step") if data is None else data
 
-    async def _on_data(self, request: wire.FetchData) -> wire.Reply | bytes:
-        data = await self._runs.data.read(request.data, request.name)
-        return wire.Declined("this data is not here") if data is None else data
+    async def _on_data(self, request: wire.FetchData) -> wire.Reply | Body:
+        file = await self._runs.data.open(request.data, request.name)
+        return wire.Declined("this data is not here") if file is None else file
 
-    async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | bytes:
+    async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
         if member is None or member.plan is None or member.plan.committer != peer:
             return wire.Declined("no such plan here")
@@ -273,18 +288,18 @@ class Requests:
         await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()
 
-    async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | bytes:
+    async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | Body:
         seams = self._runs.seams
-        data = await seams.executor.run(partial(seams.storage.read, weights_name(request.run)))
-        return wire.Declined("these weights are not here") if data is None else data
+        file = await seams.executor.run(lambda: whole(seams.storage.open(weights_name(request.run))))
+        return wire.Declined("these weights are not here") if file is None else file
 
-    async def _on_model(self, request: wire.FetchModel) -> wire.Reply | bytes:
-        data = await self._runs.models.read(request.graph)
-        return wire.Declined("this graph is not here") if data is None else data
+    async def _on_model(self, request: wire.FetchModel) -> wire.Reply | Body:
+        file = await self._runs.models.open(request.graph)
+        return wire.Declined("this graph is not here") if file is None else file
 
-    async def _on_range(self, request: wire.FetchRange) -> wire.Reply | bytes:
-        data = await self._runs.models.read_range(request.graph, request.offset, request.length)
-        return wire.Declined("these first values are not here") if data is None else data
+    async def _on_range(self, request: wire.FetchRange) -> wire.Reply | Body:
+        part = await self._runs.models.open_range(request.graph, request.offset, request.length)
+        return wire.Declined("these first values are not here") if part is None else part
 
 
 def _declined(error: Exception) -> wire.Declined:

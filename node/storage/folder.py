@@ -52,6 +52,13 @@ class FolderStorage:
         except FileNotFoundError:
             return None
 
+    def open(self, name: str) -> IO[bytes] | None:
+        """The blob as a file to be read from, None where there is none."""
+        try:
+            return self.file(name).open("rb", buffering=0)
+        except FileNotFoundError:
+            return None
+
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
         try:

@@ -444,14 +444,36 @@ def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
 
         first = [await ask(clients[0]) for _ in range(protocol.UPLOADS_PER_PEER_MAX + 1)]
         assert [reply for _, reply in first] == [Found(1)] * protocol.UPLOADS_PER_PEER_MAX + [Busy()]
-        others = [
-            (await ask(client))[1] for client in clients[1:] for _ in range(protocol.UPLOADS_PER_PEER_MAX)
-        ]
+        others: list[object] = []
+
+        async def ask_also(client: Peer) -> None:
+            others.append((await ask(client))[1])
+
+        async with trio.open_nursery() as nursery:  # at once, so that nobody's patience ends meanwhile
+            for client in clients[1:]:
+                for _ in range(protocol.UPLOADS_PER_PEER_MAX):
+                    nursery.start_soon(ask_also, client)
         assert others.count(Found(1)) == protocol.UPLOADS_MAX - protocol.UPLOADS_PER_PEER_MAX
         await trio.sleep(protocol.IDLE_SECONDS_MAX + 1)
         with pytest.raises(StreamClosed):
             await first[0][0].receive()
         assert (await ask(clients[-1]))[1] == Found(1)
+
+    scenario(test)
+
+
+def test_a_crowd_that_asks_nothing_makes_room_for_who_does() -> None:
+    async def test(group: Group) -> None:
+        server = await group.add()
+        name = server.blobs.put(b"x")
+        crowd = [await group.add() for _ in range(protocol.UPLOADS_MAX // protocol.UPLOADS_PER_PEER_MAX)]
+        honest = await group.add()
+        for peer in crowd:
+            for _ in range(protocol.UPLOADS_PER_PEER_MAX):
+                await peer.seams.network.open(server.id, BLOBS_PROTOCOL)
+        await trio.sleep(protocol.PATIENCE_SECONDS)
+        await honest.fetch({name: 1}, server)
+        assert honest.blobs.get(name) == b"x"
 
     scenario(test)
 
