@@ -95,13 +95,13 @@ class Commands:
         run_file = toml.parse(text, RunFile, name=name).value
         check_run_file(run_file, name)
         run = await self._make_run(run_file, arguments, name)
-        node.runs.start_task(self._publish_run, run)
+        node.runs.start_task(self._publish_run, run, of=None)
         if not arguments.get("follow", True):
             await self._submit(run)
             return {"run": run.text, "status": "running"}
         with node.watch() as events:
             # Not in this task: a client that hangs up stops watching, never the placing.
-            node.runs.start_task(self._submit_watched, run)
+            node.runs.start_task(self._submit_watched, run, of=run)
             async for event in events:
                 if getattr(event, "run", None) != run.text:
                     continue

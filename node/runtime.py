@@ -30,6 +30,7 @@ from gossip.swim import Swim
 from node import state as views
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
+from node.containment import failures, note
 from node.control import ControlServer
 from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
@@ -344,12 +345,20 @@ class Node:
     @property
     def counters(self) -> dict[str, int]:
         """What was refused and dropped, by reason, at every layer."""
-        return dict(Counter(dict(self.network.counters)) + self._refused)
+        own = Counter({"internal_errors": failures.total()})
+        return dict(Counter(dict(self.network.counters)) + self._refused + own)
 
     def _publish(self, event: Event) -> None:
-        self.state = views.apply(self.state, event)
-        if self._report is not None:
-            self._report(event)
+        # What a screen makes of an event is no concern of the protocol that tells of it.
+        try:
+            self.state = views.apply(self.state, event)
+        except Exception as error:
+            note(error, f"the state at a {type(event).__name__}")
+        try:
+            if self._report is not None:
+                self._report(event)
+        except Exception as error:
+            note(error, f"the screen at a {type(event).__name__}")
         for watcher in self._watchers:
             try:
                 watcher.send_nowait(event)

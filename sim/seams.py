@@ -29,12 +29,12 @@ from functools import partial
 import trio
 
 from crypto.contact import ADDRESSES_MAX, Address
-from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId, short_peer
-from node.errors import StreamClosed, Unreachable, WrongPeer
+from node.errors import Unreachable, WrongPeer
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Handler, Seams, StreamLimits
 from node.transport.connections import GRACE_SECONDS
-from node.transport.handlers import Handlers
+from node.transport.handlers import Handlers, serve
 from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from sim.alarm import Alarm
@@ -569,15 +569,9 @@ class SimNetwork:
         return target
 
     async def _serve(self, handler: Handler, stream: SimStream) -> None:
-        # As the real router: what a stranger can cause is counted, our own bugs come out.
         try:
-            await handler(stream)
-        except* RemoteProtocolError:
-            self._counters["streams_broken"] += 1
-        except* Unreachable:
-            self._counters["streams_ended_early"] += 1
-        except* StreamClosed:
-            pass  # how a conversation ends
+            if not await serve(handler, stream, self._counters):
+                stream.close(is_cut=True)
         finally:
             self._handlers.leave(stream.peer, stream.protocol)
             self._streams.pop(stream, None)

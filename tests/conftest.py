@@ -2,14 +2,24 @@
 
 import gc
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import trio
 from hypothesis import settings
 
+from node.containment import strictness
+
 settings.register_profile("peerloom", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("peerloom")
+
+
+@pytest.fixture(autouse=True)
+def _bugs_come_out() -> Iterator[None]:
+    """Nothing is contained in a test, but for one that says so by `strictness(is_strict=False)`."""
+    with strictness(is_strict=True):
+        yield
 
 
 @pytest.hookimpl(trylast=True)

@@ -143,7 +143,7 @@ class World:
     def begin(self) -> None:
         """Have the requester submit the run, in a task that dies with it."""
         requester = self.group.nodes[self.group.name_of(self.run.requester)]
-        requester.runs.start_task(requester.runs.submit, self.run)
+        requester.runs.start_task(requester.runs.submit, self.run, of=self.run)
         self.nursery.start_soon(self.note_plans)
 
     async def note_plans(self) -> None:

@@ -22,7 +22,7 @@ ALLOWED = {
 
 # The floors inside node, lowest first: a file imports its own floor and those below.
 FLOORS = (
-    ("errors", "events", "config", "seams", "locks", "nearest", "paths", "toml"),
+    ("errors", "events", "config", "containment", "seams", "locks", "nearest", "paths", "toml"),
     ("state", "transport", "storage"),
     ("services",),
     ("runs",),

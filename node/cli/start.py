@@ -6,6 +6,7 @@ from typing import Any
 
 from node.cli.render import show, show_json
 from node.cli.screen import EventScreen
+from node.containment import write_log
 
 
 def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) -> int:
@@ -19,6 +20,8 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) 
     seconds = None
     if require_join is not None:
         seconds = config.read_setting("--require-join", require_join, config.read_duration)
+
+    write_log(settings.data_dir)
 
     from node import runtime, state  # after the settings: a mistyped flag need not wait for torch
 

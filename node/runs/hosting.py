@@ -61,7 +61,7 @@ class Hosting:
                 return  # once open it takes the newest plan
         self._stage = stage
         # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
-        self._service.start_task(self._change, plan, stage, None if plan.height else 0)
+        self._service.start_task(self._change, plan, stage, None if plan.height else 0, of=self._run)
 
     async def prepare(self, plan: Plan) -> str | None:
         """Open the stage of a plan that is not in force yet; None when it is open, else why it is not."""
@@ -147,7 +147,7 @@ class Hosting:
         )
         self.replica = shell
         self._scope = trio.CancelScope()
-        service.start_task(self._host, shell, self._scope)
+        service.start_task(self._host, shell, self._scope, of=self._run)
 
     async def _host(self, shell: ReplicaShell, scope: trio.CancelScope) -> None:
         with scope:

@@ -72,7 +72,7 @@ class Keeping:
         copy = await run(
             lambda: [memoryview(bytes(stage.vector(name))) for name in ("parameters", "moments")]
         )
-        self._service.start_task(self._put_away, plan, number, step, *copy)
+        self._service.start_task(self._put_away, plan, number, step, *copy, of=self._run)
 
     async def _put_away(
         self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview
@@ -137,7 +137,7 @@ class Keeping:
             if len(self._saved) == len(plan.stages) and not self._is_spreading:
                 self._is_spreading = True
                 rows = [self._saved[number] for number in range(len(plan.stages))]
-                self._service.start_task(self._spread, plan, message.step, rows)
+                self._service.start_task(self._spread, plan, message.step, rows, of=self._run)
 
     async def _spread(self, plan: Plan, step: int, rows: Sequence[tuple[PeerId, StageState]]) -> None:
         try:

@@ -69,7 +69,7 @@ class RunMember:
         self.plan: Plan | None = None
         self.state: State = "submitted"
         self._service = service
-        self._start_task = service.start_task
+        self._start_task = partial(service.start_task, of=run)
         self._me = service.signer.peer
         self._may_fork = run.manifest.on_lost_quorum == "fork"
         self._chain: ChainShell | None = None
@@ -466,6 +466,16 @@ class RunMember:
         self._decided.set()
         self._life.cancel()
         self._stop_training()
+
+    async def fail(self, reason: str) -> None:
+        """End after an unexpected failure; where another node commits, the run goes on without this one."""
+        if not (self._is_ended or self._is_finishing):
+            if self.plan is not None and self.plan.committer == self._me:
+                self._finish("failed", reason, "")
+                return
+            self.absent(self._me, reason)
+        self._is_ended = False  # an end that failed half way is gone through again
+        await self.end("failed", reason, "")
 
     async def leave(self) -> None:
         """Hand this node's part over before it goes; bounded."""

@@ -6,8 +6,8 @@ run that nobody speaks of any more is given up by silence, so that a lease canno
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
+from node.containment import contain, describe, place_of
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import Event, RunAccepted, RunEnded, RunPlanned, RunReleased, StageLeased
 from node.runs import data as datasets
@@ -215,6 +216,10 @@ class Runs:
 
     def enter(self, member: RunMember, plan: Plan) -> None:
         """The first plan of a run that this node hears of is in force."""
+        with self.containing(member.run, "begin"):
+            self._enter(member, plan)
+
+    def _enter(self, member: RunMember, plan: Plan) -> None:
         # Whoever comes back by a new plan begins a new life: what it promised before is of another chain.
         self.seams.storage.delete(chain_name(member.run.text))
         self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
@@ -252,10 +257,43 @@ class Runs:
         """Short ids of the runs in memory."""
         return [run_text(run) for run in self.members]
 
-    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run `task(*arguments)` beside the service, until it ends or the node does."""
+    # Tasks
+
+    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object, of: Run | None) -> None:
+        """Run `task(*arguments)` beside the service, until it ends or the node does. A task `of` a run that
+        fails ends that run here, never the node."""
         assert self.nursery is not None, "Runs.run was not started"
-        self.nursery.start_soon(task, *arguments)
+        self.nursery.start_soon(self._run_task, of, task, *arguments)
+
+    async def _run_task(
+        self, of: Run | None, task: Callable[..., Awaitable[object]], *arguments: object
+    ) -> None:
+        if of is None:
+            with contain(place_of(task)):
+                await task(*arguments)
+            return
+        with self.containing(of, place_of(task)):
+            await task(*arguments)
+
+    @contextmanager
+    def containing(self, run: Run, place: str) -> Iterator[None]:
+        """End the run as failed, and nothing else, if the block fails unexpectedly: what it left half done
+        cannot be trusted."""
+        with contain(f"run {place}") as part:
+            yield
+        if part.error is not None and self.nursery is not None:
+            self.nursery.start_soon(self._fail, run, part.error)
+
+    async def _fail(self, run: Run, error: Exception) -> None:
+        member = self.members.get(run.id)
+        if member is None:
+            return  # it had ended already
+        reason = f"an internal error on this node: {describe(error)}"[: wire.REASON_LENGTH_MAX]
+        with contain("run ending after a failure") as ending:
+            await member.fail(reason)
+        if ending.error is not None and self.members.get(run.id) is member:
+            with contain("run ending after a failure"):
+                self.ended(member, "failed", reason, "")
 
     # What membership says
 
@@ -267,18 +305,20 @@ class Runs:
     def members_changed(self) -> None:
         """Who lives is another question now than before."""
         for member in list(self.members.values()):
-            member.members_changed()
+            with self.containing(member.run, "members changed"):
+                member.members_changed()
 
     def member_suspected(self, peer: PeerId) -> None:
         """A member may be dead."""
         for member in list(self.members.values()):
-            member.member_suspected(peer)
+            with self.containing(member.run, "member suspected"):
+                member.member_suspected(peer)
 
     async def leave(self) -> None:
         """Hand over this node's part in every run before it goes; bounded."""
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
-                nursery.start_soon(member.leave)
+                nursery.start_soon(self._run_task, member.run, member.leave)
 
     # Messages of a step
 
@@ -331,24 +371,37 @@ class Runs:
             member = self._plans.get(plan)
             if member is not None and member.plan is not None and sender not in member.plan.roster:
                 raise RemoteProtocolError("a message of a run from a peer that is not in it")
-            if member is not None and isinstance(message, OpenedFrame):
-                # The stream waits meanwhile, and so does its sender.
-                message = await member.keep(sender, message)
-            if member is not None and message is not None:
-                member.receive(self.seams.clock.monotonic(), sender, message)
+            if member is not None:
+                await self._hand_over(member, sender, message)
             elif isinstance(message, CommitterMessage | wire.Absent) and len(data) <= EARLY_BYTES_MAX:
                 self._early.append((sender, plan, bytes(data)))
         except RemoteProtocolError as error:
             self.refuse(sender, error)
 
+    async def _hand_over(self, member: RunMember, sender: PeerId, message: Any) -> None:
+        """Give a message to the run it is of. Raises RemoteProtocolError."""
+        refused = None
+        with self.containing(member.run, f"message {type(message).__name__}"):
+            try:
+                if isinstance(message, OpenedFrame):
+                    # The stream waits meanwhile, and so does its sender.
+                    message = await member.keep(sender, message)
+                if message is not None:
+                    member.receive(self.seams.clock.monotonic(), sender, message)
+            except RemoteProtocolError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
     def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
         member, result = self.members.get(message.run), self._over.get(message.run)
         if member is not None:
-            member.receive(self.seams.clock.monotonic(), sender, message)
+            with self.containing(member.run, f"message {type(message).__name__}"):
+                member.receive(self.seams.clock.monotonic(), sender, message)
         elif isinstance(message, Head) and message.asks and result and sender not in self._telling:
             # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
             self._telling.add(sender)
-            self.start_task(self._tell_end, sender, wire.End(message.plan, "done", "", result))
+            self.start_task(self._tell_end, sender, wire.End(message.plan, "done", "", result), of=None)
 
     async def _tell_end(self, peer: PeerId, end: wire.End) -> None:
         with suppress(Unreachable):
@@ -356,8 +409,9 @@ class Runs:
         self._telling.discard(peer)
 
     def _reconnected(self, peer: PeerId) -> None:
-        for member in self.members.values():
-            member.reconnected(peer)
+        for member in list(self.members.values()):
+            with self.containing(member.run, "reconnected"):
+                member.reconnected(peer)
 
     # Bookkeeping
 
@@ -378,7 +432,7 @@ class Runs:
         late = [row for row in self._early if row[1] == plan]
         if late:
             self._early = deque((row for row in self._early if row[1] != plan), maxlen=EARLY_MAX)
-            self.start_task(self._deliver_late, late)
+            self.start_task(self._deliver_late, late, of=member.run)
 
     async def _deliver_late(self, late: Sequence[tuple[PeerId, bytes, bytes]]) -> None:
         """What a committer said of a plan that had not come into force here yet."""
@@ -419,7 +473,8 @@ class Runs:
 
     def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
         """A run is over here: forget its plans, say so."""
-        self.members.pop(member.run.id, None)
+        if self.members.pop(member.run.id, None) is not member:
+            return  # it has ended otherwise meanwhile
         self._forget_files(member)
         self.seams.storage.delete(newest_name(member.run.text))
         result = weights if outcome == "done" and not detail else ""
@@ -432,7 +487,7 @@ class Runs:
                     self.links.forget(peer)
         self.publish(self._ended(member.run.id, outcome, detail, weights))
         if outcome == "done" and not detail and self.nursery is not None:
-            self.nursery.start_soon(self._provide, member.run.text, weights)
+            self.start_task(self._provide, member.run.text, weights, of=None)
 
     def _forget_files(self, member: RunMember) -> None:
         """What is only for a run that goes on; its checkpoints stay."""

@@ -13,7 +13,11 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from node.containment import note
 from node.seams import Clock, Network
+
+FAILED_SECONDS = 1.0
+"""A core whose `wake` fails leaves its deadline where it is: so long it is not woken again."""
 
 Sends = list[tuple[PeerId, Any]]
 
@@ -61,15 +65,22 @@ class Driver:
         self._inbox = network.inbox(protocol)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled."""
+        """Drive until cancelled. A message at which the core fails is as good as lost."""
         task_status.started()
         while True:
             arrived = await self._inbox.take(self.core.deadline)
             now = self._clock.monotonic()
             for sender, data in arrived:
-                self._receive(now, sender, data)
+                try:
+                    self._receive(now, sender, data)
+                except Exception as error:
+                    note(error, f"core {self.protocol}: a message")
             if self.core.deadline <= now:
-                self._pass_on(self.core.wake(now))
+                try:
+                    self._pass_on(self.core.wake(now))
+                except Exception as error:
+                    note(error, f"core {self.protocol}: its deadline")
+                    await trio.sleep(FAILED_SECONDS)
 
     def command(self, order: Callable[[float], Sends]) -> None:
         """Let local code act on the core: `order(now)` returns what to send."""
@@ -89,6 +100,9 @@ class Driver:
         events = self.core.events[:]
         self.core.events.clear()
         for event in events:
-            self._publish(event)
+            try:
+                self._publish(event)
+            except Exception as error:  # the messages, and the other events, have to go out
+                note(error, f"core {self.protocol}: an event")
         for peer, message in sends:
             self._network.send(peer, self.protocol, encode(message))

@@ -16,6 +16,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
+from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.book import AddressBook
@@ -255,10 +256,13 @@ class Connections:
             stream.connection.end("this side closed it")
 
     async def _part(self, stream: SecureStream) -> None:
-        if await stream.finish():
-            self._keep(stream.connection)
-        else:
-            stream.connection.end("the other side did not close in time")
+        with contain("a stream's end") as part:
+            if await stream.finish():
+                self._keep(stream.connection)
+            else:
+                stream.connection.end("the other side did not close in time")
+        if part.error is not None:
+            stream.connection.end("its end failed")
 
     # --- in ----------------------------------------------------------------------------------------
 
@@ -281,15 +285,16 @@ class Connections:
 
     async def _serve(self, stranger: Stranger, strangers: Strangers) -> None:
         """One connection that came in, from its first flight to its end."""
-        connection = None
-        try:
-            connection = await self._shake_hands(stranger)
-        finally:
-            strangers.leave(stranger, is_peer=connection is not None)
-            if connection is None:
-                stranger.socket.close()
-        if connection is not None:
-            await self._serve_peer(connection)
+        with contain("a connection that came in"):
+            connection = None
+            try:
+                connection = await self._shake_hands(stranger)
+            finally:
+                strangers.leave(stranger, is_peer=connection is not None)
+                if connection is None:
+                    stranger.socket.close()
+            if connection is not None:
+                await self._serve_peer(connection)
 
     async def _shake_hands(self, stranger: Stranger) -> Connection | None:
         assert stranger.handshake is not None

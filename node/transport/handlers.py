@@ -6,10 +6,29 @@ The real network and the simulated one count by it, so they refuse the same.
 from collections import Counter
 from collections.abc import Sequence
 
-from crypto.errors import LocalProtocolError
+from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.protocols import protocol_bytes
-from node.seams import Handler, StreamLimits
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.seams import Handler, Stream, StreamLimits
+
+
+async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> bool:
+    """Have a handler serve a stream, and count how that ended. False where the handler failed by a bug of our
+    own, which is contained."""
+    with contain(f"stream {stream.protocol}") as part:
+        try:
+            await handler(stream)
+        except* RemoteProtocolError:
+            counters["streams_broken"] += 1
+        except* Unreachable:
+            counters["streams_ended_early"] += 1
+        except* StreamClosed:
+            pass  # how a conversation ends; what broke one was counted where it broke
+    if part.error is not None:
+        counters["streams_failed"] += 1
+    return part.error is None
 
 
 class Handlers:

@@ -18,7 +18,7 @@ from crypto.identity import PeerId, short_peer
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes
 from node.errors import StreamClosed, Unreachable
 from node.seams import USUAL_STREAMS, Handler, StreamLimits
-from node.transport.handlers import Handlers
+from node.transport.handlers import Handlers, serve
 from node.transport.inbox import Alarm, QueueInbox
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
@@ -141,15 +141,11 @@ class Router:
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:
-        """Have its handler serve a stream. What a stranger can cause is counted; our own bugs come out."""
+        """Have its handler serve a stream. Where it fails by a bug of our own the connection is cut: the
+        other side must not take what came for all there is."""
         try:
-            await self._handlers.of(stream.protocol)(stream)
-        except* RemoteProtocolError:
-            self._counters["streams_broken"] += 1
-        except* Unreachable:
-            self._counters["streams_ended_early"] += 1
-        except* StreamClosed:
-            pass  # how a conversation ends; what broke one was counted where it broke
+            if not await serve(self._handlers.of(stream.protocol), stream, self._counters):
+                stream.connection.end("its handler failed")
         finally:
             self.forget(stream.connection)
 

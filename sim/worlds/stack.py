@@ -28,6 +28,7 @@ from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
 from node import config
+from node.containment import strictness
 from node.errors import UsageError
 from node.events import Event, JoinTried, ReachabilityFound
 from node.runtime import Node
@@ -126,7 +127,8 @@ class StackWorld:
         for number, training in enumerate(self.scenario.runs):
             self.at(training.at_seconds, self._submit, number, captured[number])
         try:
-            with settled() if self.scenario.runs else nullcontext():
+            # A simulation is there to find our bugs: none is contained, as it would be in a node of its own.
+            with settled() if self.scenario.runs else nullcontext(), strictness(is_strict=True):
                 run_repeatably(partial(self._whole, on_sample), seeded_rng(self.seed, "scheduling"))
         except BaseExceptionGroup as group:
             raise self._failure or _alone(group) from None
@@ -432,7 +434,7 @@ class StackWorld:
             self.at(self.now + 1.0, self._submit, number, captured)
             return
         made = partial(self._words.made, training)
-        life.node.runs.start_task(submit, life.node, training, captured, self.seed + number, made)
+        life.node.runs.start_task(submit, life.node, training, captured, self.seed + number, made, of=None)
 
     def _check_runs(self) -> None:
         for training in self.scenario.runs:

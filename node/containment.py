@@ -1,0 +1,123 @@
+"""An unexpected exception stays where it was raised: it is counted and logged, and the node goes on.
+
+    with contain("stream /peerloom/runs/1") as part:
+        await handler(stream)
+    if part.error is not None: ...              end what can be trusted no more: the stream, the run
+
+What a peer may send is `RemoteProtocolError` and handled where it is read; what comes here is our own bug, or
+a machine that fails (a full disk). Cancellation and KeyboardInterrupt pass through, and are taken out of an
+exception group first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
+
+In strict mode, in which tests and the simulator run, nothing is contained: the bug comes out as it was
+raised.
+The tally and the mode are those of the process, as its log is: one process runs one node.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+LOGGED_MAX = 10
+"""Failures of one place that are logged with a traceback; later only the hundredth, thousandth, ..., each in
+one line: whoever can cause a failure again and again must not fill the disk."""
+LOG_BYTES_MAX = 1 << 20
+"""Of the log's file; one older file of this size is kept beside it."""
+LOG_NAME = "errors.log"
+
+log = logging.getLogger("peerloom")
+failures: Counter[str] = Counter()
+"""How often each place has failed in this process. Places are named by our code, never by a peer."""
+_is_strict = False
+
+
+@dataclass
+class Contained:
+    """What became of a `contain` block: the exception it raised, if any."""
+
+    error: Exception | None = None
+
+
+@contextmanager
+def contain(place: str) -> Iterator[Contained]:
+    """Contain what the block raises unexpectedly: see `note`."""
+    outcome = Contained()
+    try:
+        yield outcome
+    except Exception as error:
+        outcome.error = error
+        note(error, place)
+    except BaseExceptionGroup as group:
+        # A nursery that failed while something around it was cancelled: both must be heard.
+        ours, others = group.split(Exception)
+        if ours is None or others is None:
+            raise
+        outcome.error = ours
+        note(ours, place)
+        raise others from None
+
+
+def note(error: Exception, place: str) -> None:
+    """Count and log an unexpected exception of a part of the node; in strict mode raise it."""
+    if _is_strict:
+        raise error
+    failures[place] += 1
+    count = failures[place]
+    if count <= LOGGED_MAX:
+        log.error("%s failed, and the node goes on: %s", place, describe(error), exc_info=error)
+    elif str(count).strip("0") == "1":
+        log.error("%s has failed %d times: %s", place, count, describe(error))
+
+
+def place_of(task: object) -> str:
+    """The name of a function or method, also inside a `partial`."""
+    while isinstance(task, partial):
+        task = task.func
+    return str(getattr(task, "__qualname__", type(task).__name__))
+
+
+def describe(error: BaseException) -> str:
+    """One line for a person: the type and the text of the first cause."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def strictness(*, is_strict: bool) -> Iterator[None]:
+    """Have nothing contained for the time of the block, or have it contained."""
+    global _is_strict
+    before, _is_strict = _is_strict, is_strict
+    try:
+        yield
+    finally:
+        _is_strict = before
+
+
+def write_log(folder: Path) -> None:
+    """Write what is logged to a file in this folder, tracebacks too, and one line each to stderr."""
+    whole = RotatingFileHandler(
+        folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8", delay=True
+    )
+    whole.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+    brief = logging.StreamHandler()
+    brief.setFormatter(_OneLine(folder / LOG_NAME))
+    log.propagate = False
+    log.handlers = [whole, brief]
+
+
+class _OneLine(logging.Formatter):
+    """Says what happened and where the traceback is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"error: {record.getMessage()}; see {self._path}"
+        return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,310 @@
+"""What fails unexpectedly stays where it failed: counted, logged, and the node goes on."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.containment import (
+    LOG_NAME,
+    LOGGED_MAX,
+    contain,
+    describe,
+    failures,
+    log,
+    note,
+    place_of,
+    strictness,
+    write_log,
+)
+from node.errors import StreamClosed
+from node.events import Event, RunEnded, StepCommitted
+from node.runs.telling import Telling
+from node.runtime import Node
+from node.seams import Stream
+from tests.node.behaviour.worlds import World, on_both_networks, running, until
+from tests.stack import manifest, prepare, simulate, swarm, train
+
+TALK = "/peerloom/talk/1"
+
+
+@pytest.fixture(autouse=True)
+def _contained(_bugs_come_out: None) -> Iterator[None]:
+    """As on a person's machine. What was counted is forgotten again."""
+    failures.clear()
+    with strictness(is_strict=False):
+        yield
+    failures.clear()
+
+
+def lose() -> None:
+    raise KeyError("lost")
+
+
+class Records(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record)
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    handler = Records()
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+def test_an_unexpected_exception_is_counted_and_logged_with_its_traceback(records: Records) -> None:
+    with contain("somewhere") as part:
+        lose()
+    assert isinstance(part.error, KeyError)
+    assert failures == {"somewhere": 1}
+    (record,) = records.found
+    assert record.name == "peerloom"
+    assert record.exc_info is not None
+    assert "somewhere" in record.getMessage()
+
+
+def test_a_failure_repeated_for_ever_does_not_fill_the_log(records: Records) -> None:
+    for _ in range(1_000):
+        note(ValueError("again"), "somewhere")
+    assert failures["somewhere"] == 1_000
+    assert len(records.found) == LOGGED_MAX + 2
+
+
+def test_in_strict_mode_a_bug_comes_out_as_it_was_raised() -> None:
+    with strictness(is_strict=True), pytest.raises(KeyError), contain("somewhere"):
+        lose()
+    assert not failures
+
+
+async def test_cancellation_passes_through_beside_a_failure() -> None:
+    async def fail() -> None:
+        lose()
+
+    async def clean_up() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            scope.cancel()
+
+    with trio.CancelScope() as scope:
+        with contain("somewhere") as part:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(clean_up)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(fail)
+        await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert part.error is not None
+    assert describe(part.error) == "KeyError: 'lost'"
+
+
+def test_keyboard_interrupt_is_never_contained() -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with pytest.raises(KeyboardInterrupt), contain("somewhere"):
+        fail(KeyboardInterrupt())
+    with pytest.raises(BaseExceptionGroup) as group, contain("somewhere"):
+        fail(BaseExceptionGroup("both", [KeyboardInterrupt(), KeyError("lost")]))
+    assert group.value.subgroup(KeyError) is None
+    assert failures == {"somewhere": 1}
+
+
+def test_the_log_has_the_traceback_and_the_screen_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers, propagate = log.handlers, log.propagate
+    try:
+        write_log(tmp_path)
+        note(KeyError("a\x1b[2Jb"), "somewhere")
+        for handler in log.handlers:
+            handler.flush()
+    finally:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers, log.propagate = handlers, propagate
+    assert "KeyError" in (tmp_path / LOG_NAME).read_text()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert str(tmp_path / LOG_NAME) in said
+    assert "\x1b" not in said
+
+
+def test_a_place_is_named_by_its_function() -> None:
+    from functools import partial
+
+    assert place_of(partial(partial(Telling.begin), 1)) == "Telling.begin"
+
+
+@on_both_networks
+async def test_a_handler_that_fails_cuts_its_stream_and_no_other(world: World) -> None:
+    async def buggy(stream: Stream) -> None:
+        if await stream.receive() == b"fail":
+            raise KeyError(stream.protocol)
+        await stream.send(b"fine")
+
+    alice, bob = world.network("a"), world.network("b")
+    bob.handle(TALK, buggy)
+    async with running(alice, bob):
+        other = await alice.open(bob.peer, TALK)
+        stream = await alice.open(bob.peer, TALK)
+        await stream.send(b"fail")
+        with pytest.raises(StreamClosed) as closed:
+            await stream.receive()
+        assert type(closed.value) is StreamClosed, "cut, not ended in order"
+        await until(lambda: bob.counters["streams_failed"] == 1)
+        await other.send(b"work")
+        assert await other.receive() == b"fine"
+    assert failures == {f"stream {TALK}": 1}
+
+
+class FailingCore:
+    """A node's SWIM core that fails at messages, or whenever it is woken, while it `is_broken`."""
+
+    def __init__(self, node: Node, *, at: Literal["receive", "wake"]) -> None:
+        driver = node.membership._driver
+        self.is_broken = True
+        self.failed = 0
+        self._core, self._at = driver.core, at
+        self.events = driver.core.events
+        driver.core = self
+
+    @property
+    def deadline(self) -> float:
+        return self._core.deadline
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> list[tuple[PeerId, Any]]:
+        self._fail("receive")
+        return self._core.receive(now, sender, message)
+
+    def wake(self, now: float) -> list[tuple[PeerId, Any]]:
+        self._fail("wake")
+        return self._core.wake(now)
+
+    def _fail(self, at: str) -> None:
+        if self.is_broken and at == self._at:
+            self.failed += 1
+            raise AssertionError("what cannot be")
+
+
+def test_a_core_that_fails_at_a_message_serves_the_next() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            a, b = group.nodes["a"], group.nodes["b"]
+            core = FailingCore(a, at="receive")
+            await trio.sleep(1)
+            core.is_broken = False
+            await trio.sleep(20)
+            assert core.failed == a.counters["internal_errors"] > 0
+            assert b.peer in a.membership.live
+            assert a.peer in b.membership.live
+
+    simulate(scenario)
+
+
+def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            core = FailingCore(group.nodes["a"], at="wake")
+            await trio.sleep(10)
+            assert 1 <= core.failed <= 11
+
+    simulate(scenario)
+
+
+def test_a_screen_that_fails_never_reaches_a_protocol() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            for node in group.nodes.values():
+                node._report = _unprintable
+            _, events = await train(group, "a", manifest(stages=1, replicas=1, steps=2))
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done"
+            assert group.nodes["a"].counters["internal_errors"] > 0
+
+    simulate(scenario)
+
+
+def _unprintable(event: Event) -> None:
+    "日本".encode("latin-1")
+
+
+@pytest.mark.parametrize("victim", ["committer", "replica"])
+def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            node = group.nodes["a"]
+            run = prepare(node, manifest(stages=1, replicas=2, steps=20))
+            with node.watch() as events:
+                await node.runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            plan = node.runs.members[run.id].plan
+            assert plan is not None
+            names = [group.name_of(PeerId(peer)) for peer in plan.stages[0].replicas]
+            name = "a" if victim == "committer" else next(name for name in names if name != "a")
+            hurt = group.nodes[name]
+
+            async def fail() -> None:
+                raise AssertionError("what cannot be")
+
+            hurt.runs.start_task(fail, of=run)
+            with trio.fail_after(120):
+                while run.id in hurt.runs.members:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            (ended,) = (event for event in group.events[name] if isinstance(event, RunEnded))
+            assert ended.outcome == "failed"
+            assert "AssertionError: what cannot be" in ended.detail
+            assert hurt.runs.has_slot
+            await trio.sleep(60)
+            others = [other for other in group.nodes if other != name]
+            for other in others:
+                ends = [event for event in group.events[other] if isinstance(event, RunEnded)]
+                assert [end.outcome for end in ends] == (["failed"] if victim == "committer" else ["done"])
+            _, seen = await train(group, "a", manifest(stages=1, replicas=1, steps=2, seed=8))
+            assert isinstance(seen[-1], RunEnded)
+            assert seen[-1].outcome == "done"
+
+    simulate(scenario)
+
+
+def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("a") as group:
+            node = group.nodes["a"]
+            run = prepare(node, manifest(stages=1, replicas=1, steps=20))
+            with node.watch() as events:
+                await node.runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            member = node.runs.members[run.id]
+            replica = member._hosting.replica
+            assert replica is not None
+            close = replica.aclose
+
+            async def fail() -> None:
+                await close()
+                raise AssertionError("what cannot be")
+
+            monkeypatch.setattr(replica, "aclose", fail)
+            node.runs.start_task(member.end, "failed", "because", "", of=run)
+            await trio.sleep(5)
+            assert not node.runs.members
+            assert node.runs.has_slot
+            assert [event.outcome for event in group.events["a"] if isinstance(event, RunEnded)] == ["failed"]
+
+    simulate(scenario)
