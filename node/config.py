@@ -77,13 +77,15 @@ class Swarm:
 
 @dataclass(frozen=True)
 class Resources:
-    """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N."""
+    """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With `allow_unfenced`
+    it takes stages of others also where it cannot fence them in."""
 
     device: str = "auto"
     memory: Memory = Memory(fraction=0.8)
     cores: int = 0
     location: str = ""
     accept_runs: AcceptRuns = "swarm"
+    allow_unfenced: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class _ResourcesTable(msgspec.Struct, frozen=True):
     cores: Annotated[int, msgspec.Meta(ge=0, le=CORES_MAX)] | None = None
     location: str | None = None
     accept_runs: AcceptRuns | None = None
+    allow_unfenced: bool | None = None
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -278,6 +281,7 @@ RULES = (
     Rule("cores", ("resources", "cores"), _read_cores),
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
     Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
+    Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
 )
 _CONFIG_RULE = Rule("config", (), _read_path)
 
@@ -416,6 +420,7 @@ def _build(values: Mapping[str, Any]) -> Config:
                     cores="cores",
                     location="location",
                     accept_runs="accept_runs",
+                    allow_unfenced="allow_unfenced",
                 )
             )
         ),

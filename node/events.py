@@ -43,6 +43,15 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
     location: str
 
 
+class FencesTried(Event, frozen=True, kw_only=True):
+    """A process was fenced in as a stage's is. `unfenced` is what this system could not hold it to, and why:
+    where there is any, only this node's own runs get a stage here, unless that `is_allowed`."""
+
+    fences: tuple[str, ...]
+    unfenced: tuple[str, ...]
+    is_allowed: bool
+
+
 class JoinTried(Event, frozen=True, kw_only=True):
     """One address was tried. `outcome`: ok, refused, timeout, wrong key, unknown. `found_by` is empty for an
     address that was given or remembered, "beacon" for one heard on the local network."""

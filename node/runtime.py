@@ -36,6 +36,7 @@ from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
     CapacityMeasured,
     Event,
+    FencesTried,
     MemberJoined,
     MemberRefuted,
     MemberSuspected,
@@ -49,12 +50,13 @@ from node.runs.admission import Machine
 from node.runs.blobs import BlobServer
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
+from node.runs.fences import try_fences
 from node.runs.manifest import Run
 from node.runs.placement import Offer, cap_claims
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
-from node.services.capacity import Capacity, measure
+from node.services.capacity import Capacity, find_device, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
@@ -117,6 +119,7 @@ class Node:
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
         self._entropy = entropy
         self._executor = executor or RealExecutor()
+        self._unfenced: tuple[str, ...] = ()
         self._storage = storage
         self._capacity = capacity
         self._report = report
@@ -157,7 +160,10 @@ class Node:
         self.peer = keys.identity.peer
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
         await nursery.start(self.network.run)
-        await self._measure()
+        async with trio.open_nursery() as measuring:
+            if isinstance(self._executor, RealExecutor):
+                measuring.start_soon(self._try_fences)
+            await self._measure()
         self._publish(self._started(keys))
         self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._make_services()
@@ -235,6 +241,20 @@ class Node:
             )
         )
 
+    async def _try_fences(self) -> None:
+        """Find out what a stage's process can be held to, before any is offered a place here."""
+        resources = self.config.resources
+        tried = await self._executor.run(lambda: try_fences(find_device(resources.device)))
+        self._unfenced = tried.unfenced
+        self._publish(
+            FencesTried(
+                at=self._clock.wall(),
+                fences=tried.fences,
+                unfenced=tried.unfenced,
+                is_allowed=resources.allow_unfenced,
+            )
+        )
+
     def _started(self, keys: NodeKeys) -> NodeStarted:
         wanted = self.config.listen.addresses[0].port
         return NodeStarted(
@@ -252,7 +272,7 @@ class Node:
         )
 
     def _profile(self) -> Profile:
-        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages_of_others)
         return Profile(self.config.name, self.network.addresses, metadata)
 
     def _make_services(self) -> None:
@@ -317,7 +337,12 @@ class Node:
             observe=self._observe,
             checkpoints=self.checkpoints,
             copies=self.copies,
-            machine=Machine(self.capacity.cores, self.capacity.device, self.capacity.memory_free_bytes),
+            machine=Machine(
+                self.capacity.cores,
+                self.capacity.device,
+                self.capacity.memory_free_bytes,
+                allow_unfenced=self.config.resources.allow_unfenced,
+            ),
         )
 
     async def leave(self) -> None:
@@ -400,8 +425,16 @@ class Node:
     def _takes_stages(self) -> bool:
         return not self.config.observer and self.config.resources.accept_runs == "swarm"
 
-    def _accepts(self, run: Run) -> str | None:  # noqa: ARG002 - every run alike, until runs have admission
-        return None if self._takes_stages else "takes no stages"
+    @property
+    def _takes_stages_of_others(self) -> bool:
+        return self._takes_stages and (not self._unfenced or self.config.resources.allow_unfenced)
+
+    def _accepts(self, run: Run) -> str | None:
+        if not self._takes_stages:
+            return "takes no stages"
+        if self._takes_stages_of_others or run.requester == self.peer:
+            return None
+        return f"takes no stages of others, for it cannot fence them in: {'; '.join(self._unfenced)}"
 
     def _admits_copies(self, peer: PeerId, run: bytes) -> str | None:
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
@@ -490,7 +523,7 @@ class Node:
     async def _advertise(self) -> None:
         """This node's capacity as a signed record in the DHT, for those outside its membership view."""
         await self._is_met.wait()  # alone, there is nobody to tell
-        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages)
+        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages_of_others)
         await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
 
 

@@ -68,6 +68,7 @@ class State:
 
     started: events.NodeStarted | None = None
     capacity: events.CapacityMeasured | None = None
+    fences: events.FencesTried | None = None
     joins: tuple[events.JoinTried, ...] = ()
     members: Mapping[PeerId, MemberView] = field(default_factory=lambda: MappingProxyType({}))
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
@@ -97,6 +98,11 @@ def _(event: events.NodeStarted, state: State) -> State:
 @_fold.register
 def _(event: events.CapacityMeasured, state: State) -> State:
     return replace(state, capacity=event)
+
+
+@_fold.register
+def _(event: events.FencesTried, state: State) -> State:
+    return replace(state, fences=event)
 
 
 @_fold.register
@@ -274,6 +280,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "started": rfc3339(started.at) if started else None,
         "up_seconds": round(now - started.at, 3) if started else 0.0,
         "capacity": capacity_document(state.capacity),
+        "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
         "joins": [join_document(join) for join in state.joins],
         "members_alive": len(alive),
@@ -309,6 +316,18 @@ def reachability_document(found: events.ReachabilityFound | None) -> dict[str, A
     if found is None:
         return None
     return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
+
+
+def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
+    """What a stage's process is held to here; None before it was tried, and where nothing is computed."""
+    if tried is None:
+        return None
+    return {
+        "fences": list(tried.fences),
+        "unfenced": list(tried.unfenced),
+        "allow_unfenced": tried.is_allowed,
+        "takes_stages_of_others": tried.is_allowed or not tried.unfenced,
+    }
 
 
 def join_document(join: events.JoinTried) -> dict[str, Any]:

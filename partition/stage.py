@@ -135,8 +135,9 @@ class StageSpecification(msgspec.Struct, frozen=True):
     operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
     step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
     input and computes it again for the backward pass. `memory_bytes_max` and `flops_max` (for one
-    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `threads` and
-    `device` are the replica's own affair.
+    micro-batch, forward and backward; 0 for no bound) are what the provider offers. `threads`,
+    `device` and `allow_unfenced`, whether to run where the system cannot fence it in, are the replica's own
+    affair.
 
     Raises:
         ValueError: vectors, a micro-batch or a type that no stage can have.
@@ -154,6 +155,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
     device: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{1,16}(:[0-9]{1,3})?\Z")] = "cpu"
     memory_bytes_max: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] = 1 << 40
     flops_max: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    allow_unfenced: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self.graph.symbols, self.sizes_max)

@@ -58,6 +58,9 @@ STARTED = events.NodeStarted(
 )
 HISTORY: list[events.Event] = [
     capacity(NOW - 7381),
+    events.FencesTried(
+        at=NOW - 7381, fences=("limits: some",), unfenced=("files: no landlock",), is_allowed=False
+    ),
     STARTED,
     events.ReachabilityFound(
         at=NOW - 7380, reachable=False, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
@@ -184,6 +187,7 @@ def test_the_screen_of_a_node() -> None:
         lab-1  ...SUKPH5   new identity, kept in /data/lab-1
           listening   192.168.1.20:9747
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
+          fences      incomplete, takes none of others: files: no landlock   (python -m node doctor)
           swarm       default; joining through 2 addresses
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
@@ -231,12 +235,26 @@ def test_the_screen_of_status() -> None:
           listening   192.168.1.20:9747
           reachable   yes
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
+          fences      incomplete: takes no stages but of its own runs
+                      missing: files: no landlock
           members     0 alive of 2 known
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
           run         0123456789abcdef  simple-cnn on digits  done  step 12 of 200  loss 0.1917
           refused     malformed 100
         """
     )
+
+
+def test_the_screen_of_status_says_where_all_fences_stand() -> None:
+    tried = events.FencesTried(at=NOW, fences=("limits: some",), unfenced=(), is_allowed=False)
+    document = status_document(apply(state(), tried), NOW, {})
+    assert document["fences"] == {
+        "fences": ["limits: some"],
+        "unfenced": [],
+        "allow_unfenced": False,
+        "takes_stages_of_others": True,
+    }
+    assert "fences      a stage is held to" in "\n".join(status_lines(document))
 
 
 def test_the_screen_of_peers() -> None:

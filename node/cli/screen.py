@@ -36,6 +36,7 @@ class EventScreen:
         self._outcomes: dict[str, str] = {}
         self._steps: dict[str, int] = {}
         self._capacity: Event | None = None
+        self._fences: list[str] = []
         self._has_started = False
         self._reachable: bool | None = None
 
@@ -61,6 +62,7 @@ class EventScreen:
             lines.append(labelled("listening", address + note))
         if self._capacity is not None:
             lines.append(labelled("compute", capacity_text(self._capacity)))
+        lines += self._fences
         joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
         kind = ", private" if event["is_private"] else ""
         swarm = f"{event['swarm']}{kind}; {joining}".replace(" 1 addresses", " 1 address")
@@ -79,6 +81,15 @@ class EventScreen:
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event
         return [labelled("compute", capacity_text(event))] if self._has_started else []
+
+    def _fences_tried(self, event: Event) -> list[str]:
+        # That they all stand is what everybody expects.
+        self._fences = []
+        if event["unfenced"]:
+            taken = "takes stages of others all the same" if event["is_allowed"] else "takes none of others"
+            missing = "; ".join(event["unfenced"])
+            self._fences = [labelled("fences", f"incomplete, {taken}: {missing}   (python -m node doctor)")]
+        return self._fences if self._has_started else []
 
     def _join_tried(self, event: Event) -> list[str]:
         # A node keeps trying; only another outcome than last time is news.
@@ -208,6 +219,7 @@ def _counted(count: int, what: str, plural: str) -> str:
 _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "CapacityMeasured": EventScreen._measured,
+    "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,
     "ReachabilityFound": EventScreen._reachability,
     "MemberJoined": EventScreen._joined,

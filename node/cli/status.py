@@ -52,6 +52,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
     if document["capacity"] is not None:
         lines.append(labelled("compute", capacity_text(document["capacity"])))
+    if document.get("fences") is not None:
+        lines += fence_lines(document["fences"])
     alive, known = document["members_alive"], document["members_known"]
     lines.append(labelled("members", f"{alive} alive" + (f" of {known} known" if known > alive else "")))
     for join in document["joins"]:
@@ -64,6 +66,17 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
     lines += _counted("refused", {name: counters[name] for name in counters if name not in TRAFFIC})
     return lines
+
+
+def fence_lines(document: Mapping[str, Any]) -> list[str]:
+    """Of the `fences` in a status document: what a stage's process is held to on this machine."""
+    if not document["unfenced"]:
+        return [labelled("fences", "a stage is held to its files, memory and processor, and has no network")]
+    allowed = document["allow_unfenced"]
+    taken = "takes stages of others all the same" if allowed else "takes no stages but of its own runs"
+    return [labelled("fences", f"incomplete: {taken}")] + [
+        labelled("", f"missing: {what}") for what in document["unfenced"]
+    ]
 
 
 def reachable_text(document: Mapping[str, Any]) -> str:

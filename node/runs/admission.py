@@ -30,11 +30,13 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Machine:
-    """What this node gives to a stage: cores, where it computes, and the memory it may take."""
+    """What this node gives to a stage: cores, where it computes, the memory it may take, and whether it may
+    run without the fences that this system lacks."""
 
     threads: int
     device: str
     memory_bytes: int
+    allow_unfenced: bool = False
 
 
 def check_plan(signer: Signer, manifest: Fact, data: bytes, sender: PeerId) -> tuple[Run, Plan]:
@@ -138,6 +140,7 @@ def make_specification(
             threads=machine.threads,
             device=machine.device,
             memory_bytes_max=max(1, machine.memory_bytes),
+            allow_unfenced=machine.allow_unfenced,
         )
     except ValueError as error:
         raise RemoteProtocolError(str(error)) from None

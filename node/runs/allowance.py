@@ -58,7 +58,8 @@ class Allowance:
 
     `arenas` are their bytes by name; `payload_bytes_max` is the most of tensors in one request or in one
     answer, which go through memory that both sides share; `own_bytes` is what the process may take besides
-    all these and what it has before it begins; `start_seconds` is how long it may take to be ready.
+    all these and what it has before it begins; `start_seconds` is how long it may take to be ready;
+    `allow_unfenced` lets it run without the fences that this system lacks.
     """
 
     arenas: dict[str, int]
@@ -68,6 +69,7 @@ class Allowance:
     threads: int
     device: str
     start_seconds: float
+    allow_unfenced: bool = False
 
     @property
     def watched_bytes(self) -> int:
@@ -108,6 +110,7 @@ def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allow
         start_seconds=START_SECONDS
         + sum(len(entry.nodes) for entry in specification.graph.entries) / SLOW_NODES_PER_SECOND
         + size / SLOW_BYTES_PER_SECOND,
+        allow_unfenced=specification.allow_unfenced,
     )
 
 

@@ -358,7 +358,8 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
     # die with its parent as soon as the *thread* that forked it ends.
-    arguments = [link, os.getpid(), allowance.threads, allowance.device, allowance.own_bytes, *arenas]
+    arguments = [link, os.getpid(), allowance.threads, allowance.device, allowance.own_bytes]
+    arguments += [int(allowance.allow_unfenced), *arenas]
     path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(  # noqa: S603 - our own program and arguments
         [sys.executable, *_PROGRAM, *map(str, arguments)],

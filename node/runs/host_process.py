@@ -58,7 +58,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def main(arguments: list[str]) -> None:
-    link_descriptor, parent, threads, device, memory_bytes, *descriptors = arguments
+    link_descriptor, parent, threads, device, memory_bytes, allow_unfenced, *descriptors = arguments
     _die_with(int(parent))
     _keep_freed_memory()
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
@@ -67,7 +67,17 @@ def main(arguments: list[str]) -> None:
     from partition.execute import StageExecutor, prepare_process
     from partition.execute.admit import admit
 
-    fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=int(memory_bytes))
+    try:
+        fenced = sandbox.enter(
+            scratch=os.getcwd(),
+            device=device,
+            memory_bytes=int(memory_bytes),
+            allow_unfenced=bool(int(allow_unfenced)),
+        )
+    except sandbox.NotFenced as error:
+        # Before a byte that others chose was read.
+        link.send(split(Refused(f"a stage cannot be fenced in here: {error}"[:REASON_LENGTH_MAX])), 0)
+        return
     prepare_process(int(threads))  # it starts threads, which inherit the fences
     first = link.receive()
     if first is None:

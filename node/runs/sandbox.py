@@ -9,12 +9,14 @@ Python's own to read and its scratch folder to write, and its memory is bounded 
     namespaces  an empty network, and no privilege in the machine's own
     limits      memory, descriptors, the size of files, no core dumps, less of the processor
 
-Whatever the system lacks is not an error: the report says what holds and what does not, and whoever offers
-the machine decides. An accelerator's driver needs devices and address space, so some fences are lower with
+A fence that the system lacks is an error unless `allow_unfenced`: whoever offers the machine decides, and the
+report says what holds and what does not. A second thread is always one, since landlock fences only the thread
+that asks for it. An accelerator's driver needs devices and address space, so some fences are lower with
 one. Not a container: the scratch folder's disk and the number of threads are bounded only by what is above.
 Sources: seccomp(2), landlock(7), unshare(2), getrlimit(2).
 """
 
+import contextlib
 import ctypes
 import errno
 import glob
@@ -23,6 +25,7 @@ import resource
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +72,10 @@ _NET_VERSION, _NET = 4, 0b11
 _SCOPE_VERSION, _SCOPE = 6, 0b11
 
 
+class NotFenced(Exception):
+    """A fence is missing, and nobody has allowed that. The text says which and why."""
+
+
 @dataclass(frozen=True)
 class Fenced:
     """What holds, by what means; and what does not, and why. Each line fits a screen."""
@@ -99,12 +106,25 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
     }
 
 
-def enter(*, scratch: str, device: str, memory_bytes: int) -> Fenced:
+def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool = False) -> Fenced:
     """Fence this process in, for good. Call it with everything imported and before any thread is started.
 
     `scratch` is the only folder it may write to afterwards. `memory_bytes` is what it may take on top of
-    what it has now.
+    what it has now. With `allow_unfenced` it goes on without what this system lacks.
+
+    Raises:
+        NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
+            it would be outside of some fences, and could do for this one what is forbidden to it.
     """
+    if others := _other_threads():
+        raise NotFenced(f"other threads run already, which some fences would miss: {', '.join(others)}")
+    fenced = _fence(scratch, device, memory_bytes)
+    if fenced.unfenced and not allow_unfenced:
+        raise NotFenced("; ".join(fenced.unfenced))
+    return fenced
+
+
+def _fence(scratch: str, device: str, memory_bytes: int) -> Fenced:
     tempfile.tempdir = scratch  # else it tries out by writing which folder it may use
     accelerator = device != "cpu"
     fences: list[str] = []
@@ -114,13 +134,9 @@ def enter(*, scratch: str, device: str, memory_bytes: int) -> Fenced:
         unfenced.append(f"network, programs, files: nothing is known here for {sys.platform}")
         return Fenced(tuple(fences), tuple(unfenced))
     kernel = _Kernel()
-    threads = len(os.listdir("/proc/self/task"))
     namespaces = "an accelerator" if accelerator else _try(kernel.leave_namespaces)
     kernel.forbid_new_privileges()
-    if threads > 1:
-        landlock, problem = 0, f"{threads} threads are running already"
-    else:
-        landlock, problem = kernel.restrict_files(scratch, accelerator=accelerator)
+    landlock, problem = kernel.restrict_files(scratch, accelerator=accelerator)
     seccomp = _try(lambda: kernel.filter_calls(files_fenced=landlock > 0, accelerator=accelerator))
     by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
     if landlock:
@@ -156,13 +172,27 @@ def _limit(memory_bytes: int, device: str, fences: list[str], unfenced: list[str
         # Not the whole address space, most of which torch's libraries only reserve: what is written to.
         _lower(resource.RLIMIT_DATA, _data_bytes() + memory_bytes)
         fences.append(f"memory: {memory_bytes >> 20} MiB besides arenas and libraries, by the kernel")
+    elif sys.platform == "linux":
+        # A driver's address space is beyond any limit. The watch ends what takes too much within a second,
+        # and the kernel takes this process before any other.
+        fences.append(f"memory: watched by the node, no limit of the kernel for {device}")
     else:
-        unfenced.append(
-            f"memory: no limit of the kernel for {device} on {sys.platform}, the node only watches"
-        )
+        unfenced.append(f"memory: no limit of the kernel on {sys.platform}, the node only watches")
     if sys.platform == "linux":
         # Where the machine runs out all the same, the stage is to go and not the node.
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _other_threads() -> list[str]:
+    """The names of the threads beside this one; on other systems than Linux only of those Python knows."""
+    if sys.platform != "linux":
+        return [each.name for each in threading.enumerate() if each is not threading.current_thread()]
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        if int(task) != threading.get_native_id():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return found
 
 
 def _lower(limit: int, wanted: int) -> None:

@@ -60,7 +60,7 @@ def main(device: str, secret: str) -> None:
     }
     if device == "cpu":
         attempts |= _arithmetic()
-    fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=MEMORY_BYTES)
+    fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=MEMORY_BYTES, allow_unfenced=True)
     results = {name: _result(attempt) for name, attempt in attempts.items()}
     sys.stdout.write(json.dumps({"fences": fenced.fences, "unfenced": fenced.unfenced, "results": results}))
 

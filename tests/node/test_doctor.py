@@ -14,11 +14,13 @@ import trio
 
 from crypto.contact import Address, make_address
 from node import config
+from node.cli.doctor import here as doctor
 from node.cli.doctor.here import Scene, look_here
 from node.cli.doctor.steps import Step, Steps
 from node.cli.doctor.there import look_there
 from node.cli.main import run
 from node.errors import CheckFailed
+from node.runs.sandbox import Fenced
 from node.seams import RealClock
 from node.services.reach import Reach
 from node.transport.network import RealNetwork
@@ -38,6 +40,7 @@ def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SW
         data_dir=tmp_path / "data",
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
         swarm=config.Swarm(name=swarm),
+        resources=config.Resources(allow_unfenced=True),  # a kernel without fences is not what is tested here
     )
     return Scene(settings, beacon_port=free_port())
 
@@ -87,6 +90,20 @@ async def test_a_data_folder_that_is_a_file_is_said_with_the_remedy(tmp_path: Pa
     found = await here(scene(tmp_path))
     assert found["data folder"].outcome == "failed"
     assert "--data-dir" in found["data folder"].remedy
+
+
+async def test_a_fence_that_is_missing_is_said_with_the_setting_that_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = Fenced(("limits: some",), ("files: no landlock (Function not implemented)",))
+    monkeypatch.setattr(doctor, "try_fences", lambda _: missing)
+    looked = scene(tmp_path)
+    assert "allows" in (await here(looked))["fences"].detail
+    looked.config = config.Config(data_dir=tmp_path / "data", listen=looked.config.listen)
+    found = await here(looked)
+    assert found["fences"].outcome == "failed"
+    assert "no landlock" in found["fences"].detail
+    assert "allow_unfenced" in found["fences"].remedy
 
 
 async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ SPECIFICATION = StageSpecification(
     graph=classifier(),
     sizes_max=(SAMPLES,),
     optimizer=OptimizerSettings("adam", learning_rate=1e-3),
+    allow_unfenced=True,
 )
+"""It may run on any kernel; what happens where one lacks a fence has tests of its own."""
 ALLOWANCE = allowance_of(SPECIFICATION, len(encode(SPECIFICATION)))
 LARGE_ALLOWANCE = dataclasses.replace(
     ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES
@@ -177,6 +179,48 @@ async def test_a_stage_that_is_not_admitted_fails_to_open_with_the_reason() -> N
     graph = msgspec.structs.replace(SPECIFICATION.graph, operators=operators)
     with pytest.raises(StageFailed, match="from_file"):
         await StageHost.open(encode(msgspec.structs.replace(SPECIFICATION, graph=graph)))
+
+
+OPEN_STRICTLY = """
+import sys, trio
+from node.errors import StageFailed
+from node.runs.host import StageHost
+async def main():
+    try:
+        host = await StageHost.open(bytes.fromhex(sys.argv[1]))
+        print("open")
+        await host.aclose()
+    except StageFailed as error:
+        print(error)
+trio.run(main)
+"""
+
+
+@pytest.mark.skipif(not LINUX, reason="landlock is Linux's")
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_stage_that_cannot_be_fenced_in_opens_only_where_that_is_allowed(allowed: bool) -> None:
+    specification = encode(msgspec.structs.replace(SPECIFICATION, allow_unfenced=allowed))
+    ended = await trio.run_process(
+        [
+            *(sys.executable, "-m", "tests.node.without_landlock"),
+            *(sys.executable, "-c", OPEN_STRICTLY, specification.hex()),
+        ],
+        capture_stdout=True,
+    )
+    said = ended.stdout.decode()
+    assert said == "open\n" if allowed else "cannot be fenced in here: files: no landlock" in said
+
+
+async def test_a_thread_before_the_fences_costs_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    before = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(before))
+    with pytest.raises(StageFailed, match="other threads run already"):
+        await StageHost.open(encode(SPECIFICATION))
 
 
 async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +389,7 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
         "from crypto.encoding import decode\n"
         "from partition.stage import Exported, Ran, Request\n"
         "link = _Link(socket.socket(fileno=int(sys.argv[1])))\n"
-        f"whole = _map(int(sys.argv[6]), {2 * LARGE_BYTES})\n"
+        f"whole = _map(int(sys.argv[7]), {2 * LARGE_BYTES})\n"
         f"link._requests, link._answers = whole[:{LARGE_BYTES}], whole[{LARGE_BYTES}:]\n"
         "parts = link.receive()\n"
         "request = joined(decode(parts.message, Request, bytes_max=1 << 23), b'', parts.payloads)\n"

@@ -146,6 +146,20 @@ def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and
     two_nodes(scenario)
 
 
+def test_a_node_that_cannot_fence_a_stage_in_takes_none_but_of_its_own_runs() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        a._unfenced = ("files: no landlock",)
+        run = run_of(b)
+        reply = await lease(b, a, run, plan_of(run, a.peer))
+        assert isinstance(reply, wire.Declined)
+        assert "cannot fence them in: files: no landlock" in reply.reason
+        own = run_of(a)
+        request = wire.LeaseRequest(own.fact, encode_plan(plan_of(own, a.peer)), 0)
+        assert isinstance(await a.runs.ask(a.peer, request, 30.0), wire.Leased)
+
+    two_nodes(scenario)
+
+
 def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.runs import sandbox, syscalls
+from node.runs.fences import try_fences
 from tests.source import ROOT
 
 ALLOW, KILL, NO_SUCH_CALL, REFUSED = 0x7FFF0000, 0x80000000, 0x00050000 | 38, 0x00050000 | 1
@@ -166,7 +167,7 @@ def test_memory_descriptors_and_files_are_bounded(tried: Tried) -> None:
 
 
 def test_an_accelerators_memory_is_said_to_be_only_watched(tried_with_accelerator: Tried) -> None:
-    assert "memory" in tried_with_accelerator.unfenced
+    assert "memory: watched by the node" in tried_with_accelerator.fences
     assert tried_with_accelerator.results["take too much memory"] == "done"
 
 
@@ -197,6 +198,71 @@ def test_without_landlock_nothing_is_opened_for_writing(tmp_path: Path) -> None:
     if "OSError" in ended.stderr or "KeyError" in ended.stderr:
         pytest.skip("this kernel has no seccomp filters")
     assert ended.stdout.split() == ["done", "1", "1", "1"]
+
+
+WITHOUT_LANDLOCK = (sys.executable, "-m", "tests.node.without_landlock", sys.executable)
+
+
+def ended(*program: str, folder: Path, command: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
+    """Status, output and last line of errors of a Python program in `folder`."""
+    process = subprocess.run(
+        [*command, *program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if "Invalid argument" in process.stderr and "without_landlock" in process.stderr:
+        pytest.skip("this kernel has no seccomp filters")
+    return process.returncode, process.stdout, process.stderr.strip().rpartition("\n")[2]
+
+
+ENTER = (
+    "import os, threading; from node.runs import sandbox\n"
+    "{before}\n"
+    "found = sandbox.enter(scratch='.', device='cpu', memory_bytes=1 << 28, allow_unfenced={allow})\n"
+    "print(found.unfenced)"
+)
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_thread_that_runs_already_is_an_error_and_never_skips_a_fence(tmp_path: Path, allow: bool) -> None:
+    start = "threading.Thread(target=threading.Event().wait, daemon=True, name='early').start()"
+    status, output, error = ended("-c", ENTER.format(before=start, allow=allow), folder=tmp_path)
+    assert (status, output) == (1, "")
+    assert "NotFenced: other threads run already" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="landlock is Linux's")
+def test_without_landlock_nobody_enters_unless_that_is_allowed(tmp_path: Path) -> None:
+    strict = ENTER.format(before="", allow=False)
+    status, output, error = ended("-c", strict, folder=tmp_path, command=WITHOUT_LANDLOCK)
+    assert (status, output) == (1, "")
+    assert "NotFenced: files: no landlock" in error
+    allowed = ENTER.format(before="", allow=True)
+    status, output, _ = ended("-c", allowed, folder=tmp_path, command=WITHOUT_LANDLOCK)
+    assert status == 0
+    assert "files: no landlock" in output
+
+
+def test_the_trial_of_the_fences_says_what_a_stage_will_find(tried: Tried, tmp_path: Path) -> None:
+    found = try_fences("cpu")
+    assert [line.partition(":")[0] for line in found.fences] == [
+        line.partition(":")[0] for line in tried.fences.splitlines()
+    ]
+    assert "\n".join(found.unfenced) == tried.unfenced
+    if sys.platform == "linux":
+        program = "from node.runs.fences import try_fences; print(try_fences('cpu').unfenced)"
+        status, output, _ = ended("-c", program, folder=tmp_path, command=WITHOUT_LANDLOCK)
+        assert status == 0
+        assert "files: no landlock" in output
+
+
+def test_a_trial_that_fails_counts_as_nothing_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "the trial failed" in try_fences("cpu").unfenced[0]
 
 
 def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:

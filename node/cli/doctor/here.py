@@ -24,6 +24,7 @@ from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
 from node.errors import NoNode, PeerloomError
 from node.paths import short_path
+from node.runs.fences import REMEDY, try_fences
 from node.services.capacity import find_device
 from node.storage.folder import LOCK_NAME, FolderStorage
 from node.storage.keys import IDENTITY_NAME, STATIC_BYTES, STATIC_NAME, read_key
@@ -89,6 +90,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("udp", _udp)
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
+    await steps.check("fences", partial(in_thread, partial(_fences, scene.config)))
 
 
 def _folder(folder: Path) -> str:
@@ -290,3 +292,13 @@ def _computing(config: Config) -> str:
         raise Failed(f"{free}, too little for a stage", "end other programs, or run it with --observer")
     device = find_device(config.resources.device)
     return f"{device}, {psutil.cpu_count() or 1} cores, {free}, torch {torch}"
+
+
+def _fences(config: Config) -> str:
+    tried = try_fences(find_device(config.resources.device))
+    if not tried.unfenced:
+        return "a stage's process is held to its files, memory and processor, and has no network"
+    missing = "; ".join(tried.unfenced)
+    if config.resources.allow_unfenced:
+        return f"incomplete, which the configuration allows; missing: {missing}"
+    raise Failed(f"the node takes stages of its own runs only; missing: {missing}", REMEDY)
