@@ -244,7 +244,7 @@ class Sessions:
         """An authentic packet of a session, for the first time."""
         confirms = session is state.next
         if confirms:
-            self._handshakes.confirm(state)
+            self._handshakes.confirm(now, state)
         state.heard()
         self._table.touch(now, state)
         is_newest = is_newest and session is state.current

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from crypto.agreement import agreement_private, agreement_public
-from crypto.buckets import prefix_of
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import Handshake
@@ -159,6 +158,8 @@ class Handshakes:
         state.memory.stamp = max(state.memory.stamp, read_stamp(payload))
         session = Session(index, remote_index, attempt.handshake.split(), now, initiated=True)
         self.end(state)
+        if not self._table.settle(now, state, source):
+            raise DatagramRefused("full", "a stranger for whom there is no room")
         self._rotate(state, session)
         if attempt.carried is not None and state.queue and state.queue[0] is attempt.carried:
             self._table.take(state)
@@ -209,9 +210,7 @@ class Handshakes:
         handshake, offer = self._open(data[:-MACS_BYTES], number)
         state = self._table.peers.get(offer.peer)
         if state is None:
-            state = self._table.meet_stranger(now, offer.peer, prefix_of(source[0]))
-            if state is None:
-                raise DatagramRefused("full", "a stranger for whom there is no room")
+            state = self._table.meet_stranger(now, offer.peer, source)
         state.memory.stamp = offer.stamp
         request = offer.request
         if request is not None and request.stamp <= state.memory.request:
@@ -292,11 +291,13 @@ class Handshakes:
             state.attempt.retry_at = now + state.attempt.wait_seconds
         return RESPONSE_HEAD.pack(RESPONSE, index, remote_index) + answer
 
-    def confirm(self, state: PeerState) -> None:
-        """The other side has used the session that it began."""
+    def confirm(self, now: float, state: PeerState) -> None:
+        """The other side has used the session that it began. DatagramRefused if there is no room for it."""
         session, source = state.next, state.next_source
         assert session is not None
         assert source is not None
+        if not self._table.settle(now, state, source):
+            raise DatagramRefused("full", "a peer for which there is no room")
         state.next = None
         session.confirm()
         self._rotate(state, session)
@@ -312,4 +313,3 @@ class Handshakes:
         state.previous, state.current, state.next = state.current, session, None
         state.prefer_next_until = 0.0
         self._table.sessions[session.index] = (state, session)
-        self._table.confirm(state)

@@ -7,6 +7,7 @@ out the forged. Above a rate a cookie is demanded, and then sources are real and
 from typing import Literal
 
 from crypto.buckets import Bucket, Buckets, prefix_of
+from crypto.crowds import network_of
 from crypto.sessions.macs import Source
 
 FREE_RATE = 100.0
@@ -16,6 +17,9 @@ FREE_BURST = 200.0
 SOURCE_RATE = 20.0
 """Handshakes a second of one real source: several nodes behind one address, each with few."""
 SOURCE_BURST = 100.0
+NETWORK_RATE = 60.0
+"""Of one network, a /24, or a /48 of IPv6: its owner could use up the share of all by changing sources."""
+NETWORK_BURST = 200.0
 SHOWN_RATE = 200.0
 """Of all that showed a cookie together: a fifth of a core at most."""
 SHOWN_BURST = 400.0
@@ -23,7 +27,7 @@ COOKIE_RATE = 5_000.0
 """Cookies handed out a second, at 20 us each: a tenth of a core at most."""
 COOKIE_BURST = 5_000.0
 SOURCES_MAX = 4_096
-"""Sources whose rate is remembered, the latest seen."""
+"""Sources whose rate is remembered, the latest seen, and as many networks."""
 
 Verdict = Literal["compute", "cookie", "refuse"]
 
@@ -36,6 +40,7 @@ class Admission:
         self._shown = Bucket(SHOWN_RATE, SHOWN_BURST, SHOWN_BURST, now)
         self._cookies = Bucket(COOKIE_RATE, COOKIE_BURST, COOKIE_BURST, now)
         self._sources = Buckets[bytes](SOURCE_RATE, SOURCE_BURST, SOURCES_MAX)
+        self._networks = Buckets[bytes](NETWORK_RATE, NETWORK_BURST, SOURCES_MAX)
 
     def is_free(self, now: float) -> bool:
         """Whether a handshake may be computed without a cookie; this one counts."""
@@ -45,5 +50,6 @@ class Admission:
         """What becomes of a handshake that is not free."""
         if not shows_cookie:
             return "cookie" if self._cookies.take(now) else "refuse"
-        own = self._sources.of(prefix_of(source[0]), now)
-        return "compute" if own.take(now) and self._shown.take(now) else "refuse"
+        prefix = prefix_of(source[0])
+        own, network = self._sources.of(prefix, now), self._networks.of(network_of(prefix), now)
+        return "compute" if own.take(now) and network.take(now) and self._shown.take(now) else "refuse"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from crypto.identity import PeerId
 from crypto.noise import Handshake
 from crypto.sessions.macs import Source
+from crypto.sessions.memories import Memory
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Request
 from crypto.sessions.session import Session
 
@@ -37,14 +38,6 @@ RETRY_SECONDS_MAX = 4.0
 """A peer that comes back is met again so soon."""
 
 
-@dataclass(slots=True)
-class Memory:
-    """What must not come twice from one peer: the highest stamps of its initiations and of their requests."""
-
-    stamp: int = 0
-    request: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Attempt:
     """A handshake that we began. `packet` is as it was sent last; `carried` rides in it."""
@@ -71,8 +64,6 @@ class PeerState:
     mac_key: bytes
     memory: Memory
     used_at: float
-    prefix: bytes | None = None
-    """Where a stranger came from; None if we began."""
     current: Session | None = None
     previous: Session | None = None
     next: Session | None = None

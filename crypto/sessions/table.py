@@ -1,8 +1,9 @@
 """Who is in it: peers by id, sessions by index, alarms by time, each bounded. Decides nothing about packets.
 
-A stranger is a peer that began a session and has not used it yet. Strangers push out only strangers, and
-peers that have been idle; peers that we want to reach push out strangers first, then whoever was used longest
-ago.
+A peer is in one of three pools. *Strangers* began a session and have not used it: their address may be
+forged, so they push out only one another. *Wanted* peers are those that we want to reach and have no session
+with. *Settled* ones have used a session, so their address is real. A newcomer among them finds room at the
+expense of the greediest source, if one takes more room than its own (`crowds`), else of an idle peer.
 """
 
 import heapq
@@ -11,29 +12,36 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from crypto.agreement import agreement_public
+from crypto.buckets import prefix_of
+from crypto.crowds import Crowd
 from crypto.identity import PeerId
-from crypto.sessions.macs import mac_key
+from crypto.sessions.macs import Source, mac_key
+from crypto.sessions.memories import Memories
 from crypto.sessions.packets import INDEX_BYTES, Request
 from crypto.sessions.session import Session
-from crypto.sessions.state import NEVER, Memory, PeerState
+from crypto.sessions.state import NEVER, PeerState
 
 PEERS_MAX = 1_024
-"""At 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to 600 members, and a
-routing table half as many again. Of those who list everybody, few are spoken to within a session's life."""
+"""Wanted and settled ones, at 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to
+600 members, and a routing table half as many again. Of those who list everybody, few are spoken to within a
+session's life."""
+WANTED_MAX = 256
+"""Of these, wanted ones that may push out settled ones: others can name us peers that do not exist."""
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
-PEERS_PER_PREFIX_MAX = 512
-"""Peers that one IPv4 address, or 64 bits of IPv6, may have made us keep."""
 RECENT_SECONDS = 60.0
-"""A peer used within this time is not dropped for a stranger."""
-MEMORIES_MAX = 16_384
-"""Stamps remembered, the latest used: 200 bytes each; only they keep old initiations from coming twice."""
+"""A peer used within this time makes no room for another that is no less greedy."""
 QUEUE_MAX = 128
 """Messages of one peer that wait for a session; the oldest are dropped. As many as a kernel's usual buffer
 takes: what could be said in one go to a peer that is known can be said to one that is not."""
+STRANGER_QUEUE_MAX = 16
+"""The same of a stranger. All strangers together fill two thirds of QUEUED_BYTES_MAX at most, so that there
+is room for messages to others."""
 QUEUED_BYTES_MAX = 8 * 2**20
 """Of all peers together."""
 _ALARMS_SPARE = 64
+_NOWHERE = b""
+"""The source of a peer that we want to reach: which it is will be known when it answers."""
 
 
 class Table:
@@ -47,9 +55,10 @@ class Table:
         self._secret = secret
         self._entropy = entropy
         self._counters = counters
-        self._strangers: OrderedDict[PeerId, None] = OrderedDict()
-        self._by_prefix: Counter[bytes] = Counter()
-        self._memories: OrderedDict[PeerId, Memory] = OrderedDict()
+        self._strangers: Crowd[PeerId] = Crowd()
+        self._wanted: OrderedDict[PeerId, None] = OrderedDict()
+        self._settled: Crowd[PeerId] = Crowd()
+        self._memories = Memories(self.peers.__contains__)
         self._alarms: list[tuple[float, int, PeerState]] = []
         self._numbers = count()
         self._queued_bytes = 0
@@ -57,35 +66,52 @@ class Table:
     def meet(self, now: float, peer: PeerId) -> PeerState:
         """A peer that we want to reach; RemoteProtocolError if its id is worthless."""
         state = self._make(now, peer)
-        if len(self.peers) >= PEERS_MAX:
-            self.drop(self.peers[next(iter(self._strangers or self.peers))])
+        if len(self._wanted) + len(self._settled) >= PEERS_MAX:
+            if len(self._wanted) >= WANTED_MAX or not len(self._settled):
+                self.drop(self.peers[next(iter(self._wanted))])
+            else:
+                self.drop(self._least_recent(_NOWHERE))
             self._counters["sessions_dropped"] += 1
         self.peers[peer] = state
+        self._wanted[peer] = None
         return state
 
-    def meet_stranger(self, now: float, peer: PeerId, prefix: bytes) -> PeerState | None:
-        """A peer that wants to reach us; None if there is no room for it."""
-        if self._by_prefix[prefix] >= PEERS_PER_PREFIX_MAX:
-            return None
-        if len(self._strangers) >= STRANGERS_MAX or (len(self.peers) >= PEERS_MAX and self._strangers):
-            self.drop(self.peers[next(iter(self._strangers))])
+    def meet_stranger(self, now: float, peer: PeerId, source: Source) -> PeerState:
+        """A peer that wants to reach us, perhaps from there."""
+        prefix = prefix_of(source[0])
+        state = self._make(now, peer)
+        if len(self._strangers) >= STRANGERS_MAX:
+            # The oldest: an honest one is through before its turn comes.
+            members = self._strangers.greedier(prefix) or self._strangers.equals(prefix)
+            self.drop(self.peers[next(iter(members))])
             self._counters["sessions_dropped_stranger"] += 1
-        elif len(self.peers) >= PEERS_MAX:
-            oldest = next(iter(self.peers.values()))
-            if now - oldest.used_at < RECENT_SECONDS:
-                return None
+        self.peers[peer] = state
+        self._strangers.add(peer, prefix)
+        return state
+
+    def settle(self, now: float, state: PeerState, source: Source) -> bool:
+        """The peer has used a session from there. False: there is no room for it, and it is dropped."""
+        prefix = prefix_of(source[0])
+        if state.peer in self._settled:
+            return True
+        if state.peer in self._strangers and len(self._wanted) + len(self._settled) >= PEERS_MAX:
+            is_greedier = bool(self._settled.greedier(prefix))
+            oldest = self._least_recent(prefix) if len(self._settled) else None
+            if oldest is None or not (is_greedier or now - oldest.used_at >= RECENT_SECONDS):
+                self.drop(state)
+                return False
             self.drop(oldest)
             self._counters["sessions_dropped"] += 1
-        state = self._make(now, peer)
-        state.prefix = prefix
-        self._by_prefix[prefix] += 1
-        self.peers[peer] = state
-        self._strangers[peer] = None
-        return state
+        self._strangers.remove(state.peer)
+        self._wanted.pop(state.peer, None)
+        self._settled.add(state.peer, prefix)
+        self._memories.prove(state.peer, prefix)
+        return True
 
-    def confirm(self, state: PeerState) -> None:
-        """It has used a session, so it is a stranger no more."""
-        self._strangers.pop(state.peer, None)
+    def _least_recent(self, prefix: bytes) -> PeerState:
+        """Of the settled ones that have to make room for one more from there, the one unused for longest."""
+        members = self._settled.greedier(prefix) or self._settled.equals(prefix)
+        return min((self.peers[peer] for peer in members), key=_used_at)
 
     def touch(self, now: float, state: PeerState) -> None:
         """It was used just now."""
@@ -95,11 +121,10 @@ class Table:
     def drop(self, state: PeerState) -> None:
         """Forget all of a peer but what must not come twice."""
         del self.peers[state.peer]
-        self._strangers.pop(state.peer, None)
-        if state.prefix is not None:
-            self._by_prefix[state.prefix] -= 1
-            if not self._by_prefix[state.prefix]:
-                del self._by_prefix[state.prefix]
+        self._strangers.remove(state.peer)
+        self._wanted.pop(state.peer, None)
+        self._settled.remove(state.peer)
+        self._memories.close(state.peer)
         if state.attempt is not None:
             self.attempts.pop(state.attempt.index, None)
         for session in state.sessions():
@@ -116,7 +141,8 @@ class Table:
         """A message waits until there is a session."""
         state.queue.append(request)
         self._queued_bytes += request.size_bytes
-        while len(state.queue) > QUEUE_MAX or (self._queued_bytes > QUEUED_BYTES_MAX and state.queue):
+        messages_max = STRANGER_QUEUE_MAX if state.peer in self._strangers else QUEUE_MAX
+        while len(state.queue) > messages_max or (self._queued_bytes > QUEUED_BYTES_MAX and state.queue):
             self.drop_oldest(state)
 
     def take(self, state: PeerState) -> None:
@@ -135,27 +161,13 @@ class Table:
             if index not in self.sessions and index not in self.attempts:
                 return index
 
-    # --- what must not come twice ------------------------------------------------------------------
-
     def stamp_of(self, peer: PeerId) -> int:
         """The highest accepted of a peer's initiations; 0 if none is remembered."""
-        memory = self._memories.get(peer)
-        return 0 if memory is None else memory.stamp
-
-    def _memory(self, peer: PeerId) -> Memory:
-        memory = self._memories.setdefault(peer, Memory())
-        self._memories.move_to_end(peer)
-        while len(self._memories) > MEMORIES_MAX:
-            oldest = next(iter(self._memories))
-            if oldest in self.peers:
-                self._memories.move_to_end(oldest)
-            else:
-                del self._memories[oldest]
-        return memory
+        return self._memories.stamp_of(peer)
 
     def _make(self, now: float, peer: PeerId) -> PeerState:
         static = agreement_public(peer)
-        return PeerState(peer, static, mac_key(self._secret, peer), self._memory(peer), now)
+        return PeerState(peer, static, mac_key(self._secret, peer), self._memories.open(peer), now)
 
     # --- alarms ------------------------------------------------------------------------------------
 
@@ -182,3 +194,7 @@ class Table:
             if at == state.alarm_at:
                 state.alarm_at = NEVER
                 yield state
+
+
+def _used_at(state: PeerState) -> float:
+    return state.used_at

@@ -6,7 +6,7 @@ import pytest
 
 from crypto.buckets import Bucket, prefix_of
 from crypto.identity import Identity, PeerId
-from crypto.sessions import limits, table
+from crypto.sessions import handshakes, limits, memories, table
 from crypto.sessions.core import Sessions
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
@@ -197,24 +197,171 @@ def test_strangers_push_out_strangers_and_no_friends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(table, "STRANGERS_MAX", 6)
     alice, bob = acquainted()
     flood(bob, 1.0, 50)
-    assert len(bob.sessions.peers) <= 10
+    assert len(bob.sessions.peers) <= 1 + 6
     assert alice.peer in bob.sessions.peers
     friends = [Node(number) for number in range(10, 22)]
     for friend in friends:
         carry(2.0, bob, friend, bob.send(2.0, friend, b""))
-    assert len(bob.sessions.peers) == 10
-    # All ten were used just now: there is no room for a stranger.
-    flood(bob, 3.0, 1, first=9_000)
-    assert bob.counters["full"] == 1
-    assert {friend.peer for friend in friends[-10:]} == set(bob.sessions.peers)
+    flood(bob, 3.0, 50, first=9_000)
+    assert len(bob.sessions.peers) == 10 + 6
+    assert {friend.peer for friend in friends[-10:]} <= set(bob.sessions.peers)
 
 
-def test_one_prefix_makes_us_keep_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "PEERS_PER_PREFIX_MAX", 5)
+class Crowd:
+    """Peers that somebody invents; each shakes hands as it should, from one of a few addresses."""
+
+    def __init__(self, hosts: list[str]) -> None:
+        self.members: dict[PeerId, Node] = {}
+        self._hosts = hosts
+
+    def come(self, now: float, target: Node, count: int) -> None:
+        """So many more have a session with `target`, if it gives them one."""
+        for _ in range(count):
+            number = len(self.members)
+            member = Node(3, life=number, now=now)
+            member.sessions = stranger(50_000 + number, now=now)
+            member.peer = mallory_peer(50_000 + number)
+            member.source = (self._hosts[number % len(self._hosts)], 1_000 + number)
+            self.members[member.peer] = member
+            carry_or_refuse(now, member, target, member.send(now, target, b"in"))
+
+    def speak(self, now: float, target: Node) -> None:
+        """All that have a session use it."""
+        for peer, member in self.members.items():
+            if peer in target.sessions.peers:
+                carry_or_refuse(now, member, target, member.send(now, target, b"."))
+
+
+def carry_or_refuse(now: float, sender: Node, receiver: Node, packets: list[bytes]) -> None:
+    for packet in packets:
+        try:
+            answers = receiver.receive(now, packet, sender.source).answers
+        except DatagramRefused as refusal:
+            receiver.counters[refusal.reason] += 1
+        else:
+            carry_or_refuse(now, receiver, sender, answers)
+
+
+def friends_of(bob: Node, count: int) -> list[Node]:
+    friends = [Node(number) for number in range(100, 100 + count)]
+    for number, friend in enumerate(friends):
+        friend.source = (f"10.{number}.0.1", 9_000)
+        carry(0.0, friend, bob, friend.send(0.0, bob, b"hello"))
+    return friends
+
+
+TWO = ["203.0.113.7", "198.51.100.4"]
+NETWORK = [f"203.0.113.{host}" for host in range(1, 101)]
+
+
+@pytest.mark.parametrize("hosts", [TWO, NETWORK], ids=["two addresses", "one network"])
+def test_a_crowd_with_valid_handshakes_shuts_nobody_out(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "PEERS_MAX", 60)
+    monkeypatch.setattr(table, "STRANGERS_MAX", 10)
+    bob, crowd = Node(2), Crowd(hosts)
+    friends = friends_of(bob, 20)
+    now = 1.0
+    for _ in range(10):
+        now += 2.0
+        crowd.come(now, bob, 12)
+        crowd.speak(now, bob)
+    kept = set(bob.sessions.peers)
+    assert {friend.peer for friend in friends} <= kept
+    assert len(kept & set(crowd.members)) >= 40
+    # Everybody has spoken just now, and still newcomers come in with their first packets.
+    newcomers = [Node(number) for number in range(200, 210)]
+    for number, newcomer in enumerate(newcomers):
+        newcomer.source = (f"192.0.{number}.1", 9_000)
+        carry(now, newcomer, bob, newcomer.send(now, bob, b"let me in"))
+        crowd.come(now, bob, 1)
+    assert {node.peer for node in (*friends, *newcomers)} <= set(bob.sessions.peers)
+    assert bob.payloads.count(b"let me in") == 10
+    assert len(bob.sessions.peers) <= 60 + 10
+
+
+def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "STRANGERS_MAX", 10)
+    bob, newcomer = Node(2), Node(3)
+    (packet,) = newcomer.send(0.0, bob, b"let me in")
+    answers = bob.receive(0.0, packet, newcomer.source).answers
+    flood(bob, 0.0, 50)
+    for answer in answers:
+        carry(0.0, newcomer, bob, newcomer.receive(0.0, answer, bob.source).answers)
+    carry(1.0, newcomer, bob, newcomer.send(1.0, bob, b"in time"))
+    assert bob.payloads == [b"let me in", b"in time"]
+
+
+def test_peers_named_by_others_push_out_few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "PEERS_MAX", 30)
+    monkeypatch.setattr(table, "WANTED_MAX", 5)
     bob = Node(2)
-    flood(bob, 0.0, 20)
-    assert len(bob.sessions.peers) == 5
-    assert bob.counters["full"] == 15
+    friends = friends_of(bob, 30)
+    for number in range(100):
+        bob.sessions.send(1.0, mallory_peer(7_000 + number), PING, b"are you there?")
+    assert sum(friend.peer in bob.sessions.peers for friend in friends) == 25
+    assert len(bob.sessions.peers) == 30
+
+
+def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memories, "MEMORIES_MAX", 50)
+    monkeypatch.setattr(table, "PEERS_MAX", 10)
+    monkeypatch.setattr(handshakes, "SEEN_MAX", 10)
+    alice, bob, crowd = Node(1), Node(2), Crowd(TWO)
+    (caught,) = alice.send(0.0, bob, b"pay")
+    carry(0.0, alice, bob, [caught])
+    for step in range(30):
+        # A crowd of few, each with a session for some minutes; alice has long gone.
+        now = 300.0 + 200.0 * step
+        bob.sessions.wake(now)
+        crowd.come(now, bob, 8)
+    flood(bob, now, 100, first=90_000)
+    assert alice.peer not in bob.sessions.peers
+    with pytest.raises(DatagramRefused, match="older"):
+        bob.receive(now + 60.0, caught, alice.source)
+    assert bob.payloads.count(b"pay") == 1
+
+
+def test_what_strangers_make_us_say_does_not_displace_what_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 2 * 16 * 16 * 1_000)
+    monkeypatch.setattr(table, "STRANGERS_MAX", 16)
+    bob = Node(2)
+    flood(bob, 0.0, 16)
+    absent = mallory_peer(7)
+    bob.sessions.send(0.0, absent, PING, bytes(1_000))
+    before = bob.counters["datagrams_dropped_unsent"]
+    for number in range(1_000, 1_016):
+        for _ in range(60):
+            bob.sessions.send(0.0, mallory_peer(number), PING, bytes(1_000))
+    assert bob.counters["datagrams_dropped_unsent"] > before
+    for _ in range(60):
+        bob.sessions.send(0.0, absent, PING, bytes(1_000))
+    waiting = sum(len(state.queue) for state in bob.sessions._table.peers.values() if state.peer == absent)
+    assert waiting == 61
+
+
+def test_one_network_with_cookies_leaves_handshakes_for_others() -> None:
+    bob = Node(2)
+    flood(bob, 0.0, 250)
+    computed = 0
+    for number in range(600):
+        eager, source = stranger(5_000 + number), (f"203.0.113.{number % 200}", 7)
+        (packet,) = eager.send(0.0, bob.peer, PING, b"")
+        (cookie,) = bob.receive(0.0, packet, source).answers
+        eager.receive(0.0, cookie, bob.source)
+        ((_, again),) = eager.wake(0.0)
+        try:
+            bob.receive(0.0, again, source)
+            computed += 1
+        except DatagramRefused as refusal:
+            bob.counters[refusal.reason] += 1
+    assert computed == limits.NETWORK_BURST
+    assert bob.counters["busy"] == 600 - computed
 
 
 def test_what_waits_for_all_peers_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

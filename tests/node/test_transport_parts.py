@@ -17,7 +17,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.noise import CipherState
-from node.transport.book import OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
+from node.transport.book import HEARSAY_MAX, OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
 from node.transport.inbox import Alarm, QueueInbox
 from node.transport.pool import POOLED_BYTES_MIN, Pool
 from node.transport.records import (
@@ -107,13 +107,35 @@ def test_the_book_prefers_what_was_seen_and_spreads_when_that_is_old() -> None:
     assert book.for_stream(peer) == (proved, observed, *claimed)
 
 
-def test_the_book_is_bounded_and_keeps_the_latest() -> None:
-    book = AddressBook()
-    peers = [PeerId(number.to_bytes(32, "big")) for number in range(PEERS_MAX + 1)]
+def peer_ids(count: int, *, first: int = 0) -> list[PeerId]:
+    return [PeerId(number.to_bytes(32, "big")) for number in range(first, first + count)]
+
+
+def test_hearsay_is_bounded_and_pushes_out_no_peer_that_answered() -> None:
+    book, friend = AddressBook(), PeerId(bytes(31) + b"f")
+    here = make_address("10.0.0.9", 1)
+    book.observe(friend, here, 0.0)
+    peers = peer_ids(2 * PEERS_MAX, first=1_000)
     for peer in peers:
-        book.claim(peer, [make_address("10.0.0.1", 1)])
-    assert not book.for_stream(peers[0])
-    assert book.for_stream(peers[1])
+        book.claim(peer, [make_address("203.0.113.1", 1)])
+    assert book.for_stream(friend) == (here,)
+    assert [peer for peer in peers if book.for_stream(peer)] == peers[-HEARSAY_MAX:]
+
+
+def test_the_source_with_most_peers_in_the_book_makes_room() -> None:
+    book = AddressBook()
+    friends = peer_ids(100)
+    for number, friend in enumerate(friends):
+        book.observe(friend, make_address(f"10.0.{number}.1", 1), 0.0)
+    crowd = peer_ids(2 * PEERS_MAX, first=1_000)
+    for number, peer in enumerate(crowd):
+        book.observe(peer, make_address(f"203.0.113.{number % 2}", 1), 1.0)
+    assert all(book.for_stream(friend) for friend in friends)
+    kept = [peer for peer in crowd if book.for_stream(peer)]
+    assert len(kept) == PEERS_MAX - len(friends)
+    newcomer = PeerId(bytes(31) + b"n")
+    book.prove(newcomer, make_address("node.example", 1))
+    assert book.for_stream(newcomer)
 
 
 def test_half_received_messages_share_one_limit() -> None:

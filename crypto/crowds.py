@@ -1,0 +1,127 @@
+"""Bounded tables shared by strangers: which member makes room, so that no source can fill one by itself.
+
+The table itself is elsewhere; a `Crowd` knows the members by source and by network. A source is what
+`buckets.prefix_of` gives (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. Room is
+made at the expense of the greediest source. Only among equal sources does the network count, because a local
+network of many honest peers looks like one owner of many addresses.
+"""
+
+from collections.abc import Collection, Hashable
+from typing import Generic, TypeVar
+
+Member = TypeVar("Member", bound=Hashable)
+
+_NETWORK_BYTES = {4: 3, 8: 6}
+"""Of a source's bytes those that name its network: a /24 of IPv4, a /48 of IPv6, as they are handed out."""
+
+
+def network_of(source: bytes) -> bytes:
+    """The network that a source is in; a source of another kind is a network by itself."""
+    return source[: _NETWORK_BYTES.get(len(source), len(source))]
+
+
+class Groups(Generic[Member]):
+    """Members in groups, the oldest first. Each call takes the same time, however many there are."""
+
+    def __init__(self) -> None:
+        self._group_of: dict[Member, bytes] = {}
+        self._groups: dict[bytes, dict[Member, None]] = {}
+        self._by_size: dict[int, dict[bytes, None]] = {}
+        self._size_of_largest = 0
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._group_of
+
+    def add(self, member: Member, group: bytes) -> None:
+        """Put a member into a group, as its newest; it leaves the one it was in."""
+        self.remove(member)
+        self._group_of[member] = group
+        members = self._groups.setdefault(group, {})
+        members[member] = None
+        self._resize(group, len(members) - 1, len(members))
+
+    def remove(self, member: Member) -> None:
+        """Take a member out, if it is in."""
+        group = self._group_of.pop(member, None)
+        if group is None:
+            return
+        members = self._groups[group]
+        del members[member]
+        if not members:
+            del self._groups[group]
+        self._resize(group, len(members) + 1, len(members))
+
+    def size(self, group: bytes) -> int:
+        """Return the number of members of a group."""
+        return len(self._groups.get(group, ()))
+
+    @property
+    def size_of_largest(self) -> int:
+        return self._size_of_largest
+
+    def members(self, group: bytes | None = None) -> Collection[Member]:
+        """Return the members of a group, or of all groups, the oldest first."""
+        return self._group_of.keys() if group is None else self._groups.get(group, {}).keys()
+
+    def largest(self) -> Collection[Member]:
+        """Return the members of the largest group, the oldest first; of several groups, that longest so."""
+        groups = self._by_size.get(self._size_of_largest)
+        return self.members(next(iter(groups))) if groups else ()
+
+    def _resize(self, group: bytes, before: int, after: int) -> None:
+        if before:
+            del self._by_size[before][group]
+            if not self._by_size[before]:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, {})[group] = None
+        # A size changes by one, so if no group is as large as the largest was, this one is the largest.
+        if after > self._size_of_largest or self._size_of_largest not in self._by_size:
+            self._size_of_largest = after
+
+
+class Crowd(Generic[Member]):
+    """The members of one bounded table. It holds no limit: its owner asks it who is to go."""
+
+    def __init__(self) -> None:
+        self._sources: Groups[Member] = Groups()
+        self._networks: Groups[Member] = Groups()
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._sources
+
+    def add(self, member: Member, source: bytes) -> None:
+        """Put a member in, or into another source."""
+        self._sources.add(member, source)
+        self._networks.add(member, network_of(source))
+
+    def remove(self, member: Member) -> None:
+        """Take a member out, if it is in."""
+        self._sources.remove(member)
+        self._networks.remove(member)
+
+    def greedier(self, source: bytes) -> Collection[Member]:
+        """Return the members of the greediest source, or else network, if it takes more room than that of one
+        more member from `source` would; else none. The oldest come first."""
+        own = self._sources.size(source) + 1
+        if self._sources.size_of_largest > own:
+            return self._sources.largest()
+        own_network = self._networks.size(network_of(source)) + 1
+        if self._sources.size_of_largest == own and self._networks.size_of_largest > own_network:
+            return self._networks.largest()
+        return ()
+
+    def equals(self, source: bytes) -> Collection[Member]:
+        """Return the members among whom one more from `source` has to find room where nobody is greedier:
+        its own source or network if that is the largest, else those of the largest. The oldest come first."""
+        for groups, group in ((self._sources, source), (self._networks, network_of(source))):
+            if groups.size_of_largest > 1:
+                is_own = groups.size(group) == groups.size_of_largest
+                return groups.members(group) if is_own else groups.largest()
+        return self._sources.members()

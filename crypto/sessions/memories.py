@@ -1,0 +1,76 @@
+"""Memory of what must not come twice from a peer; it outlives the peer's sessions, and is bounded.
+
+Whoever makes us forget a peer can play an initiation of that peer again, so a source that meets us under many
+ids pushes out its own. Peers that have not proved an address yet may write any, and count as one source.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from crypto.crowds import Crowd
+from crypto.identity import PeerId
+
+MEMORIES_MAX = 16_384
+"""Peers remembered: 500 bytes each; only they keep old initiations from coming twice."""
+
+_UNPROVEN = b""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What must not come twice from one peer: the highest stamps of its initiations and of their requests."""
+
+    stamp: int = 0
+    request: int = 0
+
+
+class Memories:
+    """Memories by peer. `is_needed(peer)` says whether that of a peer must stay, as it has its state."""
+
+    def __init__(self, is_needed: Callable[[PeerId], bool]) -> None:
+        self._is_needed = is_needed
+        self._memories: dict[PeerId, Memory] = {}
+        self._crowd: Crowd[PeerId] = Crowd()
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._memories
+
+    def stamp_of(self, peer: PeerId) -> int:
+        """Return the highest accepted of a peer's initiations; 0 if none is remembered."""
+        memory = self._memories.get(peer)
+        return 0 if memory is None else memory.stamp
+
+    def open(self, peer: PeerId) -> Memory:
+        """Return that of a peer, a new one if there is none."""
+        memory = self._memories.get(peer)
+        if memory is None:
+            while len(self._memories) >= MEMORIES_MAX and self._drop_one():
+                pass
+            memory = self._memories[peer] = Memory()
+            self._crowd.add(peer, _UNPROVEN)
+        return memory
+
+    def prove(self, peer: PeerId, source: bytes) -> None:
+        """The peer has proved that it is at an address of `source`."""
+        if peer in self._memories:
+            self._crowd.add(peer, source)
+
+    def close(self, peer: PeerId) -> None:
+        """The peer's state goes; with nothing to remember the memory goes too."""
+        if self._memories.get(peer) == Memory():
+            self._drop(peer)
+
+    def _drop_one(self) -> bool:
+        for members in (self._crowd.greedier(_UNPROVEN), self._crowd.equals(_UNPROVEN)):
+            for peer in members:
+                if not self._is_needed(peer):
+                    self._drop(peer)
+                    return True
+        return False
+
+    def _drop(self, peer: PeerId) -> None:
+        del self._memories[peer]
+        self._crowd.remove(peer)
