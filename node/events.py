@@ -228,12 +228,33 @@ class RunEvaluated(Event, frozen=True, kw_only=True):
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
-    """`outcome`: done or failed. `weights` is the BLAKE3 hash (hex) of the safetensors file."""
+    """`outcome`: done or failed. `weights` is the BLAKE3 hash (hex) of the safetensors file, which is on this
+    node's disk if `is_here`."""
 
     run: str
     outcome: str
     detail: str
     weights: str = ""
+    is_here: bool = False
+
+
+class RunRemembered(Event, frozen=True, kw_only=True):
+    """A run that ended in an earlier life of this node, as its disk tells; `ended_at` is when (unix
+    seconds)."""
+
+    run: str
+    model: str
+    data: str
+    requester: PeerId
+    steps: int
+    step: int
+    loss: float | None
+    accuracy: float | None
+    outcome: str
+    detail: str
+    weights: str
+    is_here: bool
+    ended_at: float
 
 
 class RunReleased(Event, frozen=True, kw_only=True):

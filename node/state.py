@@ -40,7 +40,8 @@ class MemberView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as this node knows it. `status` is one of `node.runs.states`, `reason` why it is."""
+    """A run as this node knows it. `status` is one of `node.runs.states`, `reason` why it is; `result` is
+    empty while there is none, "here" on this node's disk, or "elsewhere"."""
 
     run: str
     model: str
@@ -57,6 +58,7 @@ class RunView:
     evaluated: events.RunEvaluated | None = None
     detail: str = ""
     weights: str = ""
+    result: str = ""
     reason: str = ""
     steps_lost: int = 0
     committed: events.StepCommitted | None = None
@@ -230,7 +232,33 @@ def _(event: events.RunEnded, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:
         return state
-    return _with_run(state, replace(view, status=event.outcome, detail=event.detail, weights=event.weights))
+    view = replace(view, status=event.outcome, detail=event.detail, weights=event.weights)
+    return _with_run(state, replace(view, result=_result(event)))
+
+
+@_fold.register
+def _(event: events.RunRemembered, state: State) -> State:
+    view = RunView(
+        event.run,
+        event.model,
+        event.data,
+        event.steps,
+        event.requester,
+        event.outcome,
+        losses=() if event.loss is None else (event.loss,),
+        step=event.step,
+        accuracy=event.accuracy,
+        detail=event.detail,
+        weights=event.weights,
+        result=_result(event),
+    )
+    return _with_run(state, view)
+
+
+def _result(event: events.RunEnded | events.RunRemembered) -> str:
+    if event.is_here:
+        return "here"
+    return "elsewhere" if event.outcome == "done" else ""
 
 
 @_fold.register
@@ -383,6 +411,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "steps_lost": view.steps_lost,
         "last_step": None if committed is None else _step_document(committed),
         "weights": view.weights,
+        "result": view.result,
         "plan": None
         if plan is None
         else {

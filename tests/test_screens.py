@@ -62,6 +62,22 @@ HISTORY: list[events.Event] = [
         at=NOW - 7381, fences=("limits: some",), unfenced=("files: no landlock",), is_allowed=False
     ),
     STARTED,
+    events.RunRemembered(
+        at=NOW - 7380,
+        run="fedcba9876543210",
+        model="gpt",
+        data="digits",
+        requester=peer(1),
+        steps=100,
+        step=100,
+        loss=0.25,
+        accuracy=None,
+        outcome="done",
+        detail="",
+        weights="cd",
+        is_here=False,
+        ended_at=NOW - 90_000,
+    ),
     events.ReachabilityFound(
         at=NOW - 7380, reachable=False, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
     ),
@@ -155,7 +171,9 @@ HISTORY: list[events.Event] = [
         at=NOW - 40, run="0123456789abcdef", step=12, checkpoint="ab" * 32, copies=3, size_bytes=4_200_000
     ),
     events.RunEvaluated(at=NOW - 2, run="0123456789abcdef", accuracy=0.975, loss=0.1, samples=360),
-    events.RunEnded(at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab"),
+    events.RunEnded(
+        at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
+    ),
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
     events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
     events.MemberLeft(at=NOW, peer=peer(2)),
@@ -239,6 +257,7 @@ def test_the_screen_of_status() -> None:
                       missing: files: no landlock
           members     0 alive of 2 known
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
+          run         fedcba9876543210  gpt on digits  done  step 100 of 100  loss 0.2500
           run         0123456789abcdef  simple-cnn on digits  done  step 12 of 200  loss 0.1917
           refused     malformed 100
         """
@@ -272,8 +291,9 @@ def test_the_screen_of_runs() -> None:
     document = status_document(state(), NOW, {})
     assert shown(runs_lines(document)) == snapshot(
         """
-        RUN               MODEL       DATA    STATUS  STEP       LOSS    ACCURACY  REQUESTER
-        0123456789abcdef  simple-cnn  digits  done    12 of 200  0.1917  0.975     ...2NASuq
+        RUN               MODEL       DATA    STATUS  STEP        LOSS    ACCURACY  RESULT     REQUESTER
+        fedcba9876543210  gpt         digits  done    100 of 100  0.2500  -         elsewhere  ...SUKPH5
+        0123456789abcdef  simple-cnn  digits  done    12 of 200   0.1917  0.975     here       ...2NASuq
         """
     )
 

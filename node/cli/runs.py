@@ -61,7 +61,7 @@ def runs_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom/runs/1` document."""
     if not document["runs"]:
         return ["no run yet; start one: python -m node train RUN.toml"]
-    header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "REQUESTER")
+    header = ("RUN", "MODEL", "DATA", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT", "REQUESTER")
     return table(header, [_row(run) for run in document["runs"]])
 
 
@@ -74,6 +74,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         f"{run['step']} of {run['steps']}",
         f"{run['loss']:.4f}" if run["loss"] is not None else "-",
         f"{run['accuracy']:.3f}" if run["accuracy"] is not None else "-",
+        run["result"] or "-",
         short_id(run["requester"]),
     )
 

@@ -32,6 +32,8 @@ TRAFFIC = (
     "dial_backs",
 )
 """Counters of what went well; all others count something refused or dropped."""
+RUNS_SHOWN_MAX = 16
+"""Runs on this screen, the newest; `runs` lists all that are known, those of earlier lives too."""
 
 
 def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -61,7 +63,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
             lines.append(
                 labelled("join", f"{join['outcome']}  {short_address(join['address'])}  {join['detail']}")
             )
-    lines += [labelled("run", run_text(run)) for run in document["runs"]]
+    lines += [labelled("run", run_text(run)) for run in document["runs"][-RUNS_SHOWN_MAX:]]
     counters = {reason: count for reason, count in document["counters"].items() if count}
     lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
     lines += _counted("refused", {name: counters[name] for name in counters if name not in TRAFFIC})

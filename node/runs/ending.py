@@ -96,8 +96,8 @@ async def fetch_result(service: Service, run: Run, source: PeerId, weights: str)
     while True:
         try:
             data = await fetch_weights(seams, run.text, [source], weights)
-            await seams.executor.run(partial(keep, seams.storage, run.text, data))
-            return ""
+            kept = await seams.executor.run(partial(keep, seams.storage, run.text, data))
+            return "" if kept == weights else "another result of this run is here already, and stays"
         except Unreachable as error:
             # All members ask at once, and a source serves a few at a time.
             if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:

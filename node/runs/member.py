@@ -102,6 +102,8 @@ class RunMember:
         self._is_finishing = False
         self._is_stuck = False
         self._telling = Telling(service, run, others=self._others, hosts=lambda: self.hosts)
+        self.shown = self._telling.shown
+        self.heard = self._pulse.heard
         self._decided = trio.Event()
 
     @property
@@ -462,7 +464,7 @@ class RunMember:
         if outcome == "done" and source is not None:
             detail = await fetch_result(self._service, self.run, source, weights)
         await self._hosting.end()
-        self._service.ended(self, outcome, detail, weights)
+        await self._service.ended(self, outcome, detail, weights)
         self._decided.set()
         self._life.cancel()
         self._stop_training()
@@ -507,10 +509,6 @@ class RunMember:
         """A range of this node's stage's state. Raises StageFailed."""
         replica = self._hosting.replica
         return None if replica is None else await replica.read_state(request)
-
-    def heard(self) -> None:
-        """The committer says that the run goes on."""
-        self._pulse.heard()
 
     # What comes in
 

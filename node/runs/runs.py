@@ -24,6 +24,7 @@ from node.events import Event, RunAccepted, RunEnded, RunPlanned, RunReleased, S
 from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
+from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.chain import chain_name
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
@@ -50,14 +51,11 @@ HEARSAY_SECONDS = 1.0
 """News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
-RUNS_FOLDER, RUN_FILE = "runs", "run"
+RUN_FILE = "run"
 EARLY_MAX = 256
 """Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
 EARLY_BYTES_MAX = 16 * 1024
 """One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
-OVER_MAX = 1_024
-"""Runs remembered as ended, with the hash of the result that is here, so that a late or repeated Start does
-not begin them again."""
 NO_PAYLOAD = memoryview(b"")
 
 
@@ -105,7 +103,7 @@ class Runs:
         self._provide = provide
         self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
-        self._over: dict[bytes, str] = {}
+        self._archive = ArchiveShell(seams, signer.peer)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
         self.data = DataFiles(seams)
@@ -119,8 +117,6 @@ class Runs:
             on_stuck=suspect,
         )
         self.nursery: trio.Nursery | None = None
-        seams.network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline, wire.PIPELINE_STREAMS)
-        seams.network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; then end every stage this node hosts."""
@@ -128,7 +124,14 @@ class Runs:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await nursery.start(self.links.run)
+                await self._archive.load()
                 await self._recover()
+                for event in self._archive.remembered():
+                    self.publish(event)
+                # Not before it is known what is over.
+                network = self.seams.network
+                network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline, wire.PIPELINE_STREAMS)
+                network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -237,6 +240,10 @@ class Runs:
             try:
                 fact: Fact = decode(data or b"", Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
                 run = check_run(self.signer, fact)
+                if self._archive.is_over(run.id):
+                    await self._archive.close(run)
+                    self._forget_files(run.text)
+                    continue
                 base = base_plan(durable or b"")
                 self.accept(run).begin(base, durable or b"", is_restarted=True)
             except (RemoteProtocolError, ValueError):
@@ -293,7 +300,7 @@ class Runs:
             await member.fail(reason)
         if ending.error is not None and self.members.get(run.id) is member:
             with contain("run ending after a failure"):
-                self.ended(member, "failed", reason, "")
+                await self.ended(member, "failed", reason, "")
 
     # What membership says
 
@@ -394,7 +401,7 @@ class Runs:
             raise refused
 
     def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
-        member, result = self.members.get(message.run), self._over.get(message.run)
+        member, result = self.members.get(message.run), self._archive.result(message.run)
         if member is not None:
             with self.containing(member.run, f"message {type(message).__name__}"):
                 member.receive(self.seams.clock.monotonic(), sender, message)
@@ -417,7 +424,7 @@ class Runs:
 
     def is_over(self, run: bytes) -> bool:
         """Whether a run has ended here."""
-        return run in self._over
+        return self._archive.is_over(run)
 
     def following(self, plan: bytes) -> RunMember | None:
         """The member of the run in which this plan is in force."""
@@ -463,7 +470,7 @@ class Runs:
         """This node is in the run no more, and may be asked into it again: then it still knows the newest
         checkpoint, from which it may have to propose to go on."""
         self.members.pop(member.run.id, None)
-        self._forget_files(member)
+        self._forget_files(member.run.text)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
 
     def released(self, member: RunMember) -> None:
@@ -471,32 +478,36 @@ class Runs:
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
-    def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
-        """A run is over here: forget its plans, say so."""
+    async def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
+        """A run is over here: remember how it ended, forget its plans, say so."""
         if self.members.pop(member.run.id, None) is not member:
             return  # it has ended otherwise meanwhile
-        self._forget_files(member)
+        await self._archive.note(member.run, member.shown, outcome, detail, weights)
+        self._forget_files(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
-        result = weights if outcome == "done" and not detail else ""
-        self._over = dict(list({**self._over, member.run.id: result}.items())[-OVER_MAX:])
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}
             for peer in member.plan.members:
                 if peer not in needed:
                     self.links.forget(peer)
-        self.publish(self._ended(member.run.id, outcome, detail, weights))
+        self.publish(
+            RunEnded(
+                at=self.seams.clock.wall(),
+                run=member.run.text,
+                outcome=outcome,
+                detail=detail,
+                weights=weights,
+                is_here=self._archive.has_result(member.run.text),
+            )
+        )
         if outcome == "done" and not detail and self.nursery is not None:
             self.start_task(self._provide, member.run.text, weights, of=None)
 
-    def _forget_files(self, member: RunMember) -> None:
+    def _forget_files(self, run: str) -> None:
         """What is only for a run that goes on; its checkpoints stay."""
-        for name in (chain_name(member.run.text), run_name(member.run.text)):
+        for name in (chain_name(run), run_name(run)):
             self.seams.storage.delete(name)
-
-    def _ended(self, run: bytes, outcome: str, detail: str, weights: str = "") -> RunEnded:
-        at = self.seams.clock.wall()
-        return RunEnded(at=at, run=run_text(run), outcome=outcome, detail=detail, weights=weights)
 
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Say that a plan is in force here."""

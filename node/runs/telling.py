@@ -5,18 +5,27 @@ managed to say. Not here: committing (`node.runs.committer`), and what follows f
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.events import StepCommitted
+from node.events import RunEvaluated, StepCommitted
 from node.runs.chain import ChainShell
 from node.runs.committer import RunEvent
 from node.runs.manifest import Run
 from node.runs.requests import Notice, check_notice
 from node.runs.service import Service
 from partition.plan.plan import Plan, plan_hash
+
+
+@dataclass
+class Shown:
+    """The newest that was shown of each kind."""
+
+    committed: StepCommitted | None = None
+    evaluated: RunEvaluated | None = None
 
 
 class Telling:
@@ -32,6 +41,7 @@ class Telling:
     ) -> None:
         """`others` are the living of a plan but for this node; `hosts` is whether it holds a stage."""
         self.step = 0
+        self.shown = Shown()
         self._told = 0
         self._furthest = 0
         self._service = service
@@ -65,7 +75,10 @@ class Telling:
             if event.step < self._told:
                 return
             self._told = event.step + 1
+            self.shown.committed = event
             self.note(self._told)
+        elif isinstance(event, RunEvaluated):
+            self.shown.evaluated = event
         self._service.publish(event)
 
     def tell(self, plan: Plan, event: RunEvent) -> None:

@@ -29,6 +29,8 @@ EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
 """A row of the header: name, type, shape and place."""
 FETCH_SECONDS_MAX = 300.0
+HASHED_BYTES = 4 << 20
+"""So much of a file is read at once."""
 
 
 def weights_name(run: str) -> str:
@@ -129,9 +131,23 @@ async def fetch_weights(seams: Seams, run: str, holders: Sequence[PeerId], diges
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
-    """Store a run's weights; their BLAKE3 hash in hex. Raises OSError where the disk is full."""
+    """Store a run's weights; their BLAKE3 hash in hex. What is here already stays, and is what counts.
+
+    Raises OSError where the disk is full.
+    """
+    if storage.read_part(weights_name(run), 0, 1) is not None:
+        return digest_of(storage, run)
     storage.write(weights_name(run), data)
     return _hash(data)
+
+
+def digest_of(storage: Storage, run: str) -> str:
+    """The BLAKE3 hash (hex) of a run's weights that are here."""
+    digest, offset = blake3(), 0
+    while data := storage.read_part(weights_name(run), offset, HASHED_BYTES):
+        digest.update(data)
+        offset += len(data)
+    return digest.hexdigest()
 
 
 def _hash(data: bytes) -> str:

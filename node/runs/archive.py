@@ -1,0 +1,219 @@
+"""The runs that are over, as this node remembers them over a restart: one small file each.
+
+A run is over where it has ended here, or where its result lies here: no such run begins again, and nothing
+takes the place of its result. Only for `node.runs.runs`.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.events import RunRemembered
+from node.runs.manifest import Run, run_text
+from node.runs.requests import NUMBER_MAX, REASON_LENGTH_MAX
+from node.runs.telling import Shown
+from node.runs.weights import digest_of
+from node.seams import Seams, Storage
+from partition.plan.plan import Hash, Peer
+
+RUNS_FOLDER = "runs"
+OWN_MAX = 1_024
+"""Ended runs of this node's own that are remembered."""
+OTHERS_MAX = 256
+"""Those of others, counted apart: strangers end as many runs as they like."""
+_RECORD_BYTES_MAX = 4_096
+_FILE = "ended"
+_RESULT = "model.safetensors"
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+
+
+class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step."""
+
+    run: Hash
+    requester: Peer
+    model: str
+    data: str
+    steps: Number
+    outcome: str
+    detail: str
+    weights: str
+    ended_milliseconds: Number
+    step: Number = 0
+    loss: float | None = None
+    accuracy: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The run's short id."""
+        return run_text(self.run)
+
+
+def ended_name(run: str) -> str:
+    """Where a node keeps how a run ended, in its storage."""
+    return f"{RUNS_FOLDER}/{run}/{_FILE}"
+
+
+class Archive:
+    """One data folder's, of the node `me`.
+
+    `load` and `save` wait for the disk, so they are called in the executor's threads, one at a time; all else
+    is of the memory, once `load` has returned.
+    """
+
+    def __init__(self, storage: Storage, me: bytes) -> None:
+        self._storage = storage
+        self._me = me
+        self._records: dict[str, EndedRun] = {}
+        self._results: set[str] = set()
+        self._unsaved: set[str] = set()
+
+    @property
+    def records(self) -> tuple[EndedRun, ...]:
+        """All that are remembered, the oldest first."""
+        return tuple(sorted(self._records.values(), key=lambda record: record.ended_milliseconds))
+
+    def is_over(self, run: bytes) -> bool:
+        """Whether a run has ended here, or its result is here."""
+        text = run_text(run)
+        return text in self._records or text in self._results
+
+    def has_result(self, run: str) -> bool:
+        """Whether the result of the run of this short id is here."""
+        return run in self._results
+
+    def result(self, run: bytes) -> str:
+        """The hash (hex) of the result that is here; empty where none is, or it is not known."""
+        text = run_text(run)
+        record = self._records.get(text)
+        return record.weights if record is not None and text in self._results else ""
+
+    def load(self) -> None:
+        """Read what is on the disk."""
+        for run, file in self._files():
+            if file == _RESULT:
+                self._results.add(run)
+            elif file == _FILE:
+                self._read(run)
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        for name in self._storage.sizes(RUNS_FOLDER):
+            run, _, file = name.removeprefix(f"{RUNS_FOLDER}/").partition("/")
+            yield run, file
+
+    def _read(self, run: str) -> None:
+        data = self._storage.read(ended_name(run))
+        try:
+            record: EndedRun = decode(data or b"", EndedRun, bytes_max=_RECORD_BYTES_MAX)
+        except RemoteProtocolError:
+            self._storage.delete(ended_name(run))  # damaged, or of another version
+            return
+        self._records[run] = record
+
+    def add(self, record: EndedRun) -> None:
+        """Remember how a run ended, and forget the oldest where there are too many; on the disk by `save`."""
+        self._records[record.text] = record
+        self._unsaved.add(record.text)
+        if record.outcome == "done" and not record.detail:
+            self._results.add(record.text)
+        for is_own, limit in ((True, OWN_MAX), (False, OTHERS_MAX)):
+            kind = [each for each in self.records if (each.requester == self._me) == is_own]
+            for old in kind[: max(0, len(kind) - limit)]:
+                del self._records[old.text]
+                self._unsaved.add(old.text)
+
+    def save(self) -> None:
+        """Have what was added survive a restart. Raises OSError."""
+        for run in list(self._unsaved):
+            record = self._records.get(run)
+            if record is None:
+                self._storage.delete(ended_name(run))
+            else:
+                self._storage.write(ended_name(run), encode(record))
+            self._unsaved.discard(run)
+
+
+class ArchiveShell:
+    """The archive of a node as its runs use it."""
+
+    def __init__(self, seams: Seams, me: PeerId) -> None:
+        self._seams = seams
+        self._archive = Archive(seams.storage, me)
+        self._saving = trio.Lock()
+
+    async def load(self) -> None:
+        """Read what is on the disk; before that nothing is known."""
+        await self._seams.executor.run(self._archive.load)
+
+    def remembered(self) -> Iterator[RunRemembered]:
+        """The runs that ended in an earlier life."""
+        for record in self._archive.records:
+            yield RunRemembered(
+                at=self._seams.clock.wall(),
+                run=record.text,
+                model=record.model,
+                data=record.data,
+                requester=PeerId(record.requester),
+                steps=record.steps,
+                step=record.step,
+                loss=record.loss,
+                accuracy=record.accuracy,
+                outcome=record.outcome,
+                detail=record.detail,
+                weights=record.weights,
+                is_here=self.has_result(record.text),
+                ended_at=record.ended_milliseconds / 1000,
+            )
+
+    def is_over(self, run: bytes) -> bool:
+        """See `Archive.is_over`."""
+        return self._archive.is_over(run)
+
+    def has_result(self, run: str) -> bool:
+        """See `Archive.has_result`."""
+        return self._archive.has_result(run)
+
+    def result(self, run: bytes) -> str:
+        """See `Archive.result`."""
+        return self._archive.result(run)
+
+    async def note(self, run: Run, shown: Shown, outcome: str, detail: str, weights: str) -> None:
+        """A run is over here; where the disk is full, that is known until the next start."""
+        committed, evaluated = shown.committed, shown.evaluated
+        manifest = run.manifest
+        await self._add(
+            EndedRun(
+                run=run.id,
+                requester=run.requester,
+                model=manifest.model,
+                data=manifest.data,
+                steps=manifest.steps,
+                outcome=outcome,
+                detail=detail[:REASON_LENGTH_MAX],
+                weights=weights,
+                ended_milliseconds=int(self._seams.clock.wall() * 1000),
+                step=0 if committed is None else committed.step + 1,
+                loss=None if committed is None else committed.loss,
+                accuracy=None if evaluated is None else evaluated.accuracy,
+            )
+        )
+
+    async def close(self, run: Run) -> None:
+        """A run is over that this node was in when it was stopped: note what it had no time to note."""
+        if self.has_result(run.text) and not self.result(run.id):
+            digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
+            await self.note(run, Shown(), "done", "", digest)
+
+    async def _add(self, record: EndedRun) -> None:
+        self._archive.add(record)
+        async with self._saving:
+            with suppress(OSError):
+                await self._seams.executor.run(self._archive.save)

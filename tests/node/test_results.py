@@ -1,0 +1,142 @@
+"""What a node keeps of a run that is over: its result, which nobody replaces, and how it ended."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+from blake3 import blake3
+
+from node.commands import Commands
+from node.events import RunAccepted, RunEnded
+from node.runs import requests as wire
+from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
+from node.runs.manifest import Run
+from node.runs.weights import weights_name
+from node.runtime import Node
+from partition.plan.plan import Plan, StagePlan, encode_plan, plan_hash
+from sim.storage import MemoryStorage
+from tests.node.test_runs_hostile import LAYERS, assert_refused, plan_of
+from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, simulate, swarm, train
+
+EVIL = b"weights that nobody trained"
+
+
+def small(**changes: Any) -> Any:
+    """As little arithmetic as a run can have."""
+    return manifest(**({"steps": 1, "microbatch": 8, "microbatches": 2, "test_samples": 16} | changes))
+
+
+async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> Node:
+    """As a machine that was switched off for a while, and has its disk."""
+    group.kill(name)
+    await trio.sleep(30)
+    await nursery.start(_live, group, name, through, 1, STAGE_SECONDS, group.storages[name])
+    await trio.sleep(10)
+    return group.nodes[name]
+
+
+def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) -> None:
+    """`c` has asked for a run, which is done."""
+
+    async def scenario() -> None:
+        async with swarm("abc") as group, trio.open_nursery() as nursery:
+            run, events = await train(group, "c", small(stages=1, replicas=1))
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done", events[-1].detail
+            await trio.sleep(1)
+            await check(group, run, nursery)
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def invented(run: Run, liar: Node, victim: Node) -> Plan:
+    """A plan that no committee has decided: all of the model on `liar`, which trains too."""
+    roster = tuple(sorted((liar.peer, victim.peer)))
+    stage = StagePlan(0, LAYERS, (liar.peer,), (1,))
+    parent = plan_hash(plan_of(run, liar.peer))
+    return Plan(run.id, parent, 1, roster, (liar.peer,), run.manifest.microbatches, (stage,))
+
+
+def test_nobody_replaces_a_result_after_its_owner_was_restarted() -> None:
+    async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
+        before = group.storages["c"].read(weights_name(run.text))
+        victim, liar = await restart(group, "c", "a", nursery), group.nodes["a"]
+        plan = invented(run, liar, victim)
+        liar.seams.storage.write(weights_name(run.text), EVIL)
+        await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan)))
+        end = wire.End(plan_hash(plan), "done", "", blake3(EVIL).hexdigest())
+        await assert_refused(liar, victim, end)
+        assert before
+        assert group.storages["c"].read(weights_name(run.text)) == before
+
+    after_a_run(check)
+
+
+def test_a_result_without_a_record_of_its_end_is_still_a_run_that_is_over() -> None:
+    """As a crash between the two leaves it."""
+
+    async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
+        group.storages["c"].delete(ended_name(run.text))
+        victim = await restart(group, "c", "a", nursery)
+        assert victim.runs.is_over(run.id)
+
+    after_a_run(check)
+
+
+def test_a_run_that_has_ended_is_still_listed_and_fetched_after_a_restart(tmp_path: Path) -> None:
+    async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
+        before = group.nodes["c"].state.runs[run.text]
+        group.events["c"].clear()
+        node = await restart(group, "c", "a", nursery)
+        after = node.state.runs[run.text]
+        assert (after.status, after.step, after.weights) == ("done", 1, before.weights)
+        assert (after.model, after.requester, after.accuracy) == (
+            before.model,
+            before.requester,
+            before.accuracy,
+        )
+        assert (before.result, after.result) == ("here", "here")
+        assert not any(isinstance(event, RunAccepted) for event in group.events["c"])
+        out = tmp_path / "model.safetensors"
+        fetch = Commands(node).handlers["runs.fetch"]
+        await fetch({"run": run.text[:6], "out": str(out)}, ignore)
+        assert out.read_bytes() == group.storages["c"].read(weights_name(run.text))
+
+    after_a_run(check)
+
+
+async def ignore(_: object) -> None:
+    """No client watches."""
+
+
+def record(number: int, requester: bytes) -> EndedRun:
+    return EndedRun(
+        run=blake3(number.to_bytes(4)).digest(),
+        requester=requester,
+        model="m",
+        data="digits",
+        steps=1,
+        outcome="failed",
+        detail="",
+        weights="",
+        ended_milliseconds=number,
+    )
+
+
+def test_the_records_of_strangers_runs_do_not_drive_out_those_of_our_own() -> None:
+    storage, me, other = MemoryStorage(), bytes(32), bytes([1]) * 32
+    archive = Archive(storage, me)
+    ours, oldest, newest = (record(*row) for row in ((0, me), (1, other), (OTHERS_MAX + 1, other)))
+    archive.add(ours)
+    for number in range(1, OTHERS_MAX + 2):
+        archive.add(record(number, other))
+    archive.save()
+    for known in (archive, Archive(storage, me)):
+        known.load()
+        assert known.is_over(ours.run)
+        assert known.is_over(newest.run)
+        assert not known.is_over(oldest.run)
+        assert len(known.records) == 1 + OTHERS_MAX
+    assert OTHERS_MAX < OWN_MAX
