@@ -23,10 +23,17 @@ class RealExecutor:
 
     def __init__(self, threads: int | None = None) -> None:
         self._limiter = trio.CapacityLimiter(threads or os.cpu_count() or 1)
+        self._apart = trio.CapacityLimiter(1)
 
-    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:  # noqa: ARG002 - simulated only
+    async def run(
+        self,
+        function: Callable[[], T],
+        *,
+        seconds: float = 0.0,  # noqa: ARG002 - simulated only
+        apart: bool = False,
+    ) -> T:
         """Run `function` in a thread; it cannot be cancelled once it runs, so it should be short."""
-        return await trio.to_thread.run_sync(function, limiter=self._limiter)
+        return await trio.to_thread.run_sync(function, limiter=self._apart if apart else self._limiter)
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
         """Try every codec in a thread, by that thread's own time: some 0.1 s."""

@@ -189,8 +189,9 @@ class Stage(Protocol):
 class Executor(Protocol):
     """Where computing happens: never on the event loop."""
 
-    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
-        """Run `function` elsewhere. `seconds` is what it is modelled to take, for the simulator."""
+    async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
+        """Run `function` elsewhere. `seconds` is what it is modelled to take, for the simulator. `apart` is
+        for long work that strangers cause: one at a time, never in the way of what else runs here."""
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
         """What every codec takes on this machine, tried on float32 numbers like those that travel."""

@@ -56,7 +56,8 @@ class SimExecutor:
         self._stage_seconds = stage_seconds
         self._pace = pace or Pace()
 
-    async def run(self, function: Callable[[], T], *, seconds: float = 0.0) -> T:
+    async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
+        del apart  # nothing waits for a thread here
         result = function()
         await compute_for(seconds, self._pace)
         return result

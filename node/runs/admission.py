@@ -75,10 +75,14 @@ def check_model(manifest: Manifest, graph: Graph) -> None:
         raise RemoteProtocolError("a manifest whose metrics are not the model's")
 
 
-def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
-    """Every stage of a plan; else RemoteProtocolError."""
+def _check_layers(graph: Graph, plan: Plan) -> None:
     if plan.stages[-1].last_layer != len(graph.layers):
         raise RemoteProtocolError(f"a plan that does not end with layer {len(graph.layers)} of the model")
+
+
+def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
+    """Every stage of a plan; else RemoteProtocolError."""
+    _check_layers(graph, plan)
     ranges = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
     try:
         return cut_layers(graph, name, ranges)
@@ -91,6 +95,15 @@ def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> 
     row, manifest = plan.stages[stage], run.manifest
     try:
         check_model(manifest, graph)
+        _check_layers(graph, plan)
+        layers = layer_costs(graph, manifest.sizes_max, row.first_layer, row.last_layer)
+    except (RemoteProtocolError, ValueError) as error:
+        return str(error)
+    needed = stage_memory_bytes(layers, manifest.microbatches, recompute=manifest.recompute)
+    if needed > machine.memory_bytes:
+        return f"{needed / 1e9:.2f} GB of memory needed, {machine.memory_bytes / 1e9:.2f} GB offered"
+    # Last what takes longest.
+    try:
         graphs = cut_plan(graph, manifest.graph_hash, plan)
         specification = make_specification(run, graphs, stage, machine)
     except RemoteProtocolError as error:
@@ -99,13 +112,6 @@ def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> 
         members = sum(len(plan.stages[index].replicas) for index in share.stages)
         if members > GROUP_MAX:
             return f"weights tied between {members} replicas, at most {GROUP_MAX} can sum them up"
-    try:
-        layers = layer_costs(graph, manifest.sizes_max)[row.first_layer : row.last_layer]
-    except ValueError as error:
-        return str(error)
-    needed = stage_memory_bytes(layers, manifest.microbatches, recompute=manifest.recompute)
-    if needed > machine.memory_bytes:
-        return f"{needed / 1e9:.2f} GB of memory needed, {machine.memory_bytes / 1e9:.2f} GB offered"
     return None
 
 

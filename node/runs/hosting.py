@@ -118,7 +118,7 @@ class Hosting:
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
             wanted = partial(specify, self._run, graph, plan, stage, machine)
-            specification, parts, data = await executor.run(wanted)
+            specification, parts, data = await executor.run(wanted, apart=True)
             opened = await executor.open_stage(data)
         except Unreachable as error:
             raise StageFailed(error.detail) from None

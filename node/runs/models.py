@@ -95,7 +95,7 @@ class Models:
         if data is None:
             return None
         try:
-            graph = await self._seams.executor.run(partial(_decode, name, data))
+            graph = await self._seams.executor.run(partial(_decode, name, data), apart=True)
         except RemoteProtocolError:
             return None  # damaged, or of an older version: it is fetched again
         self._remember(name, graph)
@@ -114,7 +114,7 @@ class Models:
                     seconds=FETCH_SECONDS_MAX,
                     bytes_max=GRAPH_BYTES_MAX,
                 )
-                graph = await seams.executor.run(partial(_decode, name, data))
+                graph = await seams.executor.run(partial(_decode, name, data), apart=True)
                 await self._keep(name, data, None)
             except Unreachable as error:
                 reasons.append(error.detail)

@@ -18,8 +18,9 @@ from crypto.identity import PeerId
 from node.errors import StageFailed, StreamClosed, Unreachable
 from node.runs import pulse
 from node.runs import requests as wire
-from node.runs.admission import Machine, check_plan, misfit
+from node.runs.admission import Machine, check_plan
 from node.runs.data_files import DataFiles
+from node.runs.lease_checks import LeaseChecks
 from node.runs.manifest import Run
 from node.runs.member import RunMember
 from node.runs.models import Models
@@ -86,6 +87,7 @@ class Requests:
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
+        self._checks = LeaseChecks(runs.signer.peer, runs.seams.executor, runs.seams.clock, runs.machine)
         files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._permits: dict[type, Permits] = {
             kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange, wire.FetchData)
@@ -174,7 +176,8 @@ class Requests:
             return wire.Declined("busy")
         if self._is_behind(run.id, plan, peer):
             return wire.Declined("it does not know yet how the run went on")
-        if (reason := runs.accepts(run)) is not None:
+        reason = runs.accepts(run) or self._checks.known(run, plan, request.stage)
+        if reason is not None:
             return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
         name = plan_hash(plan)
         before = self._released.count(name)
@@ -182,8 +185,8 @@ class Requests:
             graph = await runs.models.get(run.manifest.graph_hash, [peer, run.requester])
         except Unreachable as error:
             return _declined(error)
-        fits = partial(misfit, run, graph, plan, request.stage, runs.machine)
-        if (reason := await runs.seams.executor.run(fits)) is not None:
+        reason = await self._checks.misfit(peer, run, graph, plan, request.stage)
+        if reason is not None:
             return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
         if not runs.has_slot or self._released.count(name) != before:
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more

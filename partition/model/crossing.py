@@ -29,9 +29,9 @@ TENSOR_COST = 64 * SENT_BYTE_COST
 UNSENDABLE = 1 << 80
 REGION_NODES_MAX = 96
 """Nodes looked at on the way back from one cut; those behind are taken as not to be computed again."""
-SEARCH_MAX = 8_000_000
-"""Edges walked for all cuts of a graph together, about four seconds. A cut of 8B Llama takes some 4,000: only
-a graph made for it needs more."""
+SEARCH_MAX = 2_000_000
+"""Edges laid and walked for all cuts of a graph together, about a second. A cut of a transformer takes
+some 3,000, and a table of costs as many for each layer: only a graph made for it needs more."""
 
 _AGAIN = ("free", "elementwise", "reduction")
 
@@ -44,6 +44,9 @@ class Chooser:
         self._flow = flow
         self._work = work
         self._budget = SEARCH_MAX
+        # The same nodes and values stand before several cuts.
+        self._send_costs: dict[int, int] = {}
+        self._repeat_costs: dict[int, int | None] = {}
 
     def may_repeat(self, node: int) -> bool:
         """Whether a later stage may compute the node, which is no constant, again."""
@@ -55,6 +58,12 @@ class Chooser:
 
     def send_cost(self, value: int) -> int:
         """Of one value; UNSENDABLE for a tensor without elements."""
+        found = self._send_costs.get(value)
+        if found is None:
+            found = self._send_costs[value] = self._send_cost(value)
+        return found
+
+    def _send_cost(self, value: int) -> int:
         size = self._work.value_bytes(value)
         if not size:
             return UNSENDABLE
@@ -67,6 +76,12 @@ class Chooser:
         touched = self._work.touched_bytes(operator) if flops else 0
         passes = 3 if any(self._comes_back(value) for value in operator.outputs) else 1
         return 1 + passes * (flops * FLOP_COST + touched * TOUCHED_BYTE_COST)
+
+    def _cost_again(self, node: int) -> int | None:
+        """Of one node that may be computed again, None where it may not."""
+        if node not in self._repeat_costs:
+            self._repeat_costs[node] = self.repeat_cost(node) if self.may_repeat(node) else None
+        return self._repeat_costs[node]
 
     def _comes_back(self, value: int) -> bool:
         return self._flow.trains and self._flow.has_gradient[value]
@@ -122,7 +137,7 @@ class Chooser:
             if self._is_constant(value):
                 constant.add(value)
             elif node not in repeated and value not in sent:
-                if node >= 0 and ("node", node) in needed:
+                if node >= 0 and _of_node(node) in needed:
                     repeated.add(node)
                     waiting.extend(self._flow.takes[node])
                 else:
@@ -140,70 +155,79 @@ class Chooser:
         seen = set(demand)
         nodes: set[int] = set()
         waiting = deque(sorted(demand))
+        self._spend(len(waiting))
         for value in waiting:
-            network.connect(("value", value), _SINK, UNSENDABLE)
+            network.connect(_of_value(value), _SINK, UNSENDABLE)
         while waiting:
             value = waiting.popleft()
             node = self._flow.producers[value]
-            if (
-                node < 0
-                or not self.may_repeat(node)
-                or (node not in nodes and len(nodes) >= REGION_NODES_MAX)
-            ):
-                network.connect(_SOURCE, ("value", value), self.send_cost(value))
+            again = self._cost_again(node) if node >= 0 else None
+            if again is None or (node not in nodes and len(nodes) >= REGION_NODES_MAX):
+                network.connect(_SOURCE, _of_value(value), self.send_cost(value))
                 continue
-            network.connect(("node", node), ("value", value), self.send_cost(value))
+            network.connect(_of_node(node), _of_value(value), self.send_cost(value))
             if node in nodes:
                 continue
             nodes.add(node)
-            network.connect(_SOURCE, ("node", node), self.repeat_cost(node))
+            network.connect(_SOURCE, _of_node(node), again)
+            self._spend(2 * len(self._flow.takes[node]) + 2)
             for taken in self._flow.takes[node]:
                 if self._is_constant(taken):
                     continue
-                network.connect(("value", taken), ("node", node), UNSENDABLE)
+                network.connect(_of_value(taken), _of_node(node), UNSENDABLE)
                 if taken not in seen:
                     seen.add(taken)
                     waiting.append(taken)
         return network
 
 
-Vertex = tuple[str, int]
-_SOURCE: Vertex = ("source", 0)
-_SINK: Vertex = ("sink", 0)
+_SOURCE, _SINK = -1, -2
+
+
+def _of_value(value: int) -> int:
+    """The vertex of a value."""
+    return 2 * value
+
+
+def _of_node(node: int) -> int:
+    """The vertex of a node."""
+    return 2 * node + 1
 
 
 class _Network:
     """Edges with what they can still carry; an edge and its reverse are neighbours in the list."""
 
     def __init__(self) -> None:
-        self._edges: dict[Vertex, list[int]] = {_SOURCE: [], _SINK: []}
-        self._ends: list[Vertex] = []
+        self._edges: dict[int, list[int]] = {_SOURCE: [], _SINK: []}
+        self._ends: list[int] = []
         self._left: list[int] = []
 
-    def connect(self, start: Vertex, end: Vertex, capacity: int) -> None:
-        for vertex, to, left in ((start, end, capacity), (end, start, 0)):
-            self._edges.setdefault(vertex, []).append(len(self._ends))
-            self._ends.append(to)
-            self._left.append(left)
+    def connect(self, start: int, end: int, capacity: int) -> None:
+        number = len(self._ends)
+        self._edges.setdefault(start, []).append(number)
+        self._edges.setdefault(end, []).append(number + 1)
+        self._ends += (end, start)
+        self._left += (capacity, 0)
 
     def path(self, spend: Callable[[int], None]) -> list[int]:
         """The edges of a shortest path from source to sink that can carry more; [] for none. `spend` is told
         how many edges are looked at."""
-        came: dict[Vertex, int] = {_SOURCE: -1}
+        came = {_SOURCE: -1}
         waiting = deque([_SOURCE])
+        ends, left = self._ends, self._left
         while waiting:
-            vertex = waiting.popleft()
-            spend(len(self._edges[vertex]))
-            for edge in self._edges[vertex]:
-                end = self._ends[edge]
-                if self._left[edge] and end not in came:
+            edges = self._edges[waiting.popleft()]
+            spend(len(edges))
+            for edge in edges:
+                end = ends[edge]
+                if left[edge] and end not in came:
                     came[end] = edge
                     if end == _SINK:
                         return self._back(came)
                     waiting.append(end)
         return []
 
-    def _back(self, came: dict[Vertex, int]) -> list[int]:
+    def _back(self, came: dict[int, int]) -> list[int]:
         path = []
         vertex = _SINK
         while vertex != _SOURCE:
@@ -220,7 +244,7 @@ class _Network:
             self._left[edge ^ 1] += amount
         return amount
 
-    def behind(self) -> set[Vertex]:
+    def behind(self) -> set[int]:
         """The vertices that can still reach the sink."""
         found = {_SINK}
         waiting = [_SINK]

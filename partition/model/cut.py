@@ -175,11 +175,13 @@ class _Cutter:
 
     def crossings(self, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         chooser = Chooser(self.graph, self.flows[0], self.work[0])
-        spans = self._spans(0)
-        return tuple(
-            chooser.choose([value for value, low, high in spans if low < position <= high])[0]
-            for position in positions
-        )
+        order = sorted(set(positions))
+        wanted: dict[int, list[int]] = {position: [] for position in order}
+        for value, low, high in self._spans(0):
+            for position in order[bisect_right(order, low) : bisect_right(order, high)]:
+                wanted[position].append(value)
+        sent = {position: chooser.choose(values)[0] for position, values in wanted.items()}
+        return tuple(sent[position] for position in positions)
 
     # What
 

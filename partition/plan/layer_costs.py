@@ -8,6 +8,7 @@ layers fall into one stage.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 from crypto.errors import RemoteProtocolError
@@ -22,8 +23,11 @@ _MAY_COPY = ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.us
 """Views in name, but of a transposed tensor they are copies."""
 
 
-def layer_costs(graph: Graph, sizes: Sequence[int]) -> list[LayerCost]:
-    """One row per layer, for one micro-batch whose symbols have the values `sizes`.
+def layer_costs(
+    graph: Graph, sizes: Sequence[int], first_layer: int = 0, last_layer: int | None = None
+) -> list[LayerCost]:
+    """One row per layer, for one micro-batch whose symbols have the values `sizes`; of a half-open range of
+    layers, where only these matter.
 
     `output_bytes` is what is sent if the only cut is at the layer's end, and 0 for the last layer of a graph
     with a loss.
@@ -38,11 +42,13 @@ def layer_costs(graph: Graph, sizes: Sequence[int]) -> list[LayerCost]:
         raise ValueError(f"sizes {tuple(sizes)} do not fit the graph: {error}") from None
     flow = flow_of(graph, entry)
     roots = _roots(graph, flow)
-    sent = [*crossings(graph, entry.boundaries), () if flow.trains else entry.outputs]
-    ends = (*entry.boundaries, len(entry.nodes))
+    last_layer = len(entry.boundaries) + 1 if last_layer is None else last_layer
+    sent = list(crossings(graph, entry.boundaries[first_layer:last_layer]))
+    if last_layer > len(entry.boundaries):
+        sent.append(() if flow.trains else entry.outputs)
+    bounds = (0, *entry.boundaries, len(entry.nodes))[first_layer : last_layer + 1]
     costs = []
-    first = 0
-    for end, values in zip(ends, sent, strict=True):
+    for (first, end), values in zip(pairwise(bounds), sent, strict=True):
         nodes = [number for number in range(first, end) if flow.is_live[number]]
         rows = sorted({row for number in nodes for table, row in flow.keys[number] if table == "p"})
         costs.append(
@@ -53,7 +59,6 @@ def layer_costs(graph: Graph, sizes: Sequence[int]) -> list[LayerCost]:
                 output_bytes=sum(work.value_bytes(value) for value in values),
             )
         )
-        first = end
     return costs
 
 
