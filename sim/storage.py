@@ -3,19 +3,36 @@
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from crypto.noise import Data
+from node.storage.folder import parts_of
+
+
+class _Blobs(dict[str, bytes]):
+    """By name; a name that a folder would not take is none here either."""
+
+    def find(self, name: str) -> bytes | None:
+        parts_of(name)
+        return super().get(name)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        parts_of(name)
+        return super().pop(name, default)
+
+    def __setitem__(self, name: str, blob: bytes) -> None:
+        parts_of(name)
+        super().__setitem__(name, blob)
 
 
 class MemoryStorage:
     """Storage that lives as long as this object: keep it to restart a peer with its memory."""
 
     def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
+        self._blobs = _Blobs()
 
     def read(self, name: str) -> bytes | None:
-        return self._blobs.get(name)
+        return self._blobs.find(name)
 
     def write(self, name: str, data: bytes) -> None:
         self._blobs[name] = bytes(data)
@@ -24,11 +41,11 @@ class MemoryStorage:
         self._blobs.pop(name, None)
 
     def open(self, name: str) -> IO[bytes] | None:
-        blob = self._blobs.get(name)
+        blob = self._blobs.find(name)
         return None if blob is None else io.BytesIO(blob)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        blob = self._blobs.get(name)
+        blob = self._blobs.find(name)
         return None if blob is None else blob[offset : offset + length]
 
     def copy_in(self, name: str, path: Path) -> None:

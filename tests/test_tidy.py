@@ -184,6 +184,31 @@ def test_durations_and_sizes_say_their_unit() -> None:
     ] == []
 
 
+def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
+    """(line, text, whether it is a struct's) of all regular expressions."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        of_struct = [each.value for each in node.keywords if each.arg == "pattern"]
+        given = node.args[:1] if called.startswith("re.") else of_struct if called.endswith("Meta") else []
+        for part in given:
+            texts = [each.value for each in ast.walk(part) if isinstance(each, ast.Constant)]
+            yield node.lineno, "".join(text for text in texts if isinstance(text, str)), given is of_struct
+
+
+def test_no_pattern_ends_where_a_line_does() -> None:
+    # `$` matches before a trailing newline too, and msgspec searches: a pattern of its says both its ends.
+    wrong = [
+        f"{source.place}:{line} {text}"
+        for source in PROGRAM
+        for line, text, is_of_struct in patterns(source)
+        if re.search(r"(?<!\\)\$", text)
+        or (is_of_struct and not (text.startswith("^") and text.endswith("\\Z")))
+    ]
+    assert wrong == []
+
+
 def test_structs_of_the_wire_are_frozen() -> None:
     assert [
         f"{source.place}:{node.lineno} {node.name}"

@@ -116,7 +116,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """
 
     plan: Hash
-    outcome: Annotated[str, msgspec.Meta(pattern="^(done|failed)$")]
+    outcome: Annotated[str, msgspec.Meta(pattern=r"^(done|failed)\Z")]
     detail: Reason
     weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
@@ -124,7 +124,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
     """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
 
-    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class FetchModel(msgspec.Struct, frozen=True, tag="model"):

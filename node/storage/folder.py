@@ -31,6 +31,15 @@ _TEMPORARY_SUFFIX = ".half"
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
+def parts_of(name: str) -> list[str]:
+    """Split a name in storage. Raises LocalProtocolError: it is none, so it came unchecked from outside."""
+    parts = name.split("/")
+    safe = len(parts) <= NAME_DEPTH_MAX and all(_PART.fullmatch(part) for part in parts)
+    if not safe or name.endswith(_TEMPORARY_SUFFIX):
+        raise LocalProtocolError(f"not a name for storage: {name!r}")
+    return parts
+
+
 class FolderStorage:
     """`node.seams.Storage` in a folder of files. One writer per name at a time."""
 
@@ -152,11 +161,7 @@ class FolderStorage:
 
     def file(self, name: str) -> Path:
         """Where the blob `name` lies. Names are `/`-separated and cannot leave the folder."""
-        parts = name.split("/")
-        safe = len(parts) <= NAME_DEPTH_MAX and all(_PART.fullmatch(part) for part in parts)
-        if not safe or name.endswith(_TEMPORARY_SUFFIX):
-            raise LocalProtocolError(f"not a name for storage: {name!r}")
-        return self.path.joinpath(*parts)
+        return self.path.joinpath(*parts_of(name))
 
 
 @contextlib.contextmanager

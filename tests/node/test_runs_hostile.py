@@ -114,6 +114,15 @@ def test_a_manifest_that_its_model_does_not_fit_is_declined_by_every_provider(
     two_nodes(scenario)
 
 
+@pytest.mark.parametrize("name", ["0123456789abcdef\n", "../../node.lock", "", "0123456789ABCDEF"], ids=repr)
+def test_weights_by_a_name_that_is_none_are_refused(name: str) -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        await assert_refused(b, a, wire.FetchWeights(name))
+        assert a.counters["protocol_errors"] == 1
+
+    two_nodes(scenario)
+
+
 def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         wrong: list[dict[str, Any]] = [{"model": "\x1b[2J"}, {"data": "../../etc"}, {"graph": "../x"}]

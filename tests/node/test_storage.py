@@ -4,15 +4,23 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from crypto.contact import parse_address
-from crypto.errors import LocalProtocolError
+from crypto.encoding import decode, encode
+from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from node.errors import UsageError
-from node.storage.folder import FolderStorage, lock
+from node.runs.copies import Which
+from node.runs.data_files import data_name
+from node.runs.requests import End, FetchData, FetchWeights
+from node.runs.runs import run_name
+from node.runs.weights import weights_name
+from node.storage.folder import FolderStorage, lock, parts_of
 from node.storage.keys import IDENTITY_NAME, load_keys
 from node.storage.remembered import REMEMBERED_MAX, read_remembered, write_remembered
 
@@ -142,3 +150,33 @@ def test_a_damaged_list_of_remembered_peers_is_an_empty_one(tmp_path: Path, data
     storage = FolderStorage(tmp_path)
     storage.write("peers.json", data)
     assert read_remembered(storage) == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (lambda text: FetchWeights(text), lambda got: weights_name(got.run)),
+        (lambda text: FetchData(4 * text, "text"), lambda got: data_name(got.data, got.name)),
+        (lambda text: End(bytes(32), "done", "", 4 * text), lambda got: weights_name(got.weights or "none")),
+        (lambda text: Which(text), lambda got: run_name(got.run)),
+    ],
+    ids=["weights", "data", "result", "which"],
+)
+def test_a_name_from_the_wire_is_refused_there_or_one_for_storage(
+    message: Callable[[str], Any], name: Callable[[Any], str]
+) -> None:
+    good = "0123456789abcdef"
+    assert taken(message(good)) is not None
+    for letter in "\n\r\0/.\\~ éA٣":
+        for at in (0, 8, 15, 16):
+            got = taken(message(good[:at] + letter + good[at + 1 :]))
+            assert got is None or parts_of(name(got))
+        assert taken(message(good + letter)) is None
+
+
+def taken(message: Any) -> Any:
+    """A message as its receiver has it, None where it is refused."""
+    try:
+        return decode(encode(message), type(message), bytes_max=1_000)
+    except RemoteProtocolError:
+        return None
