@@ -4,6 +4,7 @@ For the commands of a node and for those of the simulator, which stands above it
 own complaints are put into our form. Exit codes are those of `node.errors`.
 """
 
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ def dispatch(app: typer.Typer, arguments: Sequence[str], program: str) -> int:
     # Taken out before parsing, so that it works behind any command and for errors of parsing too.
     rest = [argument for argument in arguments if argument != DEBUG]
     debug = len(rest) < len(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A name in a script that the terminal does not know is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(rest, prog_name=program, standalone_mode=False)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ control channel. It keeps only what a line needs from earlier events: names, and
 
 import time
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class EventScreen:
         if any(event["rounding"]):
             line += f"  rounding {max(event['rounding']):.1e}"
         left = (steps - step) * event["seconds"]
-        return [line + (f"  {seconds_text(max(1, round(left)))} left" if left > 0 else "")]
+        return [line + (f"  {seconds_text(max(1, round(left)))} left" if 0 < left < inf else "")]
 
     def _evaluated(self, event: Event) -> list[str]:
         if event["accuracy"] is None:

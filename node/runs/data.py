@@ -9,8 +9,6 @@ import gzip
 import importlib.metadata
 import io
 import mmap
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -149,8 +147,10 @@ def _read_npz(file: Path | io.BytesIO, path: str) -> list[Array]:
         raise UsageError(
             f"{path}: no such file", "a data folder holds train.npz and test.npz; a text is one file"
         ) from None
-    except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # numpy and zipfile raise a dozen kinds at what is no archive of arrays
         raise UsageError(f"{path}: want arrays x and y ({error})") from None
+    if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
+        raise UsageError(f"{path}: want arrays x and y, found files of that name which are none")
     if y.ndim < 1 or x.ndim < 2 or len(x) != len(y) or y.size == 0:
         raise UsageError(f"{path}: want x (N, ...) and y (N,) or (N, ...), got {x.shape} and {y.shape}")
     if y.dtype.kind not in "iu" or y.min() < 0 or x.dtype.kind not in "biuf":

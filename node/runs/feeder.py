@@ -9,6 +9,7 @@ from typing import Any
 
 import trio
 
+from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.runs.data import Array, Batches
@@ -18,7 +19,7 @@ from partition.codec import Payload, pack, typed
 from partition.plan.plan import Plan
 from partition.steps import feeder as core
 from partition.steps.frames import Direction, make_frame
-from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 Send = Callable[..., None]
 """As `node.runs.service.Service.send`."""
@@ -56,6 +57,10 @@ class FeederShell:
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """What the committer has opened. Raises RemoteProtocolError."""
+        if isinstance(message, Open) and not message.train:
+            end = message.first + len(message.stages[0].owners)
+            if end > self._run.manifest.evaluations:
+                raise RemoteProtocolError("an Open of held-out micro-batches that do not exist")
         self.core.receive(now, sender, message)
         self._take_events()
 

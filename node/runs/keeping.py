@@ -48,6 +48,7 @@ class Keeping:
         self._saved: dict[int, tuple[PeerId, StageState]] = {}
         self._saving = -1
         self._is_spreading = False
+        self._is_writing = False
         self._newest = _read_newest(service, run.text)
 
     @property
@@ -185,11 +186,18 @@ class Keeping:
         """A checkpoint is whole: whoever plans next may go back to it."""
         if self._newest is not None and step <= self._newest.step:
             return
-        self._newest = offer = Offer(step, name)
-        storage = self._service.seams.storage
-        await self._service.seams.executor.run(
-            partial(storage.write, newest_name(self._run.text), encode(offer))
-        )
+        self._newest = Offer(step, name)
+        if self._is_writing:
+            return  # whoever writes now goes on until the newest is written
+        self._is_writing = True
+        seams, written = self._service.seams, None
+        try:
+            while written != self._newest:
+                written = self._newest
+                data = encode(written)
+                await seams.executor.run(partial(seams.storage.write, newest_name(self._run.text), data))
+        finally:
+            self._is_writing = False
 
 
 def _are_enough(have: Sequence[Sequence[PeerId]], wanted: Sequence[Sequence[PeerId]]) -> bool:

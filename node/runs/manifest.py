@@ -19,7 +19,7 @@ from crypto.identity import PeerId
 from node.errors import UsageError
 from partition.codecs.choice import Frames
 from partition.model.graph import SYMBOLS_MAX
-from partition.plan.plan import TRAINERS_MAX
+from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
 from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings, Schedule
 
 MANIFEST_PURPOSE = "run-manifest"
@@ -42,7 +42,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
     """What older files call a key."""
 
-    steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 200
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
@@ -134,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     graph: HexHash
     data: Annotated[str, msgspec.Meta(pattern=r"^(digits|[0-9a-f]{64})\Z")]
     test_samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
-    steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)]
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)]
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=SYMBOLS_MAX - 1)]

@@ -59,6 +59,8 @@ DECLINERS_MAX = 1_024
 """Decliners remembered, the newest."""
 REASONS_MAX = 8
 """Refusals named where a placement gives up, the last ones."""
+RATE_MAX = 1e18
+"""FLOP/s in a plan, whose numbers have 63 bits; beyond what any machine has."""
 RATE_DIGITS = 2
 """Significant digits of a rate in a plan: measuring noise must not deal equal machines unequal shares."""
 FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
@@ -145,7 +147,7 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
             )
         split = solve(
             layer_costs(graph, manifest.sizes_max),
-            [Resources(int(offer.flops_per_second), offer.memory_bytes) for offer in chosen],
+            [Resources(whole_rate(offer.flops_per_second), offer.memory_bytes) for offer in chosen],
             stages=manifest.stages,
             replicas=manifest.replicas,
             microbatches_in_flight=manifest.microbatches,
@@ -183,9 +185,14 @@ def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
 
 
 def rounded(rate: float) -> int:
-    """A rate to RATE_DIGITS significant digits, at least 1."""
-    whole = max(1, int(rate))
+    """A rate to RATE_DIGITS significant digits, from 1 to RATE_MAX."""
+    whole = whole_rate(rate)
     return max(1, round(whole, RATE_DIGITS - len(str(whole))))
+
+
+def whole_rate(rate: float) -> int:
+    """A rate as a whole number from 1 to RATE_MAX, whatever was claimed or measured."""
+    return int(max(1.0, min(rate, RATE_MAX)))  # in this order of arguments 1 where it is no number
 
 
 async def place(

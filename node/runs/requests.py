@@ -19,7 +19,17 @@ from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.checkpoint_format import StageState
 from node.seams import Network, Stream, StreamLimits
-from partition.plan.plan import PLAN_BYTES_MAX, REPLICAS_MAX, STAGES_MAX, Count, Hash, Peer, StageNumber
+from partition.plan.plan import (
+    PLAN_BYTES_MAX,
+    REPLICAS_MAX,
+    STAGES_MAX,
+    STEPS_MAX,
+    Count,
+    Hash,
+    Peer,
+    StageNumber,
+    StepNumber,
+)
 from partition.plan.votes import AgreementMessage
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
@@ -41,6 +51,8 @@ BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
 NUMBER_MAX = 2**53
 """What every reader of our JSON can count exactly."""
+NOTICE_SECONDS_MAX = 1e9
+"""What a step may have taken: thirty years, so that a screen can multiply it by the steps that are left."""
 
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
@@ -90,7 +102,7 @@ class FetchState(msgspec.Struct, frozen=True, tag="state"):
     Blob."""
 
     plan: Hash
-    step: Count
+    step: StepNumber
     arena: Literal["parameters", "moments"]
     offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
@@ -202,6 +214,16 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
     event: StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
 
 
+def check_step(message: object, steps: int) -> None:
+    """Whether what a message says of a step can be so in a run of `steps`; else RemoteProtocolError."""
+    said = message.event if isinstance(message, Notice) else message
+    done = getattr(said, "step", None)
+    if isinstance(said, StepCommitted):
+        done = said.step + 1
+    if done is not None and done > steps:
+        raise RemoteProtocolError(f"step {done} of a run of {steps}")
+
+
 def check_notice(notice: Notice) -> None:
     """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
     for name in notice.event.__struct_fields__:
@@ -216,6 +238,10 @@ def _check_value(name: str, field: object) -> None:
     match field:
         case float(value) if not isfinite(value):
             raise RemoteProtocolError(f"a notice whose {name} is not finite")
+        case float(value) if name == "seconds" and not 0 <= value <= NOTICE_SECONDS_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} are impossible")
+        case int(value) if name == "step" and value > STEPS_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} no run has")
         case int(value) if not 0 <= value <= NUMBER_MAX:
             raise RemoteProtocolError(f"a notice whose {name} is impossible")
         case bytes(value) if len(value) != PEER_ID_BYTES:
@@ -241,7 +267,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """Replica to committer: my stage, as it was after `step` steps, is put away here."""
 
     plan: Hash
-    step: Count
+    step: StepNumber
     stage: StageNumber
     state: StageState
 
@@ -250,7 +276,7 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     """Committer to everybody else in the plan: the checkpoint of this name is whole, on several disks."""
 
     plan: Hash
-    step: Count
+    step: StepNumber
     checkpoint: Hash
 
 

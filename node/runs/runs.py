@@ -390,6 +390,7 @@ class Runs:
         refused = None
         with self.containing(member.run, f"message {type(message).__name__}"):
             try:
+                wire.check_step(message, member.run.manifest.steps)
                 if isinstance(message, OpenedFrame):
                     # The stream waits meanwhile, and so does its sender.
                     message = await member.keep(sender, message)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import PeerloomError, Unreachable
 from node.runs.committer import CommitterShell
@@ -55,7 +56,10 @@ class Training:
                 return
             self._feeder = feeder
             if self._early is not None:
-                self.open(self._plan.committer, self._early)
+                try:
+                    self.open(self._plan.committer, self._early)
+                except RemoteProtocolError as error:
+                    self._service.refuse(self._plan.committer, error)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(feeder.run)
                 if self.committer is not None:

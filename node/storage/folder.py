@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -41,7 +42,7 @@ def parts_of(name: str) -> list[str]:
 
 
 class FolderStorage:
-    """`node.seams.Storage` in a folder of files. One writer per name at a time."""
+    """`node.seams.Storage` in a folder of files, from any thread."""
 
     def __init__(self, path: Path) -> None:
         """Makes the folder (mode 0700) where there is none. Raises UsageError."""
@@ -53,6 +54,9 @@ class FolderStorage:
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise UsageError(f"data folder {short_path(path)}: not writable", _OTHER_FOLDER)
         self._spill = Spill(path)
+        self._changing = threading.Lock()
+        # Of each name that is being written: its lock, and how many hold it or wait for it.
+        self._writers: dict[str, tuple[threading.Lock, int]] = {}
 
     def read(self, name: str) -> bytes | None:
         """The blob, or None where there is none."""
@@ -130,7 +134,26 @@ class FolderStorage:
         return found
 
     def _put(self, name: str, fill: Callable[[IO[bytes]], object], *, durable: bool = True) -> None:
-        target = self.file(name)
+        with self._alone(name):
+            self._put_alone(self.file(name), fill, durable=durable)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Wait for whoever writes this name now: both would write to one half file."""
+        with self._changing:
+            lock, waiting = self._writers.get(name, (threading.Lock(), 0))
+            self._writers[name] = lock, waiting + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._changing:
+                waiting = self._writers[name][1] - 1
+                self._writers[name] = lock, waiting
+                if not waiting:
+                    del self._writers[name]
+
+    def _put_alone(self, target: Path, fill: Callable[[IO[bytes]], object], *, durable: bool) -> None:
         is_new = not target.parent.is_dir()
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         half = target.with_name(target.name + _TEMPORARY_SUFFIX)

@@ -22,6 +22,7 @@ from partition.plan.plan import (
     Plan,
     StageNumber,
     StagePlan,
+    StepNumber,
     decode_plan,
     encode_plan,
     plan_hash,
@@ -54,7 +55,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     admitted: Peers = ()
     trainers: Peers = ()
     restored: Hash = NOTHING
-    step: Count = 0
+    step: StepNumber = 0
     fork: Hash = NOTHING
 
 

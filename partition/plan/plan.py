@@ -26,6 +26,9 @@ COMMITTEE_MAX = 9
 """Votes on the next plan. Five of nine are soon asked; more would make no plan safer."""
 HEIGHT_MAX = 2**32
 """Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
+STEPS_MAX = 10_000_000
+"""Of a run. No sample or micro-batch counted from it comes near 2**53, beyond which JSON readers no longer
+count exactly."""
 HASH_BYTES = 32
 NOTHING = bytes(HASH_BYTES)
 """In the place of a hash: there is none."""
@@ -34,6 +37,8 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTE
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Height = Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, le=STEPS_MAX)]
+"""A step, or how many are done."""
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
 Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 
@@ -67,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     trainers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=TRAINERS_MAX)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=MICROBATCHES_MAX)]
     stages: Annotated[tuple[StagePlan, ...], msgspec.Meta(min_length=1, max_length=STAGES_MAX)]
-    step: Count = 0
+    step: StepNumber = 0
     restored: Hash = NOTHING
     fork: Hash = NOTHING
 

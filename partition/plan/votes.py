@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.change import CHANGE_BYTES_MAX
-from partition.plan.plan import NOTHING, Count, Hash, Height, Peer
+from partition.plan.plan import NOTHING, Count, Hash, Height, Peer, StepNumber
 
 LINKS_MAX = 64
 """Changes a member keeps: whoever missed more comes back as a newcomer."""
@@ -94,10 +94,10 @@ class Head(PlanMessage, frozen=True, kw_only=True, tag="head"):
     """
 
     height: Height
-    step: Count = 0
+    step: StepNumber = 0
     samples: Count = 0
     hosts: bool = False
-    checkpoint_step: Count = 0
+    checkpoint_step: StepNumber = 0
     asks: bool = True
 
     @property

@@ -28,7 +28,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from partition.codec import SIZES_MAX, Codec, Digest, Payload, Side, TensorHeader, check_length
 from partition.model.graph import TENSORS_MAX
-from partition.plan.plan import Count, Hash
+from partition.plan.plan import Count, Hash, StepNumber
 
 FRAME_PURPOSE = "frame"
 HEADER_BYTES_MAX = 8_192
@@ -49,7 +49,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     """
 
     plan: Hash
-    step: Count
+    step: StepNumber
     attempt: Count
     microbatch: Count
     stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]

@@ -20,6 +20,7 @@ from partition.plan.plan import (
     Hash,
     Peer,
     StageNumber,
+    StepNumber,
 )
 from partition.stage import METRICS_MAX
 
@@ -50,7 +51,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     step, if this committer cannot, will know it by this alone.
     """
 
-    step: Count
+    step: StepNumber
     attempt: Count
     samples: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX * MICROBATCHES_MAX)]
     squared_norm: float | None = None
@@ -67,7 +68,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     `pace_nanoseconds` is what a micro-batch takes here, 0 where none was applied yet.
     """
 
-    step: Count | None
+    step: StepNumber | None
     counted: Numbers = ()
     samples: Numbers = ()
     losses: Annotated[tuple[float, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)] = ()
@@ -96,7 +97,7 @@ class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
     more sends the same bytes to the new one, and whoever has summed what it does not own takes it out again.
     """
 
-    step: Count
+    step: StepNumber
     attempt: Count
     train: bool
     first: Count
@@ -106,7 +107,7 @@ class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
 class Progress(StepMessage, frozen=True, kw_only=True, tag="progress"):
     """Replica to committer: the forward pass of this micro-batch is done here, its output is on its way."""
 
-    step: Count
+    step: StepNumber
     microbatch: Count
     stage: StageNumber
 
@@ -117,7 +118,7 @@ class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
     The last stage says the loss summed over `samples`; both are 0 from the others.
     """
 
-    step: Count
+    step: StepNumber
     microbatch: Count
     stage: StageNumber
     samples: Count
@@ -149,7 +150,7 @@ class StageCommit(msgspec.Struct, frozen=True, array_like=True):
 class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
     """Committer to replica: what the step consists of. Each stage counts each micro-batch exactly once."""
 
-    step: Count
+    step: StepNumber
     attempt: Count
     replicas: Annotated[tuple[StageCommit, ...], msgspec.Meta(max_length=ROWS_MAX)]
 
@@ -161,7 +162,7 @@ class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
     applied.
     """
 
-    step: Count
+    step: StepNumber
     attempt: Count
     digest: Hash
     squared_norm: float | None = None
@@ -185,7 +186,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
     """Replica to committer: the optimizer has stepped; `digest` is BLAKE3 of the parameters."""
 
-    step: Count
+    step: StepNumber
     digest: Hash
     work: Work = Work()
 
@@ -197,7 +198,7 @@ class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
     none is known, `applied` their last Apply. Answered by Synced.
     """
 
-    step: Count
+    step: StepNumber
     digest: Hash
     sources: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
     applied: Apply | None = None
@@ -206,7 +207,7 @@ class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
 class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
     """Committer to replica: keep a copy of your state of `step`, before the next is opened."""
 
-    step: Count
+    step: StepNumber
 
 
 class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
@@ -223,7 +224,7 @@ class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
 class Ask(StepMessage, frozen=True, kw_only=True, tag="ask"):
     """Committer to a replica that has not reported: nothing has gone on for long; what do you wait for?"""
 
-    step: Count
+    step: StepNumber
     attempt: Count
 
 
@@ -234,7 +235,7 @@ class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
     only sums; nobody where the work is my own.
     """
 
-    step: Count
+    step: StepNumber
     attempt: Count
     left: Count
     peers: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()

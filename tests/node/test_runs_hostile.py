@@ -35,6 +35,7 @@ from partition.plan.plan import (
     NOTHING,
     REPLICAS_MAX,
     STAGES_MAX,
+    STEPS_MAX,
     Plan,
     StagePlan,
     encode_plan,
@@ -411,8 +412,15 @@ def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
     rows = [StageCommit(stage, ALICE, numbers) for stage in range(STAGES_MAX)]
     rows += [StageCommit(63, BOB, ())] * (STAGES_MAX * REPLICAS_MAX - STAGES_MAX)
     for message in (
-        Open(plan=NOTHING, step=2**62, attempt=2**62, train=True, first=2**62, stages=(routes,) * STAGES_MAX),
-        StepCommit(plan=NOTHING, step=2**62, attempt=2**62, replicas=tuple(rows)),
+        Open(
+            plan=NOTHING,
+            step=STEPS_MAX,
+            attempt=2**62,
+            train=True,
+            first=2**62,
+            stages=(routes,) * STAGES_MAX,
+        ),
+        StepCommit(plan=NOTHING, step=STEPS_MAX, attempt=2**62, replicas=tuple(rows)),
         Decided(run=NOTHING, parent=NOTHING, links=(bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX),
         wire.GroupPart(Part(bytes(KEY_BYTES_MAX), "scatter", 2**39, 2**39, bytes(CHUNK_BYTES))),
     ):

@@ -16,7 +16,7 @@ from partition.plan.agreement import Agreement, ChainBroken, ForkOpened
 from partition.plan.chain import FORKS_MAX
 from partition.plan.change import CHANGE_BYTES_MAX, Change, Joining, encode_change, successor
 from partition.plan.learner import STRAYED_MAX
-from partition.plan.plan import NOTHING, committee, plan_hash
+from partition.plan.plan import NOTHING, STEPS_MAX, committee, plan_hash
 from partition.plan.reach import FORK_SECONDS, QUORUM_SECONDS
 from partition.plan.votes import (
     AGREEMENT_BYTES_MAX,
@@ -263,6 +263,7 @@ def test_a_member_votes_in_no_more_forks_than_it_can_remember() -> None:
 peers = st.binary(min_size=32, max_size=32)
 ballots = st.builds(Ballot, st.integers(1, 2**63 - 1), peers)
 counts = st.integers(0, 2**63 - 1)
+steps = st.integers(0, STEPS_MAX)
 values = st.binary(min_size=1, max_size=100)
 base = {"run": peers, "parent": peers, "fork": st.just(NOTHING) | peers}
 messages = st.one_of(
@@ -276,10 +277,10 @@ messages = st.one_of(
         Head,
         **base,
         height=st.integers(0, 2**32 - 1),
-        step=counts,
+        step=steps,
         samples=counts,
         hosts=st.booleans(),
-        checkpoint_step=counts,
+        checkpoint_step=steps,
         asks=st.booleans(),
     ),
 )

@@ -1,0 +1,233 @@
+"""Values that members and strangers may send and that once ended the node which took them.
+
+Nothing is contained in tests, so whatever fails here by a bug of ours ends the scenario.
+"""
+
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity
+from node.cli.screen import EventScreen
+from node.errors import UsageError
+from node.events import RunEnded, StepCommitted
+from node.runs import data as datasets
+from node.runs import requests as wire
+from node.runs.copies import Offer
+from node.runs.keeping import Keeping, newest_name
+from node.runs.placement import rounded
+from node.runtime import Node
+from node.state import event_document
+from node.storage.folder import FolderStorage
+from partition.plan.plan import NOTHING, STEPS_MAX, Plan, StagePlan, decode_plan, encode_plan, plan_hash
+from partition.steps.messages import Open, StageRoutes
+from partition.steps.routes import attempts
+from tests.source import ROOT
+from tests.stack import Swarm, manifest, prepare, simulate, swarm
+
+ALICE, BOB = (Identity(bytes([number]) * 32).peer for number in (1, 2))
+
+
+def npz(**members: bytes) -> bytes:
+    """An archive with these files in it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name.replace("_npy", ".npy"), data)
+    return file.getvalue()
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+X, Y = npy(np.zeros((4, 2))), npy(np.zeros(4, np.int64))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        npz(x_npy=X, y=b"raw bytes"),
+        npz(x=b"raw bytes", y_npy=Y),
+        npz(x_npy=X, y_npy=Y[:-8]),
+        npz(x_npy=X, y_npy=Y.replace(b"(4,)", b"(9,)")),
+        npz(x_npy=X, y_npy=Y.replace(b"(4,)", b"(-4)")),
+        npz(x_npy=X, y_npy=Y.replace(b"'<i8'", b"'|O' ")),
+        npz(x_npy=X, y_npy=Y.replace(b"\x93NUMPY\x01", b"\x93NUMPY\x09")),
+        npz(x_npy=X, y_npy=Y.replace(b"descr", b"\xff\xff\xff\xff\xff")),
+        npz(x_npy=X, y_npy=Y).replace(b"PK\x01\x02", b"PK\x01\x03"),
+        npz(x_npy=X, y_npy=Y).replace(b"\x14\x00\x00\x00\x00\x00", b"\x14\x00\x01\x00\x00\x00"),
+        npz(x_npy=X, y_npy=Y).replace(b"\x14\x00\x00\x00\x00\x00", b"\x14\x00\x00\x00\x63\x00"),
+        Y,
+        b"",
+        b"\x80\x04.",
+    ],
+)
+def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes) -> None:
+    good = npz(x_npy=X, y_npy=Y)
+    assert len(datasets.load_bytes({"train.npz": good, "test.npz": good}, window=0).train_labels) == 4
+    with pytest.raises(UsageError):
+        datasets.load_bytes({"train.npz": file, "test.npz": good}, window=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 1e24, 1.7e308, float("inf"), float("nan"), -1.0, 2.0**63 - 1])
+def test_whatever_rate_is_claimed_a_plan_can_be_written(rate: float) -> None:
+    stage = StagePlan(0, 1, (ALICE,), (rounded(rate),))
+    plan = Plan(bytes(32), NOTHING, 0, (ALICE,), (ALICE,), 1, (stage,))
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+NOTICE: dict[str, Any] = {
+    "at": 1.0,
+    "run": "0" * 16,
+    "step": 1,
+    "loss": 1.0,
+    "samples": 1,
+    "seconds": 1.0,
+    "replicas": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seconds": 1.7e308}, {"seconds": -1.0}, {"step": 2**53}, {"step": STEPS_MAX + 1}], ids=str
+)
+def test_a_notice_of_what_no_run_takes_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(NOTICE | changes))))
+
+
+@pytest.mark.parametrize("seconds", [1e-320, 1e300, 1.7e308])
+def test_a_screen_shows_a_step_of_any_length(seconds: float) -> None:
+    screen = EventScreen()
+    screen._steps["0" * 16] = 10_000_000
+    event = StepCommitted(**(NOTICE | {"seconds": seconds}))
+    assert screen.lines(event_document(event))
+
+
+@pytest.mark.parametrize("step", [21, STEPS_MAX + 1, 2**63 - 1])
+def test_a_step_beyond_the_runs_end_is_refused_and_the_run_goes_on(step: int) -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+
+            async def lie(a: Node, b: Node, plan: Plan) -> None:
+                event = StepCommitted(**(NOTICE | {"run": plan.run.hex()[:16], "step": step}))
+                a.runs.send(b.peer, wire.Notice(plan_hash(plan), event))
+                a.runs.send(b.peer, wire.Checkpointed(plan_hash(plan), step, bytes(32)))
+
+            await disturbed(group, lie)
+            assert group.nodes["b"].counters["protocol_errors"] == 2
+
+    simulate(scenario)
+
+
+def test_an_open_for_held_out_samples_that_are_not_there_is_refused() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+
+            async def lie(a: Node, b: Node, plan: Plan) -> None:
+                message = Open(
+                    plan=plan_hash(plan),
+                    step=19,
+                    attempt=attempts(plan).stop - 1,
+                    train=False,
+                    first=1_000_000,
+                    stages=(StageRoutes(bytes(2)),),
+                )
+                a.runs.send(b.peer, message)
+
+            await disturbed(group, lie, trainers=2)
+            assert group.nodes["b"].counters["protocol_errors"] >= 1
+
+    simulate(scenario)
+
+
+async def disturbed(group: Swarm, lie: Callable[[Node, Node, Plan], Any], **changes: Any) -> None:
+    """A run of `a` in which `a`, its committer, lies to `b` after the first step, and which ends well."""
+    a, b = group.nodes["a"], group.nodes["b"]
+    run = prepare(a, manifest(stages=1, replicas=1, steps=20, **changes))
+    with a.watch() as events:
+        await a.runs.submit(run)
+        async for event in events:
+            if isinstance(event, StepCommitted) and event.step == 0:
+                plan = a.runs.members[run.id].plan
+                assert plan is not None
+                assert plan.committer == a.peer
+                assert b.peer in plan.roster
+                await lie(a, b, plan)
+            if isinstance(event, RunEnded):
+                assert event.outcome == "done", event.detail
+                break
+    for name in "ab":
+        ends = [event for event in group.events[name] if isinstance(event, RunEnded)]
+        assert [end.outcome for end in ends] == ["done"], name
+
+
+async def test_forty_checkpoints_at_once_are_written_one_after_the_other(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+
+    class Executor:
+        async def run(self, task: Callable[[], Any]) -> Any:
+            return await trio.to_thread.run_sync(task)
+
+    class Seams:
+        executor = Executor()
+
+    class Service:
+        signer = checkpoints = copies = None
+        seams = Seams()
+
+    class TheRun:
+        text = "0" * 16
+
+    Seams.storage = storage  # type: ignore[attr-defined]  # a part of the node, of which no more is needed
+    keeping = Keeping(cast(Any, Service()), cast(Any, TheRun()), list)
+    async with trio.open_nursery() as nursery:
+        for step in range(1, 41):
+            nursery.start_soon(keeping.learn, step, bytes([step]) * 32)
+    found = storage.read(newest_name(TheRun.text))
+    assert found is not None
+    assert decode(found, Offer, bytes_max=64) == Offer(40, bytes([40]) * 32)
+    assert keeping.restorable == (bytes([40]) * 32, 40)
+
+
+def test_two_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: storage.write("runs/a/newest", b"%d" % number), range(400)))
+    assert storage.read("runs/a/newest") is not None
+    assert [file.name for file in (tmp_path / "runs/a").iterdir()] == ["newest"]
+
+
+def test_a_name_that_the_screen_cannot_write_is_shown_as_well_as_it_can_be() -> None:
+    program = (
+        "import sys; from node.cli.dispatch import dispatch; from node.cli.render import show\n"
+        "import typer; app = typer.Typer()\n"
+        "@app.command()\n"
+        "def main() -> None: show(['日本 joined'])\n"
+        "sys.exit(dispatch(app, [], 'test'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == b""
+    assert done.returncode == 0
+    assert b"joined" in done.stdout
