@@ -64,7 +64,7 @@ from node.services.neighbours import Neighbours
 from node.services.reach import Reach
 from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
-from node.storage.folder import FolderStorage, lock
+from node.storage.folder import locked_folder
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
@@ -151,8 +151,7 @@ class Node:
     async def _start(self, stack: AsyncExitStack) -> None:
         storage = self._storage
         if storage is None:
-            storage = FolderStorage(self.config.data_dir)
-            stack.enter_context(lock(self.config.data_dir))
+            storage = stack.enter_context(locked_folder(self.config.data_dir))
         keys = keys_of(storage, self._entropy)
         self.network = self._network or self._real_network(keys)
         nursery = await stack.enter_async_context(_cancelled_at_exit())

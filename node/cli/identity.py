@@ -17,8 +17,8 @@ def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
     """Show this node's peer id, name and key file; it need not run."""
     from crypto.identity import SEED_BYTES, Identity, peer_text
     from node.config import resolve
-    from node.storage.folder import FolderStorage
-    from node.storage.keys import IDENTITY_NAME, read_key
+    from node.storage.folder import IDENTITY_NAME, FolderStorage
+    from node.storage.keys import read_key
 
     folder = find_data_dir(context, data_dir)
     seed = None

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from node.runs import sandbox
-from node.runs.scratch import Scratch
+from node.runs.scratch import Scratch, remove_forgotten
 
 TRIAL_SECONDS_MAX = 20.0
 """It takes 0.1 s; a machine that swaps gets its time, and no start waits for ever."""
@@ -27,8 +27,10 @@ REMEDY = (
 def try_fences(device: str) -> sandbox.Fenced:
     """What a process here can be held to that computes on `device`. Call it in a thread; raises nothing.
 
-    Where the trial itself fails nothing is known to hold, and that is what is said.
+    Where the trial itself fails nothing is known to hold, and that is what is said. Scratch folders of
+    killed nodes go by the way.
     """
+    remove_forgotten()
     try:
         scratch = Scratch()
     except OSError as error:

@@ -34,15 +34,16 @@ class Scratch:
 
 
 def remove_forgotten() -> None:
-    """Remove what killed nodes have left; what belongs to somebody else stays."""
+    """Remove what killed nodes have left; what another user or a living node has made stays."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue
         finally:

@@ -20,13 +20,15 @@ from crypto.errors import LocalProtocolError
 from crypto.noise import Data
 from node.errors import UsageError
 from node.paths import short_path
+from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, open_own, unusable
 from node.storage.spill import Spill
 
-FILE_MODE = 0o600
-FOLDER_MODE = 0o700
 NAME_DEPTH_MAX = 8
 COPY_BYTES = 1 << 20
 LOCK_NAME = "node.lock"
+IDENTITY_NAME = "identity.key"
+FOLDER_MARKS = (IDENTITY_NAME, LOCK_NAME)
+"""By one of these a folder is known to be a node's."""
 _TEMPORARY_SUFFIX = ".half"
 # No leading dot, so neither `..` nor hidden files; 128 letters leave room for the suffix in any file system.
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -45,14 +47,15 @@ class FolderStorage:
     """`node.seams.Storage` in a folder of files, from any thread."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder (mode 0700) where there is none. Raises UsageError."""
+        """Makes the folder (mode 0700) where there is none, and closes it to others. Raises UsageError."""
         self.path = path
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
-            raise _unusable(path, error) from None
+            raise unusable(path, error) from None
+        close_folder(path, FOLDER_MARKS)
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise UsageError(f"data folder {short_path(path)}: not writable", _OTHER_FOLDER)
+            raise UsageError(f"data folder {short_path(path)}: not writable", OTHER_FOLDER)
         self._spill = Spill(path)
         self._changing = threading.Lock()
         # Of each name that is being written: its lock, and how many hold it or wait for it.
@@ -174,6 +177,14 @@ class FolderStorage:
             for folder in self._folders(target) if is_new else [target.parent]:
                 _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
+    def remove_halves(self) -> None:
+        """Remove what writes left that were cut short by a crash. Only while nobody writes."""
+        for folder, folders, files in os.walk(self.path):
+            for name in (*folders, *files):
+                path = Path(folder, name)
+                if name.endswith(_TEMPORARY_SUFFIX) and (path.is_symlink() or not path.is_dir()):
+                    path.unlink(missing_ok=True)
+
     def spill(self, data: Data) -> memoryview:
         """A view of the same bytes in a file without a name: see `node.storage.spill`."""
         return self._spill.put(data)
@@ -188,17 +199,32 @@ class FolderStorage:
 
 
 @contextlib.contextmanager
+def locked_folder(path: Path) -> Iterator[FolderStorage]:
+    """The data folder at `path` for a node: held, and without what a crash has left half written.
+
+    Raises:
+        UsageError: another process holds it, or it cannot be used.
+    """
+    storage = FolderStorage(path)
+    with lock(path):
+        storage.remove_halves()
+        yield storage
+
+
+@contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold the data folder `path` for this process; the system frees it when the process ends.
 
     Raises:
-        UsageError: another process holds it; says which.
+        UsageError: another process holds it, and says which; or the lock is no file of this user's.
     """
     try:
-        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-    except OSError as error:
-        raise _unusable(path, error) from None
+        descriptor = open_own(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, "lock")
+    except FileNotFoundError as error:
+        raise unusable(path, error) from None
     try:
+        # Whoever can read it could hold it, and keep the node from starting.
+        os.fchmod(descriptor, FILE_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -217,14 +243,6 @@ def _in_use(path: Path, holder: bytes) -> UsageError:
         f"this node already runs: {process} holds {short_path(path)}",
         "look: python -m node status          a second one: python -m node --data-dir DIR",
     )
-
-
-_OTHER_FOLDER = "give the node a folder of its own: python -m node --data-dir DIR"
-
-
-def _unusable(path: Path, error: OSError) -> UsageError:
-    reason = (error.strerror or str(error)).lower()
-    return UsageError(f"data folder {short_path(path)}: {reason}", _OTHER_FOLDER)
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -14,9 +14,9 @@ from crypto.identity import SEED_BYTES, Identity
 from node.errors import UsageError
 from node.paths import short_path
 from node.seams import Storage
-from node.storage.folder import FolderStorage
+from node.storage.folder import IDENTITY_NAME, FolderStorage
+from node.storage.ownership import check_file, open_own
 
-IDENTITY_NAME = "identity.key"
 STATIC_NAME = "static.key"
 STATIC_BYTES = 32
 
@@ -64,37 +64,38 @@ def keys_of(storage: Storage, entropy: Callable[[int], bytes]) -> NodeKeys:
 def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None:
     """A secret of `size_bytes`, None where there is none. Raises UsageError."""
     path = storage.file(name)
-    data = read_secret(path, size_bytes, _RESTORE)
+    data = read_secret(path, size_bytes, _RESTORE, follow=False)
     if data is not None and len(data) != size_bytes:
         found = f"{len(data)} bytes" if len(data) <= size_bytes else f"more than {size_bytes} bytes"
         raise UsageError(f"key file {short_path(path)} holds {found}; a key has {size_bytes}", _RESTORE)
     return data
 
 
-def read_secret(path: Path, bytes_max: int, remedy: str) -> bytes | None:
+def read_secret(path: Path, bytes_max: int, remedy: str, *, follow: bool = True) -> bytes | None:
     """What a file holds that only its owner may read, or its first `bytes_max` + 1 bytes; None: no file.
 
+    The file may be this user's or root's. With `follow` the path may be a link, as that of a secret which a
+    container is given.
+
     Raises:
-        UsageError: others may read it, or it is no file, for which `remedy` says what to do.
+        UsageError: others may read it, it is another's, or no file, for which `remedy` says what to do.
     """
+    what = f"key file {short_path(path)}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe must not hang us
+        if follow:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hang us
+        else:
+            descriptor = open_own(path, os.O_RDONLY, "key file")
     except FileNotFoundError:
         return None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"key file {short_path(path)}: {reason}", f"chmod 600 {short_path(path)}") from None
+        raise UsageError(f"{what}: {reason}", f"chmod 600 {short_path(path)}") from None
     try:
         # The opened file is examined, not the path again: nothing can be swapped in between.
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"key file {short_path(path)}: not a file", remedy)
-        mode = stat.S_IMODE(status.st_mode)
+        mode = stat.S_IMODE(check_file(descriptor, what, remedy).st_mode)
         if mode & 0o077:
-            raise UsageError(
-                f"key file {short_path(path)} is open to others (mode {mode:04o})",
-                f"chmod 600 {short_path(path)}",
-            )
+            raise UsageError(f"{what} is open to others (mode {mode:04o})", f"chmod 600 {short_path(path)}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(bytes_max + 1)
     finally:

@@ -293,6 +293,15 @@ def test_a_folder_that_a_killed_node_left_is_removed_and_one_in_use_is_not(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "peerloom-stage-theirs").mkdir()
+    os.chown(tmp_path / "peerloom-stage-theirs", 65_534, 65_534)
+    remove_forgotten()
+    assert os.listdir(tmp_path) == ["peerloom-stage-theirs"]
+
+
 async def test_an_answer_that_does_not_come_in_time_costs_the_stage() -> None:
     work = Admitted(flops=10**9, saved_bytes=0, peak_bytes=0, seconds=0.0)
     assert ALLOWANCE.answer_seconds(work) > ANSWER_SECONDS + 10

@@ -20,8 +20,8 @@ from node.runs.data_files import data_name
 from node.runs.requests import End, FetchData, FetchWeights
 from node.runs.runs import run_name
 from node.runs.weights import weights_name
-from node.storage.folder import FolderStorage, lock, parts_of
-from node.storage.keys import IDENTITY_NAME, load_keys
+from node.storage.folder import IDENTITY_NAME, LOCK_NAME, FolderStorage, lock, parts_of
+from node.storage.keys import load_keys
 from node.storage.remembered import REMEMBERED_MAX, read_remembered, write_remembered
 
 
@@ -90,6 +90,112 @@ def test_a_data_folder_belongs_to_one_process(tmp_path: Path) -> None:
         pass
 
 
+NOBODY = 65_534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@as_root
+def test_a_data_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, NOBODY, NOBODY)
+    with pytest.raises(UsageError, match=r"belongs to user .*, and this is user") as caught:
+        FolderStorage(folder)
+    assert "--data-dir" in (caught.value.do or "")
+    assert list(folder.iterdir()) == []
+
+
+def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    folder.chmod(0o777)  # empty: nobody can have put anything in
+    load_keys(FolderStorage(folder), entropy)
+    assert mode_of(folder) == 0o700
+    folder.chmod(0o755)  # a node's own, which others could look into
+    FolderStorage(folder)
+    assert mode_of(folder) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "reason"),
+    [
+        ("identity.key", 0o770, r"others may write in it \(mode 0770\)"),
+        ("identity.key", 0o1777, r"others may write in it \(mode 1777\)"),
+        ("letter.txt", 0o755, r"open to others \(mode 0755\), and holds what is no node's"),
+    ],
+)
+def test_a_loose_folder_with_something_in_it_is_refused_and_left_alone(
+    tmp_path: Path, name: str, mode: int, reason: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).write_text("")
+    folder.chmod(mode)
+    with pytest.raises(UsageError, match=reason) as caught:
+        FolderStorage(folder)
+    assert f"chmod 700 {folder}" in (caught.value.do or "")
+    assert mode_of(folder) == mode
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_touched(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("not to be truncated")
+    for link in (os.symlink, os.link):
+        link(precious, tmp_path / LOCK_NAME)
+        with pytest.raises(UsageError, match=f"{LOCK_NAME}.* is a link") as caught, lock(tmp_path):
+            pass
+        assert caught.value.do == f"look what it is, then: rm {tmp_path / LOCK_NAME}"
+        (tmp_path / LOCK_NAME).unlink()
+    assert precious.read_text() == "not to be truncated"
+    os.mkfifo(tmp_path / LOCK_NAME)
+    with pytest.raises(UsageError, match=f"{LOCK_NAME}.* is not a file"), lock(tmp_path):
+        pass
+
+
+@as_root
+def test_a_lock_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("")
+    os.chown(tmp_path / LOCK_NAME, NOBODY, NOBODY)
+    with pytest.raises(UsageError, match="belongs to user"), lock(tmp_path):
+        pass
+
+
+def test_a_lock_that_others_could_hold_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("")
+    (tmp_path / LOCK_NAME).chmod(0o666)
+    with lock(tmp_path):
+        assert mode_of(tmp_path / LOCK_NAME) == 0o600
+
+
+@pytest.mark.parametrize("name", ["peers.json", "blobs/ab", "runs/a/weights"])
+def test_a_write_replaces_a_link_and_does_not_follow_it(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("not to be written to")
+    storage = FolderStorage(tmp_path / "data")
+    path = tmp_path / "data" / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    for planted in (path, path.with_name(path.name + ".half")):
+        planted.symlink_to(precious)
+    storage.write(name, b"new")
+    assert storage.read(name) == b"new"
+    assert precious.read_text() == "not to be written to"
+    assert not path.is_symlink()
+
+
+def test_what_a_killed_node_left_half_written_goes_at_the_next_start(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    storage.write("runs/a/weights", b"whole")
+    (tmp_path / "runs" / "a" / "weights.half").write_bytes(b"ha")
+    (tmp_path / "peers.json.half").symlink_to(tmp_path / "runs")
+    storage.remove_halves()
+    assert [path.name for path in tmp_path.rglob("*") if path.name.endswith(".half")] == []
+    assert storage.read("runs/a/weights") == b"whole"
+
+
 def test_keys_are_made_once_and_kept(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     made = load_keys(storage, entropy)
@@ -123,6 +229,24 @@ def test_a_key_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / IDENTITY_NAME, 0o600)
     with pytest.raises(UsageError, match="not a file"):
         load_keys(FolderStorage(tmp_path), entropy)
+
+
+def test_an_identity_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path / "data")
+    (tmp_path / "other.key").write_bytes(entropy(32))
+    (tmp_path / "other.key").chmod(0o600)
+    (tmp_path / "data" / IDENTITY_NAME).symlink_to(tmp_path / "other.key")
+    with pytest.raises(UsageError, match="is a link"):
+        load_keys(storage, entropy)
+
+
+@as_root
+def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    load_keys(storage, entropy)
+    os.chown(tmp_path / IDENTITY_NAME, NOBODY, NOBODY)
+    with pytest.raises(UsageError, match="belongs to user"):
+        load_keys(storage, entropy)
 
 
 def test_remembered_peers_come_back_in_order_and_are_bounded(tmp_path: Path) -> None:

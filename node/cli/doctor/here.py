@@ -8,7 +8,8 @@ import shutil
 import socket
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,9 @@ from node.errors import NoNode, PeerloomError
 from node.paths import short_path
 from node.runs.fences import REMEDY, try_fences
 from node.services.capacity import find_device
-from node.storage.folder import LOCK_NAME, FolderStorage
-from node.storage.keys import IDENTITY_NAME, STATIC_BYTES, STATIC_NAME, read_key
+from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, LOCK_NAME, FolderStorage
+from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
+from node.storage.ownership import close_folder, open_own
 from node.storage.swarm_keys import load_swarm_keys
 from node.transport.listen import bind, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
@@ -108,14 +110,24 @@ def _folder(folder: Path) -> str:
         raise Failed(f"{short_path(place)} has {free}", f"make room there, or {other}")
     if place != folder:
         return f"{short_path(folder)} will be made at the first start, {free}"
-    probe = folder / f"doctor-{os.getpid()}"
-    try:
-        probe.write_bytes(b"ok")
-        if probe.read_bytes() != b"ok":
+    close_folder(folder, FOLDER_MARKS)
+    with _probe(folder) as probe:
+        os.pwrite(probe, b"ok", 0)
+        if os.pread(probe, 2, 0) != b"ok":
             raise Failed(f"{short_path(folder)} does not keep what is written", other)
-    finally:
-        probe.unlink(missing_ok=True)
     return f"{short_path(folder)}, writable, {free}"
+
+
+@contextmanager
+def _probe(folder: Path) -> Iterator[int]:
+    """A new file in the data folder, gone afterwards. Nothing that lies there already is written to."""
+    path = folder / f"doctor-{os.getpid()}-{os.urandom(4).hex()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 async def _lock(scene: Scene) -> str:
@@ -135,7 +147,7 @@ async def _lock(scene: Scene) -> str:
 def _holder(folder: Path) -> str | None:
     """The process that holds the folder's lock, None where nobody does."""
     try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_own(folder / LOCK_NAME, os.O_RDWR, "lock")
     except FileNotFoundError:
         return None
     try:
@@ -173,12 +185,8 @@ def _clock(folder: Path) -> str:
     if not CLOCK_SECONDS_MIN < now < CLOCK_SECONDS_MAX:
         raise Failed(f"it shows {shown}", remedy)
     if folder.is_dir() and os.access(folder, os.W_OK):
-        probe = folder / f"doctor-{os.getpid()}"
-        try:
-            probe.touch()
-            apart = probe.stat().st_mtime - time.time()
-        finally:
-            probe.unlink(missing_ok=True)
+        with _probe(folder) as probe:
+            apart = os.fstat(probe).st_mtime - time.time()
         if abs(apart) > CLOCK_APART_SECONDS_MAX:
             raise Failed(f"it is {abs(apart):.0f} s away from that of the data folder's file system", remedy)
     return shown
