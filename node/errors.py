@@ -12,6 +12,7 @@
         StreamEnded              the other side said that it sends no more, and all that it sent has come
     StageFailed                  a stage process died or refused
         PayloadRefused           what others sent cannot be used; the stage goes on
+        StageDiverged            what it computes is not finite, as on any other peer; the stage goes on
 
 Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "ProtocolError",
     "RemoteProtocolError",
     "RunFailed",
+    "StageDiverged",
     "StageFailed",
     "StreamClosed",
     "StreamEnded",
@@ -101,8 +103,16 @@ class StageFailed(Exception):
 
 
 class PayloadRefused(StageFailed):
-    """A payload that the stage was given cannot be used. `part` is which."""
+    """A payload that the stage was given cannot be used. `part` is which; `of_values` as in
+    `partition.stage.Refused`."""
 
-    def __init__(self, reason: str, part: Literal["input", "labels", "gradient"]) -> None:
+    def __init__(
+        self, reason: str, part: Literal["input", "labels", "gradient"], *, of_values: bool = False
+    ) -> None:
         super().__init__(reason)
         self.part = part
+        self.of_values = of_values
+
+
+class StageDiverged(StageFailed):
+    """What the stage computed of sound payloads is no finite number; the stage goes on."""

@@ -471,11 +471,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a request that no correct peer makes. The stage is as it was before.
 
     `part` is which of the payloads cannot be used, whoever gets it; "" where it is not one of them that is
-    wrong.
+    wrong. The `fault` is "values" where a payload is whole and the model does not take a number in it, and
+    "divergence" where all payloads are sound and what the stage computes of them is not finite: every
+    other replica would say the same.
     """
 
     reason: Reason
     part: PayloadPart | Literal[""] = ""
+    fault: Literal["", "values", "divergence"] = ""
 
 
 Request = (

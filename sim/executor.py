@@ -13,7 +13,8 @@ import trio
 
 from crypto.encoding import decode
 from crypto.errors import LocalProtocolError
-from node.errors import PayloadRefused, StageFailed
+from node.errors import StageFailed
+from node.runs.exchange import refusal
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.seams import Stage
 from partition.codec import Codec
@@ -98,7 +99,7 @@ class SimStage:
 
         Raises:
             StageFailed: the stage refused the request, or is closed, or a call was cancelled before;
-                PayloadRefused where only a payload was wrong.
+                PayloadRefused where only a payload was wrong, StageDiverged where a number is not finite.
         """
         if not isinstance(request, Request):
             raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
@@ -113,7 +114,7 @@ class SimStage:
                 raise
             self._check()
         if isinstance(reply, Refused):
-            raise PayloadRefused(reply.reason, reply.part) if reply.part else StageFailed(reply.reason)
+            raise refusal(reply)
         return reply
 
     def vector(self, name: str) -> memoryview:

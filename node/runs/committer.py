@@ -4,26 +4,31 @@ One plan's. Whoever is lost makes the next plan, and with it the next committer.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import isfinite
 from typing import Any
 
 import trio
 
+from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
+from node.runs.failures import Failures
 from node.runs.manifest import Run
 from node.runs.placement import START_SECONDS_MAX
 from node.seams import Clock
 from partition.plan.plan import Plan
 from partition.steps import committer as core
-from partition.steps.frames import FRAME_PURPOSE
+from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
 from partition.steps.messages import Synced, Unusable, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 
 CORRECT = "correct"
 """The metric that counts right answers: over the samples it is the accuracy."""
+
+VOUCHES_MAX = 64
+"""Frames that are compared with this node's own data, one after the other; more are judged without."""
 
 Send = Callable[[PeerId, Any], None]
 RunEvent = StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
@@ -45,11 +50,13 @@ class CommitterShell:
         paused: Callable[[int], None],
         stalled_since: float,
         saved: int,
+        failures: Failures,
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
         lost_steps: int = 0,
     ) -> None:
-        """`absent` is told whom the next plan must do without, `paused` that no step is open. Nothing was
-        computed since `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to
-        be computed again."""
+        """`absent` is told whom the next plan must do without, `paused` that no step is open; `failures` is
+        what went wrong under the plans before. Nothing was computed since `stalled_since`, `saved` is the
+        step of the newest checkpoint, and `lost_steps` are to be computed again."""
         manifest = run.manifest
         self.core = core.Committer(
             signer.peer,
@@ -69,6 +76,13 @@ class CommitterShell:
         self._absent = absent
         self._paused = paused
         self._stalled_since = stalled_since
+        self._failures = failures
+        self._refuse = refuse
+        self._to_vouch: deque[tuple[PeerId, Unusable]] = deque()
+        self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
+        """What this node's own data comes to, in the place of a trainer's frame."""
+        self.refused: tuple[int, bool] | None = None
+        """The micro-batch, and whether it is one to train on, whose data ended the run."""
         self._lost_steps = lost_steps
         self._synced: set[PeerId] = set()
         self._moved: Counter[PeerId] = Counter()
@@ -90,23 +104,20 @@ class CommitterShell:
             while self._events:
                 event = self._events.popleft()
                 match event:
-                    case core.StepApplied():
-                        self._step_applied(event)
-                    case core.MicrobatchesMoved():
-                        self._moved[event.peer] += event.count
-                    case core.Resumed():
-                        self._resumed(event)
-                    case core.ReplicaFailed():
-                        self._absent(event.peer, event.reason)
-                    case core.StepsPaused():
-                        self._paused(event.step)
                     case core.TrainingEvaluated():
                         self._evaluated(event)
                         return None
                     case core.TrainingFailed(stage=None):
+                        self.refused = event.microbatch
                         return str(event.reason)
-                    case core.TrainingFailed():
-                        self._lost(event)
+                    case core.ReplicaFailed():
+                        if (reason := self._failed(event)) is not None:
+                            return reason
+                    case _:
+                        self._note(event)
+            if self._to_vouch:
+                await self._vouch(*self._to_vouch.popleft())
+                continue
             self._more = trio.Event()
             due = self.core.deadline
             with trio.move_on_at(due):
@@ -114,6 +125,38 @@ class CommitterShell:
             if not self._more.is_set():
                 # Whatever the clock rounds to, the time has come.
                 self._pass_on(self.core.wake(max(self._clock.monotonic(), due)))
+
+    async def _vouch(self, sender: PeerId, message: Unusable) -> None:
+        """A number in a frame is of no use: is it in this node's own data too?"""
+        try:
+            header = read_header(message.frame)
+            if self.made is not None and message.frame.author != self._signer.peer:
+                payload = await self.made(header)
+                if payload == (header.sizes, header.tensors, header.codec, header.digest):
+                    self.core.vouched.add(header.digest)
+            self._pass_on(self.core.receive(self._clock.monotonic(), sender, message))
+        except RemoteProtocolError as error:
+            self._refuse(sender, error)
+
+    def _note(self, event: Any) -> None:
+        match event:
+            case core.StepApplied():
+                self._step_applied(event)
+            case core.MicrobatchesMoved():
+                self._moved[event.peer] += event.count
+            case core.Resumed():
+                self._resumed(event)
+            case core.StepsPaused():
+                self._paused(event.step)
+            case core.TrainingFailed():
+                self._lost(event)
+
+    def _failed(self, event: core.ReplicaFailed) -> str | None:
+        """Go on without it; why the run is over, where that is not the fault of a peer."""
+        reason = self._failures.note(event.peer, event.step, event.reason)
+        if reason is None:
+            self._absent(event.peer, event.reason)
+        return reason
 
     def _lost(self, event: core.TrainingFailed) -> None:
         """A stage has replicas, and none of them its parameters: it is as if it had none."""
@@ -136,6 +179,10 @@ class CommitterShell:
             self._synced.add(sender)
         elif isinstance(message, Unusable):
             self._signer.check(FRAME_PURPOSE, message.frame)
+            if message.of_values and len(self._to_vouch) < VOUCHES_MAX:
+                self._to_vouch.append((sender, message))
+                self._more.set()
+                return
         self._pass_on(self.core.receive(now, sender, message))
 
     def suspect(self, peer: PeerId) -> None:

@@ -200,10 +200,16 @@ class Batches:
 
     def train(self, number: int) -> tuple[Array, Array]:
         """Inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
-        total = len(self._dataset.train_labels)
-        positions = range(number * self._microbatch, (number + 1) * self._microbatch)
-        rows = [int(self._permutation(p // total)[p % total]) for p in positions]
+        rows = self.rows(number, train=True)
         return self._cast(self._dataset.train_inputs[rows], self._dataset.train_labels[rows])
+
+    def rows(self, number: int, *, train: bool) -> list[int]:
+        """Which samples make a micro-batch, in its order."""
+        positions = range(number * self._microbatch, (number + 1) * self._microbatch)
+        if not train:
+            return [position for position in positions if position < len(self._dataset.test_labels)]
+        total = len(self._dataset.train_labels)
+        return [int(self._permutation(p // total)[p % total]) for p in positions]
 
     def test(self, number: int) -> tuple[Array, Array]:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""

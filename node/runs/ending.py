@@ -17,6 +17,8 @@ from partition.plan.plan import Plan, plan_hash
 
 END_SECONDS_MAX = 60.0
 """A member fetches the weights before it answers an End."""
+REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
+"""Of why a run failed: what is kept of it must fit behind."""
 RETRY_SECONDS = 1.0
 DECLINES_MAX = 5
 """So often a member may not know the plan that a result is asked for by, or an end is told by: a new one has
@@ -87,6 +89,14 @@ async def end_for_all(
                 for peer in left:
                     nursery.start_soon(tell, peer)
     await end(outcome, detail, weights)
+
+
+def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:
+    """Why a run failed, and how a person gets what is left of it: the newest checkpoint and its step."""
+    if kept is None:
+        return reason
+    look = f"python -m node checkpoint export {run.text[:8]} --out FILE"
+    return f"{reason[:REASON_SHOWN_MAX]}; the checkpoint of step {kept[1]} is kept: {look}"
 
 
 async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
+from node.errors import PayloadRefused, StageDiverged, StageFailed
 from partition.codec import Payload
 from partition.stage import (
     Backward,
@@ -26,6 +27,7 @@ from partition.stage import (
     Import,
     PayloadPart,
     Ran,
+    Refused,
     Reply,
     Request,
     Run,
@@ -108,6 +110,13 @@ def largest_payload(request: object) -> PayloadPart | None:
     if not isinstance(request, Forward):
         return None
     return "labels" if request.labels and len(request.labels.data) > len(request.input.data) else "input"
+
+
+def refusal(reply: Refused) -> StageFailed:
+    """The error that a refusal comes to for whoever asked."""
+    if reply.part:
+        return PayloadRefused(reply.reason, reply.part, of_values=reply.fault == "values")
+    return (StageDiverged if reply.fault == "divergence" else StageFailed)(reply.reason)
 
 
 def joined(message: Message, behind: bytes, payloads: Sequence[Data]) -> Message:

@@ -18,7 +18,7 @@ from node.seams import Executor
 from partition.codec import Payload, pack, typed
 from partition.plan.plan import Plan
 from partition.steps import feeder as core
-from partition.steps.frames import Direction, make_frame
+from partition.steps.frames import Direction, FrameHeader, make_frame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 Send = Callable[..., None]
@@ -35,7 +35,7 @@ class FeederShell:
         self._signer = signer
         self._run = run
         self._plan = plan
-        self._batches = batches
+        self.batches = batches
         self._executor = executor
         self._send = send
         self._payloads: dict[tuple[int, bool], tuple[Payload, Payload]] = {}
@@ -92,9 +92,20 @@ class FeederShell:
             self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
 
     def _make(self, feed: core.FeedReady) -> tuple[Payload, Payload]:
-        source = self._batches.train if feed.train else self._batches.test
+        source = self.batches.train if feed.train else self.batches.test
         inputs, labels = source(feed.microbatch)
         return self._pack(inputs), self._pack(labels)
+
+    async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
+        """What this node would have sent in the place of a trainer's frame: sizes, tensors, codec, digest."""
+        if header.direction == "gradient" or (header.direction == "input" and header.stage):
+            return None
+        if not self.batches.rows(header.microbatch, train=header.train):
+            return None
+        feed = core.FeedReady(header.step, header.attempt, header.microbatch, header.train, None, None)
+        inputs, labels = await self._executor.run(lambda: self._make(feed))
+        payload = labels if header.direction == "labels" else inputs
+        return payload.sizes, payload.tensors, payload.codec, payload.digest
 
     def _pack(self, array: Array) -> Payload:
         manifest = self._run.manifest

@@ -35,7 +35,16 @@ from node.errors import PayloadRefused, StageFailed
 from node.locks import acquire
 from node.runs import sandbox
 from node.runs.allowance import STALLED_SECONDS, Allowance, Watch, allowance_of
-from node.runs.exchange import HEADER_BYTES, Header, Parts, joined, largest_payload, read_header, split
+from node.runs.exchange import (
+    HEADER_BYTES,
+    Header,
+    Parts,
+    joined,
+    largest_payload,
+    read_header,
+    refusal,
+    split,
+)
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.runs.scratch import Scratch, remove_forgotten
 from partition.stage import (
@@ -154,6 +163,7 @@ class StageHost:
 
         Raises:
             PayloadRefused: what others sent with the request cannot be used; the stage goes on.
+            StageDiverged: what it computes is not finite; the stage goes on.
             StageFailed: the stage refused the request for another reason (it goes on), or its process is
                 gone.
         """
@@ -170,7 +180,7 @@ class StageHost:
         finally:
             self._lock.release()
         if isinstance(reply, Refused):
-            raise PayloadRefused(reply.reason, reply.part) if reply.part else StageFailed(reply.reason)
+            raise refusal(reply)
         return reply
 
     def vector(self, name: str) -> memoryview:

@@ -16,39 +16,23 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
 from node.events import RunChanged
+from node.runs import requests as wire
 from node.runs.chain import ChainShell
 from node.runs.committer import CommitterShell
 from node.runs.departures import Departures
-from node.runs.ending import collect_result, end_for_all, fetch_result
+from node.runs.ending import collect_result, end_for_all, fetch_result, with_checkpoint
+from node.runs.failures import Failures
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
 from node.runs.manifest import Run
 from node.runs.placement import start
 from node.runs.pulse import SILENCE_SECONDS_MAX, Pulse
-from node.runs.requests import (
-    REASON_LENGTH_MAX,
-    Absent,
-    Checkpointed,
-    FetchState,
-    GivenUp,
-    Leaving,
-    Notice,
-    Saved,
-)
 from node.runs.service import Service
 from node.runs.states import Cause, State, after
-from node.runs.succession import Hopeless, Succession
+from node.runs.succession import Hopeless, Succession, make_succession
 from node.runs.telling import Telling
 from node.runs.training import Training
-from partition.plan.agreement import (
-    ChainBroken,
-    ForkFound,
-    ForkOpened,
-    LeftBehind,
-    PlanDecided,
-    QuorumFound,
-    QuorumLost,
-)
+from partition.plan import agreement
 from partition.plan.change import Change, heirs
 from partition.plan.plan import NOTHING, Plan, plan_hash
 from partition.plan.votes import AgreementMessage, Head
@@ -101,6 +85,7 @@ class RunMember:
         self._is_ended = False
         self._is_finishing = False
         self._is_stuck = False
+        self._failures = Failures()
         self._telling = Telling(service, run, others=self._others, hosts=lambda: self.hosts)
         self.shown = self._telling.shown
         self.heard = self._pulse.heard
@@ -137,15 +122,10 @@ class RunMember:
             refuse=service.refuse,
         )
         self._telling.begin(chain)
-        self._succession = Succession(
-            run=self.run,
-            chain=chain,
-            signer=service.signer,
-            ask=service.ask,
-            live=service.live,
-            gone=service.gone,
-            offers=service.offers,
-            monotonic=service.seams.clock.monotonic,
+        self._succession = make_succession(
+            service,
+            self.run,
+            chain,
             hopeless=self._on_hopeless,
             wanted=tuple(len(stage.replicas) for stage in plan.stages),
             restorable=lambda: self._keeping.restorable,
@@ -206,22 +186,22 @@ class RunMember:
 
     def _on_chain_event(self, event: Any) -> None:
         match event:
-            case PlanDecided() if not self._is_ended:
+            case agreement.PlanDecided() if not self._is_ended:
                 self._adopt(event.plan, event.change)
-            case QuorumLost():
+            case agreement.QuorumLost():
                 self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
-            case QuorumFound():
+            case agreement.QuorumFound():
                 self._in_force("a majority is there again")
-            case ForkOpened():
+            case agreement.ForkOpened():
                 if self._succession is not None:
                     self._succession.changed()
-            case ForkFound():
+            case agreement.ForkFound():
                 self._on_fork(event.head)
-            case LeftBehind() if self._committer is not None and self._may_fork:
+            case agreement.LeftBehind() if self._committer is not None and self._may_fork:
                 self._on_fork(event.head)  # nobody could tell, for it may be another branch
-            case LeftBehind():
+            case agreement.LeftBehind():
                 self._give_way()
-            case ChainBroken():
+            case agreement.ChainBroken():
                 reason = (
                     f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"
                 )
@@ -255,6 +235,11 @@ class RunMember:
             for event in past.dropped(plan):
                 self._telling.tell(plan, event)
         lost_steps = self._telling.restored(plan.step) if plan.restored != NOTHING else 0
+        if plan.restored != NOTHING:
+            over = self._failures.went_back(plan.step, self._telling.furthest, reason)
+            if over is not None and plan.committer == self._me:
+                self._fail(over)
+                return
         if self._me in plan.trainers:
             self._train(plan, lost_steps)
         elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
@@ -280,7 +265,7 @@ class RunMember:
         """Say that this node cannot hold its stage: the next plan does without it."""
         plan = self.plan
         if plan is not None and not self._is_ended:
-            message = Failed(plan=plan_hash(plan), reason=reason[:REASON_LENGTH_MAX])
+            message = Failed(plan=plan_hash(plan), reason=reason[: wire.REASON_LENGTH_MAX])
             self._service.send(plan.committer, message)
 
     async def close_stage(self) -> None:
@@ -305,7 +290,14 @@ class RunMember:
         self._change("training over", "the last step is committed" if reason is None else reason)
         if reason is None:
             digest, reason = await collect_result(self._service, self.run, plan, self._hosting.replica)
-        self._finish("done" if reason is None else "failed", reason or "", digest)
+        if reason is None:
+            self._finish("done", "", digest)
+        else:
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        """End the run for all, and say what is left of it."""
+        self._finish("failed", with_checkpoint(reason, self.run, self._keeping.restorable), "")
 
     async def _keep_data(self) -> None:
         """Have the run's data here before it is needed: whoever has it now may be gone then."""
@@ -319,7 +311,7 @@ class RunMember:
         elif plan.committer == self._me:
             self.absent(self._me, reason)
         else:
-            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
+            self._service.send(plan.committer, wire.Leaving(plan_hash(plan), at_once=True))
 
     def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
@@ -336,6 +328,8 @@ class RunMember:
                 paused=self._departures.paused,
                 stalled_since=self._stalled_since,
                 saved=saved[1] if saved is not None else 0,
+                failures=self._failures,
+                refuse=service.refuse,
                 lost_steps=lost_steps,
             )
             if self._keeping.restorable is None and self.run.manifest.save_every:
@@ -370,7 +364,7 @@ class RunMember:
         if self._succession is None or self.plan is None or peer in self._succession.absent:
             return
         self._succession.miss(peer, reason)
-        message = Absent(plan_hash(self.plan), (peer,), reason[:REASON_LENGTH_MAX])
+        message = wire.Absent(plan_hash(self.plan), (peer,), reason[: wire.REASON_LENGTH_MAX])
         for other in self._others(self.plan) if others is None else others:
             self._service.send(other, message)
 
@@ -418,7 +412,7 @@ class RunMember:
             self._telling.note(committer.core.step)
             if chain.core.gives_way(head):
                 for peer in self._others(plan):
-                    self._service.send(peer, GivenUp(plan_hash(plan)))
+                    self._service.send(peer, wire.GivenUp(plan_hash(plan)))
                 self._give_way()
 
     def _give_way(self) -> None:
@@ -484,7 +478,7 @@ class RunMember:
         plan = self.plan
         if plan is None or self._is_ended or self._departures is None:
             return
-        message = Leaving(plan_hash(plan))
+        message = wire.Leaving(plan_hash(plan))
         with trio.move_on_after(LEAVE_SECONDS_MAX):
             for peer in self._others(plan):
                 self._service.send(peer, message)
@@ -505,7 +499,7 @@ class RunMember:
             raise StageFailed("no stage is open here")
         return await self._hosting.replica.export()
 
-    async def read_state(self, request: FetchState) -> bytes | None:
+    async def read_state(self, request: wire.FetchState) -> bytes | None:
         """A range of this node's stage's state. Raises StageFailed."""
         replica = self._hosting.replica
         return None if replica is None else await replica.read_state(request)
@@ -520,42 +514,46 @@ class RunMember:
         elif isinstance(message, ReplicaMessage):
             if self._committer is not None:
                 self._committer.receive(now, sender, message)
-        elif isinstance(message, Notice | Absent | Checkpointed | GivenUp):
+        elif isinstance(message, wire.Notice | wire.Absent | wire.Checkpointed | wire.GivenUp):
             self._from_committer(sender, message)
-        elif isinstance(message, Leaving | Saved):
+        elif isinstance(message, wire.Leaving | wire.Saved):
             self._from_member(sender, message)
         else:
             self._to_roles(now, sender, message)
 
-    def _from_committer(self, sender: PeerId, message: Notice | Absent | Checkpointed | GivenUp) -> None:
+    def _from_committer(
+        self, sender: PeerId, message: wire.Notice | wire.Absent | wire.Checkpointed | wire.GivenUp
+    ) -> None:
         if self._succession is None or self.plan is None:
             return
-        of_itself = isinstance(message, Absent) and message.peers == (sender,) and sender in self.plan.roster
+        of_itself = (
+            isinstance(message, wire.Absent) and message.peers == (sender,) and sender in self.plan.roster
+        )
         if sender != self.plan.committer and not of_itself:
             raise RemoteProtocolError("what only the run's committer may say, from another peer")
         match message:
-            case Notice():
+            case wire.Notice():
                 self._telling.hear(message)
                 self._pulse.heard()
-            case Absent():
+            case wire.Absent():
                 for peer in message.peers:
                     self._succession.miss(PeerId(peer), message.reason)
-            case GivenUp():
+            case wire.GivenUp():
                 self._give_way()
-            case Checkpointed():
+            case wire.Checkpointed():
                 self._start_task(partial(self._keeping.learn, message.step, message.checkpoint))
 
-    def _from_member(self, sender: PeerId, message: Leaving | Saved) -> None:
+    def _from_member(self, sender: PeerId, message: wire.Leaving | wire.Saved) -> None:
         if self._departures is None or self.plan is None or sender not in self.plan.roster:
             raise RemoteProtocolError("what only members of the run may say, from another peer")
         match message:
-            case Saved():
+            case wire.Saved():
                 if self.plan.committer != self._me:
                     raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
                 self._keeping.saved(self.plan, sender, message)
-            case Leaving(at_once=True):
+            case wire.Leaving(at_once=True):
                 self.absent(sender, "it has nothing to feed the run with")
-            case Leaving():
+            case wire.Leaving():
                 self._departures.note(sender)
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:

@@ -17,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.allreduce import Part
-from node.errors import PayloadRefused, StageFailed
+from node.errors import PayloadRefused, StageDiverged, StageFailed
 from node.runs.admission import TRAIN
 from node.runs.filling import fill
 from node.runs.frame_store import FrameStore
@@ -124,6 +124,7 @@ class ReplicaShell:
         self._rounded = {False: Rounding(), True: Rounding()}
         self._frames = FrameStore(seams.storage, seams.executor)
         self._failure: StageFailed | None = None
+        self._computing: int | None = None
         self.failed = trio.Event()
 
     async def run(self) -> None:
@@ -142,7 +143,7 @@ class ReplicaShell:
                     self._more = trio.Event()
                     await self._more.wait()
         except StageFailed as error:
-            self._pass_on(self.core.failed(str(error)))
+            self._pass_on(self.core.failed(str(error), step=self._computing))
             self.failed.set()
         finally:
             self._is_over = True
@@ -236,6 +237,8 @@ class ReplicaShell:
     # What the core asks for
 
     async def _perform(self, work: core.WorkItem) -> None:
+        is_save_or_fill = isinstance(work, core.StepDiscarded | core.FillReady | core.SaveReady)
+        self._computing = None if is_save_or_fill else self.core.step
         match work:
             case core.ForwardReady() | core.BackwardReady():
                 await self._pass(work)
@@ -254,8 +257,7 @@ class ReplicaShell:
             case core.FillReady():
                 await self._fill(work)
             case core.SaveReady():
-                await self._save(self.core.plan, self.core.stage, work.step, self._stage)
-                self._pass_on(self.core.saved(work))
+                await self._copy(work)
 
     async def _call(self, request: api.Request) -> object:
         began = self._seams.clock.monotonic()
@@ -272,7 +274,11 @@ class ReplicaShell:
             else:
                 await self._backward(work)
         except PayloadRefused as error:
-            self._pass_on(self.core.refused(work, error.part, str(error)))
+            self._pass_on(self.core.refused(work, error.part, str(error), of_values=error.of_values))
+        except StageDiverged as error:
+            if isinstance(work, core.BackwardReady):
+                raise  # a gradient may be anything: only the way forward is held to be finite
+            self._pass_on(self.core.diverged(work, str(error)))
 
     async def _forward(self, work: core.ForwardReady) -> None:
         done = await self._call(
@@ -384,6 +390,17 @@ class ReplicaShell:
         await self._call(api.Restore(work.step))
         self._pass_on(self.core.filled(work, digest))
 
+    async def _copy(self, work: core.SaveReady) -> None:
+        """Have a copy kept, but never of a state that no training could go on from."""
+        arenas = [
+            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("parameters", "moments")
+        ]
+        if await self._seams.executor.run(lambda: all(map(_is_finite, arenas))):
+            await self._save(self.core.plan, self.core.stage, work.step, self._stage)
+            self._pass_on(self.core.saved(work))
+        else:
+            self._pass_on(self.core.diverged(work, "a parameter or moment is not finite"))
+
     # The step
 
     async def _reduce(self, work: core.ReduceReady) -> None:
@@ -464,6 +481,11 @@ class ReplicaShell:
             request.data = exported.data
         finally:
             request.ready.set()
+
+
+def _is_finite(vector: "np.ndarray[Any, np.dtype[Any]]") -> bool:
+    """Whether no element is infinite or not a number, without a copy of them."""
+    return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))
 
 
 def _begin_reduction(

@@ -27,6 +27,7 @@ from node.runs.placement import (
 )
 from node.runs.pulse import PAUSE_SECONDS_MAX
 from node.runs.requests import Prepare
+from node.runs.service import Service
 from partition.plan.change import JOININGS_MAX, Change, Joining, successor
 from partition.plan.plan import NOTHING, Plan, committee
 
@@ -342,3 +343,28 @@ class Succession:
 
     def _may_come(self, peer: PeerId, now: float) -> bool:
         return peer in self.live() and peer not in self.leaving and self._busy.get(peer, now) <= now
+
+
+def make_succession(
+    service: Service,
+    run: Run,
+    chain: ChainShell,
+    *,
+    hopeless: Callable[[Hopeless | None, bool], None],
+    wanted: tuple[int, ...],
+    restorable: Callable[[], tuple[bytes, int] | None],
+) -> Succession:
+    """A run's succession on the node that this service is of."""
+    return Succession(
+        run=run,
+        chain=chain,
+        signer=service.signer,
+        ask=service.ask,
+        live=service.live,
+        gone=service.gone,
+        offers=service.offers,
+        monotonic=service.seams.clock.monotonic,
+        hopeless=hopeless,
+        wanted=wanted,
+        restorable=restorable,
+    )

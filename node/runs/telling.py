@@ -29,7 +29,7 @@ class Shown:
 
 
 class Telling:
-    """One member's. `step` is how many steps are committed."""
+    """One member's. `step` is how many steps are committed, `furthest` the most that ever were."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Telling:
         self.step = 0
         self.shown = Shown()
         self._told = 0
-        self._furthest = 0
+        self.furthest = 0
         self._service = service
         self._run = run
         self._others = others
@@ -64,10 +64,10 @@ class Telling:
         """So many steps are committed. By the most that ever were two branches are judged: what a branch says
         of itself never falls, so that of two neither can give way to what the other was."""
         self.step, manifest = step, self._run.manifest
-        self._furthest = max(self._furthest, step)
+        self.furthest = max(self.furthest, step)
         if self._chain is not None:
-            samples = self._furthest * manifest.microbatches * manifest.microbatch
-            self._chain.say(self._furthest, samples, hosts=self._hosts())
+            samples = self.furthest * manifest.microbatches * manifest.microbatch
+            self._chain.say(self.furthest, samples, hosts=self._hosts())
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""

@@ -18,6 +18,9 @@ from node.runs.submission import fits, make_batches
 from partition.plan.plan import Plan
 from partition.steps.messages import Open
 
+SAMPLES_SHOWN_MAX = 16
+"""A reason has few words."""
+
 
 class Training:
     """A trainer under one plan; `committer` where it is the first of them."""
@@ -55,6 +58,8 @@ class Training:
                 await self._cannot(error.detail if isinstance(error, Unreachable) else str(error))
                 return
             self._feeder = feeder
+            if self.committer is not None:
+                self.committer.made = feeder.made
             if self._early is not None:
                 try:
                     self.open(self._plan.committer, self._early)
@@ -63,7 +68,7 @@ class Training:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(feeder.run)
                 if self.committer is not None:
-                    await self._over(await self.committer.run())
+                    await self._over(_with_samples(await self.committer.run(), self.committer, feeder))
                     nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -94,3 +99,14 @@ class Training:
             self.committer.reconnected(peer)
         if self._feeder is not None:
             self._feeder.reconnected(peer)
+
+
+def _with_samples(reason: str | None, committer: CommitterShell, feeder: FeederShell) -> str | None:
+    """Why a run failed, with the samples among which the cause is."""
+    if reason is None or committer.refused is None:
+        return reason
+    number, is_training = committer.refused
+    rows = feeder.batches.rows(number, train=is_training)
+    shown = ", ".join(map(str, rows[:SAMPLES_SHOWN_MAX]))
+    more = ", ..." if len(rows) > SAMPLES_SHOWN_MAX else ""
+    return f"{reason} (samples {shown}{more} {'to train on' if is_training else 'held out'})"

@@ -25,12 +25,20 @@ from partition.stage import PayloadPart, StageSpecification, boundary_bytes
 _NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items()}
 
 
-class BadPayload(RemoteProtocolError):
-    """What was given as `part` cannot be used, by this stage or by another replica of it."""
+class NotFinite(RemoteProtocolError):
+    """A number is infinite or not one."""
 
-    def __init__(self, reason: str, part: PayloadPart) -> None:
+
+class BadPayload(RemoteProtocolError):
+    """What was given as `part` cannot be used, by this stage or by another replica of it.
+
+    `of_values`: it arrived as it was sent, and holds a number that the model does not take.
+    """
+
+    def __init__(self, reason: str, part: PayloadPart, *, of_values: bool = False) -> None:
         super().__init__(reason)
         self.part = part
+        self.of_values = of_values
 
 
 @contextmanager
@@ -39,7 +47,7 @@ def blaming(part: PayloadPart) -> Iterator[None]:
     try:
         yield
     except RemoteProtocolError as error:
-        raise BadPayload(str(error), part) from None
+        raise BadPayload(str(error), part, of_values=isinstance(error, NotFinite)) from None
 
 
 class Boundary:
@@ -101,7 +109,7 @@ class Boundary:
             # A gradient may be anything: it spoils the sums, and `Norm` says so for all stages at once. To
             # refuse it here would blame a replica that did as it was told.
             if not (are_gradients or may_cross(tensor)):
-                raise RemoteProtocolError("a tensor is not finite")
+                raise NotFinite(f"a tensor is not finite{_first_bad(tensor)}")
             tensors.append(tensor)
         return tensors
 
@@ -115,14 +123,15 @@ class Boundary:
         """A payload of tensors that the next stage would take, and what the codec took from them.
 
         Raises:
-            RemoteProtocolError: one that is not what the graph says, without elements, or not finite.
+            RemoteProtocolError: one that is not what the graph says, or without elements.
+            NotFinite: one that is not finite.
         """
         for tensor, kind, shape in zip(tensors, kinds, self.shapes(kinds, sizes), strict=True):
             self._check(_NAMES.get(tensor.dtype), tuple(tensor.shape), kind, shape)
             if not tensor.numel():
                 raise RemoteProtocolError("an output has no elements")
             if not may_cross(tensor):
-                raise RemoteProtocolError("an output is not finite")
+                raise NotFinite("an output is not finite")
         return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes, threads=self._threads)
 
     def give_gradients(
@@ -173,6 +182,13 @@ def may_cross(tensor: torch.Tensor) -> bool:
     # The maximum of anything that is not a number is not one either.
     most = tensor.detach().max()
     return bool((most < torch.inf) & ~torch.isnan(most))
+
+
+def _first_bad(tensor: torch.Tensor) -> str:
+    """Where the first element is that may not cross, and what it is."""
+    bad = torch.isnan(tensor) | torch.isposinf(tensor)
+    place = [int(side) for side in bad.nonzero()[0]]
+    return f": {float(tensor[tuple(place)])} at {place}"
 
 
 def _typed(tensor: torch.Tensor) -> Typed:

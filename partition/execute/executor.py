@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codec import Payload, Rounding
-from partition.execute.boundary import BadPayload, Boundary, blaming, is_finite, tensor_of
+from partition.execute.boundary import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.interpret import DTYPES, NamesNothing, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.random import seed_of
@@ -136,7 +136,9 @@ class StageExecutor:
         try:
             return self._answer(request)
         except BadPayload as error:
-            return Refused(str(error)[:REASON_LENGTH_MAX], error.part)
+            return Refused(str(error)[:REASON_LENGTH_MAX], error.part, "values" if error.of_values else "")
+        except NotFinite as error:
+            return Refused(str(error)[:REASON_LENGTH_MAX], fault="divergence")
         except RemoteProtocolError as error:
             return Refused(str(error)[:REASON_LENGTH_MAX])
 
@@ -190,9 +192,9 @@ class StageExecutor:
         try:
             results = self._compute(program, entry, inputs, labels, sizes, request, keeps=not is_repeated)
         except NamesNothing as error:
-            raise BadPayload(str(error), "labels" if labels else "input") from None
+            raise BadPayload(str(error), "labels" if labels else "input", of_values=True) from None
         if not all(is_finite(tensor) for pair in results.statistics for tensor in pair):
-            raise RemoteProtocolError("the statistics of a batch norm are not finite")
+            raise NotFinite("the statistics of a batch norm are not finite")
         if entry.loss is not None:
             return self._close(request, entry, program, inputs, results, sizes)
         output, rounding = None, Rounding()
@@ -436,7 +438,7 @@ class StageExecutor:
         totals, gradients = self._vectors["totals"], self._vectors["gradients"]
         totals.take()
         if not is_finite(totals.tensor):
-            raise RemoteProtocolError("a total gradient is not finite")
+            raise NotFinite("a total gradient is not finite")
         # The mean first, and then the factor: the order in which torch.nn.utils.clip_grad_norm_ rounds.
         torch.div(totals.tensor, request.samples, out=gradients.tensor)
         if clip < 1:
@@ -540,7 +542,9 @@ class StageExecutor:
 
 
 def _number(tensor: torch.Tensor, what: str) -> float:
-    """The value of a scalar. Raises RemoteProtocolError: it is no scalar, or not finite."""
-    if tensor.numel() != 1 or not is_finite(tensor):
-        raise RemoteProtocolError(f"{what} is not one finite number")
+    """The value of a scalar. Raises RemoteProtocolError: it is no scalar; NotFinite: it is not finite."""
+    if tensor.numel() != 1:
+        raise RemoteProtocolError(f"{what} is not one number")
+    if not is_finite(tensor):
+        raise NotFinite(f"{what} is {float(tensor.detach())}")
     return float(tensor.detach())

@@ -24,12 +24,13 @@ from partition.plan.plan import NOTHING, Plan, plan_hash
 from partition.steps.disputes import USELESS, Disputes
 from partition.steps.evaluation import Evaluation
 from partition.steps.frames import read_header
-from partition.steps.ledger import Ledger, Place
+from partition.steps.ledger import Ledger, Place, places_of
 from partition.steps.messages import (
     SAMPLES_MAX,
     Applied,
     Apply,
     Counted,
+    Diverged,
     Evaluated,
     Failed,
     Fill,
@@ -55,6 +56,9 @@ from partition.steps.outcomes import (
     StepsPaused,
     TrainingEvaluated,
     TrainingFailed,
+    divergence,
+    no_number,
+    step_applied,
 )
 from partition.steps.overdue import STUCK, Overdue
 from partition.steps.pace import Pace
@@ -62,17 +66,8 @@ from partition.steps.resume import Lacking, can_resume, check_synced, fills, is_
 from partition.steps.routes import attempts, check_frame, step_numbers
 from partition.steps.totals import Losses, squared_norm
 
-__all__ = [
-    "Committer",
-    "MicrobatchesMoved",
-    "ReplicaFailed",
-    "ReplicaRebuilt",
-    "Resumed",
-    "StepApplied",
-    "StepsPaused",
-    "TrainingEvaluated",
-    "TrainingFailed",
-]
+__all__ = ["Committer", "MicrobatchesMoved", "ReplicaFailed", "ReplicaRebuilt", "Resumed", "StepApplied"]
+__all__ += ["StepsPaused", "TrainingEvaluated", "TrainingFailed"]
 
 DISSENTS_MAX = 2
 """So often the replicas of a stage may come to different totals: a broken transfer, not a broken machine."""
@@ -113,11 +108,7 @@ class Committer:
         self.phase: Phase = "syncing"
         self.step = plan.step
         self.attempt = attempts(plan).start
-        self._places: dict[PeerId, Place] = {
-            PeerId(peer): (number, index)
-            for number, stage in enumerate(plan.stages)
-            for index, peer in enumerate(stage.replicas)
-        }
+        self._places = places_of(plan)
         self._everybody = list(dict.fromkeys([*self._places, *(PeerId(peer) for peer in plan.trainers)]))
         self._last = len(plan.stages) - 1
         self._pace = Pace()
@@ -137,6 +128,7 @@ class Committer:
         self._overdue = Overdue(list(self._places))
         self._disputes = Disputes(me, plan, self._places)
         self._suspected: set[PeerId] = set()
+        self.vouched: set[bytes] = set()  # digests of what others fed, that this one's own data has too
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
         self._save: Save | None = None
@@ -188,6 +180,8 @@ class Committer:
                 return self._on_applied(sender, message)
             case Evaluated():
                 return self._on_evaluated(place, message)
+            case Diverged():
+                return self._on_diverged(place, message)
             case Waiting() | Unusable() | Failed():
                 return self._on_trouble(sender, place, message)
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
@@ -341,7 +335,7 @@ class Committer:
         self._ledger.moved = {self._places[peer] for peer in self._suspected}
         self._suspected.clear()
         if not is_over and not self._take_synced():
-            return self._fail(_diverged(f"step {self.step}: the loss"))
+            return self._fail(no_number(f"step {self.step}: the loss"))
         if not self._has_opened:
             self._has_opened = True
             self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
@@ -386,7 +380,7 @@ class Committer:
         if not self._ledger.owns(place, message.microbatch):
             return []
         if not isfinite(message.loss):
-            return self._fail(_diverged(f"step {self.step}: the loss"))
+            return self._fail(no_number(f"step {self.step}: the loss"))
         self._ledger.count(place, message.microbatch)
         if place[0] == self._last:
             self._losses.put(message.microbatch, message.samples, message.loss)
@@ -416,9 +410,9 @@ class Committer:
             return self._reduce_again(dissenters)
         norm, loss = squared_norm(self.plan, self._reduced), self._losses
         if norm is not None and not isfinite(norm):
-            return self._fail(_diverged(f"step {self.step}: the gradient's norm"))
+            return self._fail(no_number(f"step {self.step}: the gradient's norm"))
         if not loss.is_finite:
-            return self._fail(_diverged(f"step {self.step}: the loss"))
+            return self._fail(no_number(f"step {self.step}: the loss"))
         self._overdue.end(self._now)
         self._overdue.begin(self._now, "applying", self.step, self.attempt)
         self.phase, self._awaited = "applying", set(self._places)
@@ -466,12 +460,7 @@ class Committer:
 
     def _tell(self, apply: Apply) -> None:
         """The step that this Apply ended is final. Whoever committed it may not have said so to everybody."""
-        work = tuple(
-            tuple(self._applied.get(PeerId(peer), Work()) for peer in stage.replicas)
-            for stage in self.plan.stages
-        )
-        mean, replicas = apply.loss / apply.samples, len(self._places)
-        self.events.append(StepApplied(apply.step, apply.attempt, mean, apply.samples, replicas, work))
+        self.events.append(step_applied(self.plan, apply, self._applied))
 
     def _mind_checkpoint(self) -> None:
         """One is due, or was and came to nothing."""
@@ -487,7 +476,7 @@ class Committer:
         if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluation:
             return []
         if not message.is_finite:
-            return self._fail(_diverged("held out: the loss or a metric"))
+            return self._fail(no_number("held out: the loss or a metric"))
         self._evaluation.take(message)
         self._ledger.finish(message.microbatch)
         return self._when_evaluated()
@@ -516,7 +505,7 @@ class Committer:
             case Unusable():
                 return self._on_unusable(sender, place, message)
             case Failed():
-                self._give_up(sender, message.reason)
+                self._give_up(sender, message.reason, message.step if message.step == self.step else None)
             case Waiting():
                 if sender in self._late():
                     self._overdue.answered(self._now, sender, message)
@@ -533,10 +522,26 @@ class Committer:
         number = header.microbatch
         if number not in self._ledger.numbers or not self._ledger.owes(place, number):
             return []
-        is_moved, guilty = self._disputes.settle(self._ledger, self._rates(), sender, author, header)
+        is_ours = author == self.me or header.digest in self.vouched
+        is_moved, guilty, is_data = self._disputes.settle(
+            self._ledger, self._rates(), sender, author, header, follows_data=message.of_values and is_ours
+        )
+        if is_data:
+            reason = f"step {self.step}: the model cannot take the data: {message.reason}"
+            return self._fail(reason, microbatch=(number, header.train))
         for peer in guilty:
-            self._give_up(peer, f"{USELESS}: {message.reason} (step {self.step}, micro-batch {number})")
+            reason = f"{USELESS}: {message.reason} (step {self.step}, micro-batch {number})"
+            self._give_up(peer, reason, self.step if message.of_values and peer == author else None)
         return self._open_again() if is_moved else []
+
+    def _on_diverged(self, place: Place, message: Diverged) -> Sends:
+        """What one stage computes of sound frames is not finite: nor would it be elsewhere."""
+        if (self.phase, message.step) != ("counting" if message.train else "evaluating", self.step):
+            return []
+        if message.microbatch is not None and not self._ledger.owes(place, message.microbatch):
+            return []
+        where = f"{f'step {self.step}' if message.train else 'held out'}: in stage {place[0] + 1}"
+        return self._fail(divergence(f"{where} {message.reason}"))
 
     def _hurry(self) -> Sends:
         """Nothing has gone on for long: ask whoever holds it up, and do without who is stuck."""
@@ -551,14 +556,16 @@ class Committer:
             return [peer for peer in self._places if peer not in self._reduced]
         return [peer for peer in self._places if peer in self._awaited] if self.phase == "applying" else []
 
-    def _give_up(self, peer: PeerId, reason: str) -> None:
+    def _give_up(self, peer: PeerId, reason: str, step: int | None = None) -> None:
         if peer not in self._failed:
             self._failed.add(peer)
-            self.events.append(ReplicaFailed(peer, self.plan.stage_of(peer), reason))
+            self.events.append(ReplicaFailed(peer, self.plan.stage_of(peer), reason, step))
 
-    def _fail(self, reason: str, stage: int | None = None) -> Sends:
+    def _fail(
+        self, reason: str, stage: int | None = None, microbatch: tuple[int, bool] | None = None
+    ) -> Sends:
         self.phase = "failed"
-        self.events.append(TrainingFailed(reason, stage))
+        self.events.append(TrainingFailed(reason, stage, microbatch))
         return []
 
     # Bookkeeping
@@ -590,7 +597,3 @@ class Committer:
 
     def _to_everybody(self, message: StepMessage) -> Sends:
         return [(peer, message) for peer in self._everybody]
-
-
-def _diverged(what: str) -> str:
-    return f"{what} is no finite number any more; a lower train.learning_rate, or train.clip_norm, may help"

@@ -8,6 +8,10 @@ have sent what cannot be used, or the other may lie. So the micro-batch goes els
     two who still dispute in a third    both lose their places, and so where the micro-batch can go nowhere
     step                                else
 
+But where a trainer's frame came as it was sent and holds a number that the model does not take, and the
+committer would have sent the same, the fault is the data's: as soon as two say so, or one where nobody else
+can compute it.
+
 Who is alone in lying takes no honest peer's place without losing its own. Several who agree are believed, as
 members are in all that they vote on. Pure bookkeeping of one committer; a new plan begins with a clean slate.
 """
@@ -44,11 +48,16 @@ class Disputes:
         accuser: PeerId,
         author: PeerId,
         header: FrameHeader,
-    ) -> tuple[bool, list[PeerId]]:
-        """One says that it cannot use what the other sent.
+        *,
+        follows_data: bool = False,
+    ) -> tuple[bool, list[PeerId], bool]:
+        """One says that it cannot use what the other sent; `follows_data`: for a number in it, which is in
+        the committer's own data too.
 
-        Whether the micro-batch has another owner in one of the stages now, and who loses its place for it.
+        Whether the micro-batch has another owner in one of the stages now, who loses its place for it, and
+        whether it is nobody's fault but that of the data.
         """
+        accusers = {accuser, *self._opponents.get(author, ())}
         is_judged = not self._judged.isdisjoint((accuser, author))
         guilty = [] if is_judged else self._note(header, accuser, author)
         is_moved = False
@@ -66,8 +75,12 @@ class Disputes:
             is_moved = any(ledger.pass_on(place, header.microbatch, rates) for place in places)
             if not (is_moved or guilty or is_judged):
                 guilty = [peer for peer in (accuser, author) if peer != self._me]
+        is_sound = follows_data and made_by is None and is_due
+        if is_sound and (len(accusers) > OPPONENTS_MAX or not is_moved):
+            return is_moved, [], True
+        guilty = [peer for peer in guilty if not (is_sound and peer == author)]
         self._judged.update(guilty)
-        return is_moved, guilty
+        return is_moved, guilty, False
 
     def _note(self, header: FrameHeader, accuser: PeerId, author: PeerId) -> list[PeerId]:
         if accuser == author:

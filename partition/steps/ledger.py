@@ -2,12 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.plan.schedule import deal
 from partition.steps.messages import StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
 """A replica: its stage, and its place there."""
+
+
+def places_of(plan: Plan) -> dict[PeerId, Place]:
+    """Where each replica of a plan stands."""
+    return {
+        PeerId(peer): (number, index)
+        for number, stage in enumerate(plan.stages)
+        for index, peer in enumerate(stage.replicas)
+    }
 
 
 class Ledger:

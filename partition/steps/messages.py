@@ -214,10 +214,21 @@ class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
     """Replica to committer: my stage cannot use what came with this frame, and goes on without.
 
     `frame` is its header as its author signed it: that one was sent is beyond doubt, what came beside it is
-    the accuser's word.
+    the accuser's word. `of_values`: it came as it was sent, and the model does not take a number in it.
     """
 
     frame: Fact
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+    of_values: bool = False
+
+
+class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
+    """Replica to committer: what my stage computes of sound frames is no finite number, as it would be on any
+    other replica. `microbatch` is None where it is the state after `step` steps that is not finite."""
+
+    step: Count
+    train: bool
+    microbatch: Count | None
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
@@ -243,12 +254,15 @@ class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
 
 
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
-    """Replica to committer: I cannot go on, and why."""
+    """Replica to committer: I cannot go on, and why; `step` where computing this one is what failed."""
 
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+    step: Count | None = None
 
 
 CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save | Ask
-ReplicaMessage = Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | Unusable | Failed
+ReplicaMessage = (
+    Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | Unusable | Diverged | Failed
+)
 
 Sends = list[tuple[PeerId, object]]

@@ -1,9 +1,16 @@
 """What a committer tells its shell of the run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
-from partition.steps.messages import Work
+from partition.plan.plan import Plan
+from partition.steps.messages import Apply, Work
+
+
+def divergence(what: str) -> str:
+    """Why a run failed whose numbers are not finite, and what may help."""
+    return f"{what}; a lower train.learning_rate, or train.clip_norm, may help"
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,19 @@ class StepApplied:
     samples: int
     replicas: int
     work: tuple[tuple[Work, ...], ...]
+
+
+def no_number(what: str) -> str:
+    """The same of one number."""
+    return divergence(f"{what} is no finite number any more")
+
+
+def step_applied(plan: Plan, apply: Apply, applied: Mapping[PeerId, Work]) -> "StepApplied":
+    """A step that this Apply ended, and what it took of those who `applied` it under this plan."""
+    work = tuple(tuple(applied.get(PeerId(peer), Work()) for peer in stage.replicas) for stage in plan.stages)
+    replicas = sum(len(stage.replicas) for stage in plan.stages)
+    mean = apply.loss / apply.samples
+    return StepApplied(apply.step, apply.attempt, mean, apply.samples, replicas, work)
 
 
 @dataclass(frozen=True)
@@ -58,11 +78,15 @@ class ReplicaRebuilt:
 
 @dataclass(frozen=True)
 class ReplicaFailed:
-    """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted."""
+    """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted.
+
+    `step` is the one whose computing failed there; None where that is not what failed.
+    """
 
     peer: PeerId
     stage: int | None
     reason: str
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,11 @@ class TrainingEvaluated:
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The run cannot go on under this plan, and why; `stage` is the one that nobody holds, if it is that."""
+    """The run cannot go on under this plan, and why; `stage` is the one that nobody holds, if it is that.
+
+    `microbatch` is the one whose data the model does not take, and whether it is one to train on.
+    """
 
     reason: str
     stage: int | None = None
+    microbatch: tuple[int, bool] | None = None

@@ -41,13 +41,12 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
-    Unusable,
     Waiting,
     Work,
 )
 from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
 from partition.steps.pace import Pace
-from partition.steps.reports import Reports
+from partition.steps.reports import Reports, diverged, unusable
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
 from partition.steps.work import (
     ApplyReady,
@@ -65,22 +64,9 @@ from partition.steps.work import (
     WorkItem,
 )
 
-__all__ = [
-    "ApplyReady",
-    "BackwardReady",
-    "FillReady",
-    "FillVoided",
-    "ForgetReady",
-    "ForwardReady",
-    "ReduceAsked",
-    "ReduceReady",
-    "ReduceVoided",
-    "RemoveReady",
-    "Replica",
-    "SaveReady",
-    "StepDiscarded",
-    "WorkItem",
-]
+__all__ = ["ApplyReady", "BackwardReady", "FillReady", "FillVoided", "ForgetReady", "ForwardReady"]
+__all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "RemoveReady", "Replica", "SaveReady"]
+__all__ += ["StepDiscarded", "WorkItem"]
 
 _MOVING = (BackwardReady, RemoveReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
 """While one of these is under way, where this replica is has no answer yet; nor while a forward pass is."""
@@ -128,6 +114,7 @@ class Replica:
         self._commit: StepCommit | None = None
         self._commit_attempt = -1
         self._named: frozenset[int] = frozenset()
+        self._diverged: set[int] = set()
         self._order = StepOrder(schedule, is_last=me in plan.stages[-1].replicas)
         self._take_plan(plan)
 
@@ -292,7 +279,9 @@ class Replica:
         """A backward pass ended; `gradient` is for the stage before, None on the first."""
         return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
 
-    def refused(self, done: ForwardReady | BackwardReady, direction: Direction, reason: str) -> Sends:
+    def refused(
+        self, done: ForwardReady | BackwardReady, direction: Direction, reason: str, of_values: bool = False
+    ) -> Sends:
         """The stage cannot use what it was given, and is as it was before: whoever sent it is named."""
         if not self._take_back(done):
             return []
@@ -301,8 +290,19 @@ class Replica:
         frame = refuse(number, direction)
         if frame is None or frame.header.plan != self.plan_hash:
             return self._answer_sync()  # it comes again under the plan in force, or nobody asks for it
-        message = Unusable(plan=self.plan_hash, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX])
+        message = unusable(self.plan_hash, frame, reason, of_values=of_values)
         return self._reports.say(f"unusable {direction}", number, message) + self._answer_sync()
+
+    def diverged(self, done: ForwardReady | SaveReady, reason: str) -> Sends:
+        """What the stage computes, or its state, is not finite: under this plan it is not tried again."""
+        if not self._take_back(done):
+            return []
+        if isinstance(done, SaveReady):
+            self._save, self._saved = None, done.step
+        elif done.train:
+            self._diverged.add(done.microbatch)
+        message = diverged(self.plan_hash, done, reason)
+        return self._reports.say("diverged", message.microbatch or 0, message) + self._answer_sync()
 
     def forgotten(self, done: ForgetReady | RemoveReady) -> Sends:
         """Neither the stage nor its sums hold it any more."""
@@ -318,13 +318,8 @@ class Replica:
         if not self._take_back(done):
             return []
         self._commit, self._reduced = None, done.attempt
-        message = Reduced(
-            plan=self.plan_hash,
-            step=done.step,
-            attempt=done.attempt,
-            digest=digest,
-            squared_norm=squared_norm,
-        )
+        named: dict[str, Any] = {"plan": self.plan_hash, "step": done.step, "attempt": done.attempt}
+        message = Reduced(digest=digest, squared_norm=squared_norm, **named)
         return self._reports.say("reduced", 0, message)
 
     def applied(self, done: ApplyReady, digest: bytes, work: Work) -> Sends:
@@ -366,9 +361,11 @@ class Replica:
         self._sync_asked = self._sync_asked or bool(done.sources)
         return self._answer_sync()
 
-    def failed(self, reason: str) -> Sends:
-        """The stage process is gone or refused; the committer will ask for a plan without this replica."""
-        return self._reports.say("failed", 0, Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX]))
+    def failed(self, reason: str, *, step: int | None = None) -> Sends:
+        """The stage process is gone or refused, computing `step`, if it is that; the committer will ask for a
+        plan without this replica."""
+        message = Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX], step=step)
+        return self._reports.say("failed", 0, message)
 
     def _take_back(self, done: WorkItem) -> bool:
         """Whether a report is of what was asked for, and still means something."""
@@ -382,14 +379,8 @@ class Replica:
         if gradient is not None:
             self._kept.keep((True, number, "gradient"), gradient)
         assert self.step is not None
-        message = Counted(
-            plan=self.plan_hash,
-            step=self.step,
-            microbatch=number,
-            stage=self.stage,
-            samples=samples,
-            loss=loss,
-        )
+        where: dict[str, Any] = {"plan": self.plan_hash, "step": self.step, "stage": self.stage}
+        message = Counted(microbatch=number, samples=samples, loss=loss, **where)
         sends = self._send((True, number, "input")) + self._send((True, number, "gradient"))
         return sends + self._report_mine("counted", number, message)
 
@@ -585,6 +576,9 @@ class Replica:
         self._sync_asked = False
         self._reports.begin(plan.committer)
         self._held_out.clear()
+        for number in self._diverged & self._order.microbatches.keys():
+            self._order.forget(number)  # the new committer has to hear of it again
+        self._diverged.clear()
         self._kept.drop(lambda key: not key[0])
         if plan.restored != NOTHING:
             self._empty()
@@ -593,6 +587,7 @@ class Replica:
     def _clear(self) -> None:
         """Nothing of a step in flight is left."""
         self._order.clear()
+        self._diverged.clear()
         self._held_out.clear()
         self._kept.clear()
         self._reports.clear()

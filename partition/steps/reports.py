@@ -6,10 +6,24 @@ Under another plan, and after a step, none of it means anything any more.
 from collections.abc import Callable
 
 from crypto.identity import PeerId
-from partition.steps.messages import Sends, StepMessage, Unusable
+from partition.steps.frames import OpenedFrame
+from partition.steps.messages import REASON_LENGTH_MAX, Diverged, Sends, StepMessage, Unusable
+from partition.steps.work import ForwardReady, SaveReady
 
-HELD_OUT = ("evaluated", "held out", "unusable input", "unusable labels")
+HELD_OUT = ("evaluated", "held out", "unusable input", "unusable labels", "diverged")
 """What is said of micro-batches that are evaluated."""
+
+
+def unusable(plan: bytes, frame: OpenedFrame, reason: str, *, of_values: bool) -> Unusable:
+    """The report that a stage cannot use what came with a frame."""
+    return Unusable(plan=plan, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX], of_values=of_values)
+
+
+def diverged(plan: bytes, done: ForwardReady | SaveReady, reason: str) -> Diverged:
+    """The report that what a stage computes in a pass, or the state it should save, is not finite."""
+    train, number = (done.train, done.microbatch) if isinstance(done, ForwardReady) else (True, None)
+    reason = reason[:REASON_LENGTH_MAX]
+    return Diverged(plan=plan, step=done.step, train=train, microbatch=number, reason=reason)
 
 
 class Reports:

@@ -10,7 +10,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.plan.plan import StagePlan, plan_hash
 from partition.plan.schedule import feeder_of
-from partition.steps.committer import Committer, ReplicaFailed
+from partition.steps.committer import Committer, ReplicaFailed, TrainingFailed
 from partition.steps.disputes import USELESS
 from partition.steps.messages import Counted, Open, Sends, Unusable
 from tests.partition.fake_stage import peer
@@ -37,11 +37,20 @@ def counting(plan: Any = PLAN) -> Committer:
 
 
 def accuse(
-    core: Committer, accuser: PeerId, author: PeerId, number: int, direction: Any = "input", **other: Any
+    core: Committer,
+    accuser: PeerId,
+    author: PeerId,
+    number: int,
+    direction: Any = "input",
+    *,
+    values: bool = False,
+    **other: Any,
 ) -> Sends:
     stage = core.plan.stage_of(accuser)
     sent = frame(author, number, direction, stage=stage, plan=core.plan_hash, step=core.step, **other)
-    message = Unusable(plan=core.plan_hash, frame=sent.fact, reason="a digest that does not fit")
+    message = Unusable(
+        plan=core.plan_hash, frame=sent.fact, reason="a digest that does not fit", of_values=values
+    )
     return core.receive(1.0, accuser, message)
 
 
@@ -117,6 +126,34 @@ def test_where_it_can_go_nowhere_else_both_lose_their_places_but_for_the_committ
     assert feeder_of(PLAN, True, 2) == SECOND
     accuse(core, FIRST, SECOND, 2)
     assert lost(core) == [FIRST, SECOND]
+
+
+def test_a_number_that_two_cannot_use_is_the_fault_of_the_data() -> None:
+    two = replace(WIDE, trainers=(TRAINER, SECOND))
+    for author, is_vouched in ((TRAINER, False), (SECOND, True), (SECOND, False)):
+        core = counting(two)
+        number = next(number for number in range(4) if feeder_of(two, True, number) == author)
+        first = owners([(TRAINER, core._open_message())])[0][number]
+        if is_vouched:
+            core.vouched.add(bytes(32))
+        accusers = [FIRST, OTHER] if first == 0 else [OTHER, FIRST]
+        assert accuse(core, accusers[0], author, number, values=True) != []
+        assert lost(core) == []
+        accuse(core, accusers[1], author, number, values=True)
+        ended = [event for event in core.events if isinstance(event, TrainingFailed)]
+        if author == SECOND and not is_vouched:
+            assert (ended, lost(core)) == ([], [SECOND]), "it may have spoiled what it sent"
+        else:
+            assert [event.microbatch for event in ended] == [(number, True)]
+            assert lost(core) == []
+
+
+def test_a_number_that_the_only_receiver_cannot_use_is_the_fault_of_the_data() -> None:
+    core = counting()
+    accuse(core, FIRST, TRAINER, 0, values=True)
+    (event,) = [event for event in core.events if isinstance(event, TrainingFailed)]
+    assert event.reason == "step 0: the model cannot take the data: a digest that does not fit"
+    assert lost(core) == []
 
 
 def test_two_that_still_dispute_in_a_third_step_both_lose_their_places() -> None:

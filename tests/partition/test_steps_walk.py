@@ -366,7 +366,7 @@ class BelievesNobody(Committer):
 
 
 class NamesNobody(Replica):
-    def refused(self, done: Any, direction: Any, reason: str) -> Sends:
+    def refused(self, done: Any, direction: Any, reason: str, of_values: bool = False) -> Sends:
         self._busy = None
         return self.failed(reason)
 

@@ -1,0 +1,46 @@
+"""When a run cannot go on, whoever computes it: what failed under plan after plan, as one member saw it.
+
+A peer that fails is replaced, and a stage without a replica goes back to a checkpoint. Neither helps where it
+is the data or the step that fails: then the next peer fails at the same place, for ever. So what follows the
+step and not the peer ends the run, and so does going back again and again without getting any further.
+"""
+
+from crypto.identity import PeerId
+
+PEERS_MAX = 2
+"""The same step failing on so many peers is the fault of none of them."""
+ROLLBACKS_MAX = 5
+"""So often a run may go back to a checkpoint without having got further than before: peers die, too, and
+several in a row may take the same stage with them."""
+
+
+class Failures:
+    """One member's, over all plans of one run."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._peers: set[PeerId] = set()
+        self._furthest = -1
+        self._rollbacks = 0
+
+    def note(self, peer: PeerId, step: int | None, reason: str) -> str | None:
+        """A peer failed, in computing `step` if it is that. Why the run is over, None if it is not."""
+        if step is None:
+            return None
+        if step != self._step:
+            self._step, self._peers = step, set()
+        self._peers.add(peer)
+        if len(self._peers) < PEERS_MAX:
+            return None
+        return f"step {step} failed on {len(self._peers)} peers, so it is not theirs: {reason}"
+
+    def went_back(self, step: int, furthest: int, reason: str) -> str | None:
+        """The run goes back to a checkpoint after `step` steps, and had got to `furthest`; `reason` is why
+        members were lost. Why it is over, None if it is not."""
+        if furthest > self._furthest:
+            self._furthest, self._rollbacks = furthest, 0
+        self._rollbacks += 1
+        if self._rollbacks <= ROLLBACKS_MAX:
+            return None
+        over = f"{self._rollbacks} times it went back to step {step} and got no further than {self._furthest}"
+        return f"{over}; the last time: {reason}" if reason else over

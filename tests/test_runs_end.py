@@ -1,0 +1,164 @@
+"""A run that cannot go on ends, for all its members and with its reason: whole nodes in virtual time."""
+
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.events import CheckpointKept, Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
+from node.runs.data import load_digits, load_folder
+from node.runs.failures import PEERS_MAX, ROLLBACKS_MAX, Failures
+from node.runs.manifest import Manifest, Run
+from tests.stack import Swarm, manifest, simulate, swarm, train
+
+FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}
+SPOILED = 21
+"""The sample that is spoiled."""
+
+
+def spoil(folder: Path, *, label: int | None = None, number: float | None = None) -> None:
+    """Sixty-four digits, one of them with this label or number."""
+    digits = load_digits()
+    x, y = digits.train_inputs[:64].astype("f4"), digits.train_labels[:64].copy()
+    if label is not None:
+        y[SPOILED] = label
+    if number is not None:
+        x[SPOILED, 0, 3, 4] = number
+    np.savez(folder / "train.npz", x=x, y=y)
+    np.savez(folder / "test.npz", x=digits.test_inputs[:8].astype("f4"), y=digits.test_labels[:8])
+
+
+async def learn(group: Swarm, folder: Path) -> str:
+    """Have the requester hold this data, which nobody has looked at; its hash."""
+    digest = load_folder(folder).digest
+    await group.nodes["a"].runs.learn_data(digest, folder)
+    return digest
+
+
+def ends(group: Swarm) -> dict[str, tuple[str, str]]:
+    """What each node says of the end: outcome and detail."""
+    return {
+        name: (event.outcome, event.detail)
+        for name, events in group.events.items()
+        for event in events
+        if isinstance(event, RunEnded)
+    }
+
+
+async def all_ended(group: Swarm) -> None:
+    with trio.fail_after(60):
+        while any(node.runs.members for node in group.nodes.values()):  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.1)
+
+
+async def end_of(
+    group: Swarm, wanted: Manifest, on_event: Callable[[Event], Awaitable[None]] | None = None
+) -> tuple[Run, str]:
+    """Train until it has failed for all; the run, and the reason its requester gives."""
+    run, _ = await train(group, "a", wanted, on_event)
+    await all_ended(group)
+    assert {outcome for outcome, _ in ends(group).values()} == {"failed"}, ends(group)
+    assert all(node.runs.has_slot for node in group.nodes.values())
+    return run, ends(group)["a"][1]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("spoiled", "words"),
+    [
+        ({"label": 12}, "cross_entropy.*Target 12 is out of bounds"),
+        ({"number": np.nan}, "nan at \\[.*3, 4\\]"),
+    ],
+    ids=["label", "number"],
+)
+def test_data_that_no_stage_can_use_ends_the_run_and_blames_nobody(
+    tmp_path: Path, replicas: int, spoiled: dict[str, Any], words: str
+) -> None:
+    spoil(tmp_path, **spoiled)
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            wanted = manifest(data=await learn(group, tmp_path), replicas=replicas, trainers=2, **FEW)
+            began = trio.current_time()
+            _, reason = await end_of(group, wanted)
+            assert trio.current_time() - began < 60
+            assert re.search(rf"step \d+: the model cannot take the data: .*{words}", reason)
+            shown = reason.partition("(samples ")[2].partition(" to train on)")[0]
+            assert str(SPOILED) in shown.split(", "), reason
+            for events in group.events.values():
+                assert not any(isinstance(event, ReplicaDropped) for event in events)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, replicas: int) -> None:
+    spoil(tmp_path, number=3e38)  # finite, until a convolution sums it
+
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            digest = await learn(group, tmp_path)
+            wanted = manifest(dtype="float32", data=digest, replicas=replicas, save_every=1, **FEW)
+            run, reason = await end_of(group, wanted)
+            plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]
+            assert len(plans) == 1, "nobody was blamed"
+            kept = [event.step for event in group.events["a"] if isinstance(event, CheckpointKept)]
+            words = r"step \d: in stage \d (an output|a tensor|the loss) .*; a lower train.learning_rate"
+            assert re.match(words, reason), reason
+            assert f"the checkpoint of step {kept[-1]} is kept: python -m node checkpoint export" in reason
+            found = await group.nodes["a"].checkpoints.call(group.nodes["a"].checkpoints.store.all)
+            assert kept[-1] in [row.checkpoint.step for row in found if row.run == run.text]
+
+    simulate(scenario)
+
+
+def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+
+            async def on_event(event: Event) -> None:
+                """Spoil a stage after its third step, whoever holds it."""
+                if isinstance(event, StepCommitted) and event.step == 2:
+                    (first, _), *_ = [
+                        (replica, stage)
+                        for node in group.nodes.values()
+                        for member in node.runs.members.values()
+                        if (replica := member._hosting.replica) and (stage := replica.core.stage) == 1
+                    ]
+                    first._stage.vector("parameters")[-8:] = np.float64("nan").tobytes()
+                    first.core._save = first.core.step  # due now, whatever else there is to do
+
+            wanted = manifest(replicas=1, save_every=5, **FEW)
+            _, reason = await end_of(group, wanted, on_event)
+            assert "step 3: in stage 2 a parameter or moment is not finite; a lower" in reason
+            assert "the checkpoint of step 0 is kept" in reason
+
+    simulate(scenario)
+
+
+def test_a_step_that_fails_on_two_peers_is_the_fault_of_neither() -> None:
+    failures = Failures()
+    first, second = PeerId(b"1" * 32), PeerId(b"2" * 32)
+    for step in range(3):
+        assert failures.note(first, step, "no memory") is None
+    assert failures.note(first, 2, "no memory") is None
+    assert failures.note(second, None, "its disk is full") is None
+    assert failures.note(second, 2, "no memory") == (
+        f"step 2 failed on {PEERS_MAX} peers, so it is not theirs: no memory"
+    )
+
+
+def test_going_back_without_getting_further_is_bounded() -> None:
+    failures = Failures()
+    for furthest in range(20):
+        assert failures.went_back(0, furthest, "") is None
+    for _ in range(ROLLBACKS_MAX - 1):
+        assert failures.went_back(18, 19, "it is dead") is None
+    reason = failures.went_back(18, 19, "it is dead")
+    assert reason is not None
+    assert "went back to step 18 and got no further than 19; the last time: it is dead" in reason
