@@ -15,12 +15,14 @@ The tally and the mode are those of the process, as its log is: one process runs
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+import trio
 
 LOGGED_MAX = 10
 """Failures of one place that are logged with a traceback; later only the hundredth, thousandth, ..., each in
@@ -28,6 +30,8 @@ one line: whoever can cause a failure again and again must not fill the disk."""
 LOG_BYTES_MAX = 1 << 20
 """Of the log's file; one older file of this size is kept beside it."""
 LOG_NAME = "errors.log"
+AGAIN_SECONDS_MIN, AGAIN_SECONDS_MAX = 1.0, 60.0
+"""After which pause a part that failed is begun again: a full disk is not emptied by haste."""
 
 log = logging.getLogger("peerloom")
 failures: Counter[str] = Counter()
@@ -59,6 +63,19 @@ def contain(place: str) -> Iterator[Contained]:
         outcome.error = ours
         note(ours, place)
         raise others from None
+
+
+async def keep_running(place: str, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
+    """Run a part of the node until it ends by itself. Where it fails it is contained, and begun again after a
+    pause that doubles."""
+    pause = AGAIN_SECONDS_MIN
+    while True:
+        with contain(place) as part:
+            await task(*arguments)
+        if part.error is None:
+            return
+        await trio.sleep(pause)
+        pause = min(AGAIN_SECONDS_MAX, 2 * pause)
 
 
 def note(error: Exception, place: str) -> None:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import trio
 
+from node.containment import contain
 from node.errors import EXIT_UNEXPECTED, PeerloomError, UsageError
 from node.nearest import did_you_mean
 from node.paths import CONTROL_NAME
@@ -75,6 +76,10 @@ class ControlServer:
             self._storage.delete(CONTROL_NAME)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
+        with contain("control"):
+            await self._serve_client(stream)
+
+    async def _serve_client(self, stream: trio.SocketStream) -> None:
         async with stream:
             if self._clients >= CLIENTS_MAX:
                 return

@@ -30,7 +30,7 @@ from gossip.swim import Swim
 from node import state as views
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
-from node.containment import failures, note
+from node.containment import contain, failures, keep_running, note
 from node.control import ControlServer
 from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
@@ -175,23 +175,25 @@ class Node:
             handlers = {**Commands(self).handlers, **checkpoints.handlers}
             control = ControlServer(handlers, storage, self._entropy)
             await nursery.start(control.run)
-        nursery.start_soon(self.joining.run)
+        nursery.start_soon(keep_running, "joining", self.joining.run)
         if self.config.join.lan and self.network.local is not None:
-            nursery.start_soon(self._neighbours(self.network.local).run)
-            nursery.start_soon(self.joining.try_heard)
+            nursery.start_soon(keep_running, "neighbours", self._neighbours(self.network.local).run)
+            nursery.start_soon(keep_running, "joining of neighbours", self.joining.try_heard)
         if self.network.reachable is None:
-            nursery.start_soon(self.reach.echo)
+            nursery.start_soon(keep_running, "echo", self.reach.echo)
             if isinstance(self.network, RealNetwork):
-                nursery.start_soon(self._watch_interfaces, self.network)
+                nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self.network)
             nursery.start_soon(
+                keep_running,
+                "reach",
                 self.reach.run,
                 own_rng(self._rng),
                 lambda: self.membership.live,
                 self._reachability_found,
             )
-        nursery.start_soon(self._tell_of_checkpoints)
-        nursery.start_soon(self._remember)
-        nursery.start_soon(self._advertise)
+        nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
+        nursery.start_soon(keep_running, "remembering", self._remember)
+        nursery.start_soon(keep_running, "advertising", self._advertise)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
         key_file = self.config.swarm.key_file
@@ -349,9 +351,9 @@ class Node:
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
-            await self.runs.leave()
-            await self._save_remembered()
-            await self.membership.leave()
+            for part in (self.runs.leave, self._save_remembered, self.membership.leave):
+                with contain("leaving"):  # a full disk is no reason to go without a goodbye
+                    await part()
         self._publish(NodeStopped(at=self._clock.wall()))
 
     # Events

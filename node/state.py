@@ -289,8 +289,12 @@ def _with_run(state: State, view: RunView) -> State:
     return replace(state, runs=MappingProxyType(runs))
 
 
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+
+
 def rfc3339(at: float) -> str:
-    """Unix seconds as RFC 3339 in UTC, to the millisecond."""
+    """Unix seconds as RFC 3339 in UTC, to the millisecond; another node may claim one that has none."""
+    at = max(0.0, min(at, _LAST_SECOND))
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -11,6 +11,7 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from node.containment import describe, note
 from node.errors import StageFailed, Unreachable
 from node.runs.admission import specify
 from node.runs.link_codecs import LinkCodecs
@@ -77,6 +78,11 @@ class Hosting:
             except StageFailed as error:
                 self._stage = None
                 return str(error)
+            except Exception as error:
+                # Whoever asks is to plan without this node, and what was accepted for it be given up again.
+                note(error, "a stage that was to be opened")
+                self._stage = None
+                return f"an internal error: {describe(error)}"
             finally:
                 self.is_opening = False
         return None

@@ -15,6 +15,7 @@ import trio
 
 from crypto.identity import PeerId
 from crypto.noise import Data
+from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Network, Stream
 
@@ -105,32 +106,41 @@ class Links:
         with link.scope:
             if peer == self._network.peer:
                 await link.drain(partial(self._deliver_here, peer))
-            pause = RETRY_SECONDS_MIN
             while True:
-                try:
-                    stream = await self._network.open(peer, self._protocol)
-                except (Unreachable, StreamClosed):
-                    await trio.sleep(pause)
-                    pause = min(RETRY_SECONDS_MAX, pause * 2)
-                    continue
-                pause = RETRY_SECONDS_MIN
-                try:
-                    if link.has_lost:
-                        self._on_reconnected(peer)
-                    link.has_lost = True
-                    await _drain_until_closed(link, stream)
-                    await trio.sleep(RETRY_SECONDS_MIN)
-                finally:
-                    with trio.move_on_after(1) as scope:
-                        scope.shield = True
-                        await stream.aclose()
+                # What fails by a bug of ours is as good as a broken stream.
+                with contain("link") as part:
+                    await self._keep_open(peer, link)
+                if part.error is not None:
+                    await trio.sleep(RETRY_SECONDS_MAX)
+
+    async def _keep_open(self, peer: PeerId, link: "_Link") -> None:
+        pause = RETRY_SECONDS_MIN
+        while True:
+            try:
+                stream = await self._network.open(peer, self._protocol)
+            except (Unreachable, StreamClosed):
+                await trio.sleep(pause)
+                pause = min(RETRY_SECONDS_MAX, pause * 2)
+                continue
+            pause = RETRY_SECONDS_MIN
+            try:
+                if link.has_lost:
+                    self._on_reconnected(peer)
+                link.has_lost = True
+                await _drain_until_closed(link, stream)
+                await trio.sleep(RETRY_SECONDS_MIN)
+            finally:
+                with trio.move_on_after(1) as scope:
+                    scope.shield = True
+                    await stream.aclose()
 
     async def _deliver_here(self, peer: PeerId, message: Data, *payload: Data) -> None:
-        if payload:
-            whole = payload[0] if len(payload) == 1 else b"".join(payload)
-            await self._deliver(peer, message, memoryview(whole).toreadonly())
-        else:
-            await self._deliver(peer, message)
+        with contain("a message to this node itself"):
+            if payload:
+                whole = payload[0] if len(payload) == 1 else b"".join(payload)
+                await self._deliver(peer, message, memoryview(whole).toreadonly())
+            else:
+                await self._deliver(peer, message)
 
 
 async def _drain_until_closed(link: "_Link", stream: Stream) -> None:

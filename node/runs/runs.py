@@ -299,6 +299,8 @@ class Runs:
         with contain("run ending after a failure") as ending:
             await member.fail(reason)
         if ending.error is not None and self.members.get(run.id) is member:
+            with contain("run closing after a failure"):
+                await member.close_stage()
             with contain("run ending after a failure"):
                 await self.ended(member, "failed", reason, "")
 

@@ -6,6 +6,7 @@ may ask for what is said in `node.runs.requests`.
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
@@ -80,6 +81,7 @@ class Service(Protocol):
     def following(self, plan: bytes) -> RunMember | None: ...
     def accept(self, run: Run) -> RunMember: ...
     def enter(self, member: RunMember, plan: Plan) -> None: ...
+    def containing(self, run: Run, place: str) -> AbstractContextManager[None]: ...
 
 
 class Requests:
@@ -199,7 +201,8 @@ class Requests:
         self._released.append(request.plan)
         member = self._runs.members.get(request.run)
         if member is not None:
-            await member.unprepare(request.plan)
+            with self._runs.containing(member.run, "release"):
+                await member.unprepare(request.plan)
         return wire.Done()
 
     async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
@@ -288,7 +291,8 @@ class Requests:
             return wire.Declined("no such plan here")
         if peer not in (member.plan.committer, *committee(member.plan)):
             raise RemoteProtocolError("a run ended by a peer that has no vote in it")
-        await member.end(request.outcome, request.detail, request.weights, source=peer)
+        with self._runs.containing(member.run, "end"):
+            await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()
 
     async def _on_fetch(self, request: wire.FetchWeights) -> wire.Reply | Body:

@@ -15,6 +15,7 @@ from dht.keys import record_key
 from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message
 from dht.records import Record, sign_record
 from dht.settings import Settings
+from node.containment import contain
 from node.seams import Clock, Network
 from node.services.driver import Driver
 
@@ -68,7 +69,8 @@ class Discovery:
             while True:
                 await trio.sleep(RENEW_SECONDS)
                 for (purpose, name), value in list(self._own.items()):
-                    await self._store(purpose, name, value)
+                    with contain("renewing of a record"):
+                        await self._store(purpose, name, value)
 
     def command(self, order: Callable[[Kademlia, float], Sends]) -> None:
         """Let local code act on the core: `order(core, now)` returns what to send."""

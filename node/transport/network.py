@@ -17,6 +17,7 @@ from crypto.noise import suites_named
 from crypto.sessions.core import Sessions
 from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
+from node.containment import note
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
 from node.transport.book import AddressBook
@@ -240,5 +241,7 @@ class RealNetwork:
                 self._counters["messages_by_stream"] += 1
             except (Unreachable, StreamClosed, trio.TooSlowError):
                 self._counters["messages_by_stream_failed"] += 1
+            except Exception as error:
+                note(error, "a message by stream")
             finally:
                 self._one_shot_bytes -= len(message)

@@ -23,6 +23,7 @@ from crypto.buckets import Bucket, prefix_of
 from crypto.errors import RemoteProtocolError
 from crypto.noise import PeerHandshake
 from crypto.noise.offers import HEAD_BYTES, check_head
+from node.containment import contain, note
 from node.transport.admission import Admission
 from node.transport.doorway import Doorway
 from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
@@ -42,6 +43,9 @@ READ_BYTES_MAX = 2**16
 """What is read of an outsider in all, only to be thrown away. It makes the end of its connection look like
 that of a silent one; who sends more gets no more of our time, and its own kernel waits. What was read before
 it showed itself counts, or how much more it can send would tell how much it had right."""
+
+FAILED_SECONDS = 1.0
+"""After a turn that failed by a bug of ours."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 """The connection stays with the kernel, and is asked for again in the next turn: in a crowd these are few."""
@@ -141,8 +145,11 @@ class Strangers:
             while True:
                 with trio.move_on_at(self._next_due()):
                     await self._something_to_read()
-                pause_seconds = self._take_turn()
-                if not self._turns.take(trio.current_time()):
+                with contain("the doorway's turn") as part:
+                    pause_seconds = self._take_turn()
+                if part.error is not None:
+                    await trio.sleep(FAILED_SECONDS)
+                elif not self._turns.take(trio.current_time()):
                     await trio.sleep(pause_seconds)
         finally:
             for stranger in tuple(self._standing):
@@ -249,6 +256,9 @@ class Strangers:
                 self._refuse(stranger)
         except OSError:
             self._send_away(stranger, "handshakes_broken")
+        except Exception as error:
+            self._send_away(stranger, "handshakes_failed")
+            note(error, "a stranger's first flight")
 
     def _ignore(self, stranger: Stranger) -> None:
         """Take what comes, and forget it."""

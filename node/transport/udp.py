@@ -13,8 +13,12 @@ from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.sessions.core import Sessions
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Datagram, DatagramRefused
+from node.containment import contain, note
 from node.seams import Clock
 from node.transport.sockets import Route, UdpSockets, address_of
+
+FAILED_SECONDS = 1.0
+"""So long sessions are not woken again where that has failed: their deadline stays where it is."""
 
 
 class Datagrams:
@@ -66,12 +70,22 @@ class Datagrams:
             with trio.CancelScope(deadline=self._wakes_at) as self._sleep:
                 await trio.sleep_forever()
             now = self._clock.monotonic()
-            for peer, packet in self._sessions.wake(now):
-                for route in self._routes(self._where(peer, now)):
-                    self._sockets.send(packet, route)
+            with contain("sessions: their deadline") as part:
+                for peer, packet in self._sessions.wake(now):
+                    for route in self._routes(self._where(peer, now)):
+                        self._sockets.send(packet, route)
+            if part.error is not None:
+                await trio.sleep(FAILED_SECONDS)
 
     def _take(self, packet: bytes, route: Route) -> bool:
-        """Whether somebody is proved by it."""
+        """Whether somebody is proved by it. A packet at which we fail is as good as lost."""
+        try:
+            return self._take_authentic(packet, route)
+        except Exception as error:
+            note(error, "sessions: a packet")
+            return False
+
+    def _take_authentic(self, packet: bytes, route: Route) -> bool:
         source, now = route[1], self._clock.monotonic()
         try:
             received = self._sessions.receive(now, packet, source)

@@ -15,6 +15,7 @@ from node.containment import (
     contain,
     describe,
     failures,
+    keep_running,
     log,
     note,
     place_of,
@@ -23,9 +24,11 @@ from node.containment import (
 )
 from node.errors import StreamClosed
 from node.events import Event, RunEnded, StepCommitted
+from node.runs.placement import NotPlaced
 from node.runs.telling import Telling
 from node.runtime import Node
 from node.seams import Stream
+from node.state import rfc3339
 from tests.node.behaviour.worlds import World, on_both_networks, running, until
 from tests.stack import manifest, prepare, simulate, swarm, train
 
@@ -308,3 +311,97 @@ def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.Monk
             assert [event.outcome for event in group.events["a"] if isinstance(event, RunEnded)] == ["failed"]
 
     simulate(scenario)
+
+
+def test_a_part_of_the_node_that_fails_is_begun_again_ever_more_slowly() -> None:
+    begun: list[float] = []
+
+    async def fail() -> None:
+        begun.append(trio.current_time())
+        if len(begun) < 9:
+            lose()
+
+    async def scenario() -> None:
+        start = trio.current_time()
+        await keep_running("somewhere", fail)
+        assert [round(at - start) for at in begun] == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+
+    simulate(scenario)
+
+
+def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            node = group.nodes["a"]
+
+            def write(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            for name in ("write", "write_soon", "copy_in"):
+                monkeypatch.setattr(group.storages["a"], name, write)
+            await trio.sleep(300)
+            run = prepare(group.nodes["b"], manifest(stages=1, replicas=2, steps=2))
+            with pytest.raises(NotPlaced):
+                await group.nodes["b"].runs.submit(run)
+            assert node.runs.members == {}
+            assert node.runs.has_slot
+            with trio.fail_after(120):
+                await node.leave()
+            await trio.sleep(5)
+            assert group.nodes["b"].state.members[node.peer].status == "left"
+            assert failures["remembering"] > 1
+
+    simulate(scenario)
+
+
+def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            links, left = group.nodes["a"].runs.links, 2
+            again = links._keep_open
+
+            async def fail(*arguments: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left >= 0:
+                    lose()
+                await again(*arguments)
+
+            monkeypatch.setattr(links, "_keep_open", fail)
+            _, events = await train(group, "a", manifest(stages=2, replicas=1, steps=3))
+            assert isinstance(events[-1], RunEnded)
+            assert events[-1].outcome == "done"
+            assert failures["link"] == 2
+
+    simulate(scenario)
+
+
+def test_an_end_that_fails_while_it_is_told_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            run = prepare(group.nodes["a"], manifest(stages=1, replicas=2, steps=4))
+            b = group.nodes["b"]
+
+            async def fail(*_: object) -> str:
+                raise AssertionError("what cannot be")
+
+            with group.nodes["a"].watch() as events:
+                await group.nodes["a"].runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        monkeypatch.setattr(b.runs.members[run.id], "end", fail)
+                        break
+                async for event in events:
+                    if isinstance(event, RunEnded):
+                        break
+            await trio.sleep(30)
+            assert b.runs.members == {}
+            assert b.runs.has_slot
+
+    simulate(scenario)
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_well_as_it_can_be() -> None:
+    assert rfc3339(2**53 / 1000).startswith("9999-12-31")
+    assert rfc3339(float("nan"))
+    assert rfc3339(-1e300).startswith("1970")
