@@ -6,8 +6,9 @@ incarnation alive < suspect < dead < left. Two things come from facts being sign
 - An accusation counts only for the incarnation that the *subject* announced and we hold. So nobody
   can accuse a future incarnation, and a subject can always refute by one more.
 - An accuser must be a known member, or one outside of our scope who accuses us ourselves. That keeps
-  strangers out; it does not stop a member that lies, whose victim refutes and whose name stands in the
-  reason.
+  strangers out. A member that lies buries nobody: a dead fact only brings the end of a suspicion nearer,
+  never below the time to refute, and at the end a probe of this peer itself must have failed. One whose
+  accusations are refuted too often is not believed for a while (`gossip.suspicion.Credit`).
 
 A signature is checked only where the fact would change something, and only checked facts are kept
 or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
@@ -51,11 +52,12 @@ from gossip.messages import (
 )
 from gossip.scope import Scope
 from gossip.settings import Settings
-from gossip.suspicion import LocalHealth, Suspicion
+from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion
 from gossip.table import MemberTable, Row, Verdict
 
 OUTSIDERS_REFUTED_MAX = 2
-"""Accusations of us refuted in one probe interval whose authors we do not list, but which may list us."""
+"""Accusations of us refuted in one probe interval whose authors we do not list, but which may list us; and of
+those who accuse too often."""
 DOUBTED_MAX = 16
 """Members probed at once because one Sync calls them dead; the round of probes finds the others."""
 
@@ -64,7 +66,7 @@ class Beliefs:
     """The member list of one peer, kept by the facts it hears."""
 
     __slots__ = (
-        "_events", "_farewell", "_settings", "_signer", "_suspicions", "health", "misled",
+        "_credit", "_events", "_farewell", "_settings", "_signer", "_suspicions", "health", "misled",
         "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "table"
     )  # fmt: skip
 
@@ -80,7 +82,7 @@ class Beliefs:
         scope: Scope,
     ) -> None:
         self.scope = scope
-        # Within the present probe interval, accusations by peers outside of our scope.
+        # Within the present probe interval, accusations by peers outside of our scope, and by the untrusted.
         self.outsiders_refuted = 0
         self._signer = signer
         self._settings = settings
@@ -91,6 +93,7 @@ class Beliefs:
         self.queue = Dissemination()
         self.queue.put(self.peer, self.me.said.fact)
         self._suspicions: dict[PeerId, Suspicion] = {}
+        self._credit = Credit(LEAK_INTERVALS * settings.probe_interval_seconds)
         # Who sent us, last of all, an accusation that we refuted before.
         self.misled: PeerId | None = None
         # What says that we have left.
@@ -135,13 +138,36 @@ class Beliefs:
             self._begin_suspicion(now, row, fact, silence)
         elif self._suspicions[row.peer].wants(self.peer):
             self._confirm(row.peer, fact)
+        self._suspicions[row.peer].is_observed = True
+        self._reckon()
 
-    def bury_expired(self, now: float) -> None:
-        """Give up every suspect whose time to refute is over."""
-        for peer in [peer for peer, suspicion in self._suspicions.items() if suspicion.deadline <= now]:
-            row = self.table.rows[peer]
-            silence = _milliseconds(self.table.silence_seconds(row, now))
-            self._bury(now, row, sign_body(self._signer, DeadBody(peer, row.incarnation, silence)), silence)
+    def bury_expired(self, now: float) -> list[Row]:
+        """Give up every suspect whose time to refute is over. Returns those to probe before, whose answers
+        only others have missed: of each is then said that it answered (`spare`) or not (`miss`)."""
+        unseen = []
+        for peer in [peer for peer, suspicion in self._suspicions.items() if suspicion.due <= now]:
+            row, suspicion = self.table.rows[peer], self._suspicions[peer]
+            if suspicion.is_observed:
+                self._bury(now, row, suspicion.condemnation)
+            else:
+                suspicion.is_checked = True
+                unseen.append(row)
+        self._reckon()
+        return unseen
+
+    def miss(self, peer: PeerId) -> None:
+        """A suspect has not answered this peer either."""
+        suspicion = self._suspicions.get(peer)
+        if suspicion is not None:
+            suspicion.is_observed, suspicion.is_checked = True, False
+            self._reckon()
+
+    def spare(self, now: float, peer: PeerId) -> None:
+        """A member has answered this peer: what others say of it does not bury it."""
+        suspicion = self._suspicions.get(peer)
+        if suspicion is not None:
+            suspicion.spare(now)
+            self._reckon()
 
     def doubtful(self, now: float) -> list[PeerId]:
         """The suspects whom this peer accused, and those who would be dead if others had confirmed it."""
@@ -268,6 +294,9 @@ class Beliefs:
         back = status in (Status.DEAD, Status.LEFT)
         if status is not Status.ALIVE:
             self.table.judge(row, now, None, found_through=sender if back else None)
+            suspicion = self._suspicions.get(said.peer)
+            for accuser in suspicion.accusers if suspicion is not None else ():
+                self._credit.refuted(accuser, now)
             self._end_suspicion(said.peer)
         if back:
             self._events.append(_up(said, sender))
@@ -304,32 +333,48 @@ class Beliefs:
         known = accuser in self.table.rows
         if row is None or accuser == row.peer or body.incarnation != row.incarnation or not row.live:
             return
-        if not (known or (row.peer == self.peer and self._may_hear_outsider(accuser))):
+        # Whose scope is wider than ours lists us though we do not list it, and would bury us.
+        if not (known or (row.peer == self.peer and not self.scope.holds(accuser))):
             return
         if row.peer == self.peer:
-            check_body(self._signer, fact, body)
-            if known:
-                self.health.worsen()
-            else:
-                self.outsiders_refuted += 1
-            self.announce(self.me.profile)
-            reason = self._reason(accuser, body.silence_milliseconds)
-            self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
+            self._hear_of_me(now, fact, body)
         elif isinstance(body, DeadBody) and doubted is not None:
             doubted.append(row.peer)
-        elif isinstance(body, DeadBody):
-            check_body(self._signer, fact, body)
-            self._bury(now, row, fact, body.silence_milliseconds)
-        elif row.status is Status.ALIVE:
-            check_body(self._signer, fact, body)
-            self._begin_suspicion(now, row, fact, body.silence_milliseconds)
-        elif self._suspicions[row.peer].wants(accuser):
-            check_body(self._signer, fact, body)
-            self._confirm(row.peer, fact)
+        elif not self._credit.is_spent(accuser, now):
+            self._hear_of_other(now, row, fact, body)
 
-    def _may_hear_outsider(self, accuser: PeerId) -> bool:
-        # Whose scope is wider than ours lists us though we do not list it, and would bury us.
-        return not self.scope.holds(accuser) and self.outsiders_refuted < OUTSIDERS_REFUTED_MAX
+    def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
+        """Refute. One that accuses too often may mean it all the same, but costs no more than an outsider."""
+        accuser = PeerId(fact.author)
+        is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
+        if not is_trusted and self.outsiders_refuted >= OUTSIDERS_REFUTED_MAX:
+            return
+        check_body(self._signer, fact, body)
+        if is_trusted:
+            self.health.worsen()
+        else:
+            self.outsiders_refuted += 1
+        self._credit.refuted(accuser, now)
+        self.announce(self.me.profile)
+        reason = self._reason(accuser, body.silence_milliseconds)
+        self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
+
+    def _hear_of_other(self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody) -> None:
+        """Suspect a member, confirm that, or let it end as early as it may."""
+        accuser, suspicion = PeerId(fact.author), self._suspicions.get(row.peer)
+        is_confirmed = suspicion is not None and suspicion.wants(accuser)
+        is_condemned = isinstance(body, DeadBody) and (suspicion is None or suspicion.condemnation is None)
+        if suspicion is not None and not (is_confirmed or is_condemned):
+            return
+        check_body(self._signer, fact, body)
+        if suspicion is None:
+            self._begin_suspicion(now, row, fact, body.silence_milliseconds)
+        elif is_confirmed:
+            self._confirm(row.peer, fact)
+        if is_condemned:
+            self._suspicions[row.peer].condemn(now, fact)
+            self.queue.put(row.peer, fact, beside=True)
+            self._reckon()
 
     def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
         """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
@@ -350,7 +395,17 @@ class Beliefs:
         wanted = wanted if live - 2 >= wanted else 0
         shortest, longest = self._settings.suspicion_bounds_seconds(live)
         accuser = PeerId(fact.author)
-        self._suspicions[row.peer] = Suspicion(now, accuser, shortest, longest, wanted)
+        self._suspicions[row.peer] = Suspicion(
+            now,
+            accuser,
+            shortest,
+            longest,
+            wanted,
+            # One who calls it dead suspected it before we did, by the time that gossip takes.
+            ahead_seconds=self._settings.probe_interval_seconds,
+            check_seconds=self._settings.probe_timeout_seconds,
+        )
+        self._suspicions[row.peer].is_observed = accuser == self.peer
         self._reckon()
         self.table.unanswered(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
@@ -364,7 +419,12 @@ class Beliefs:
         self._reckon()
         self.queue.put(peer, fact, beside=True)
 
-    def _bury(self, now: float, row: Row, fact: Fact, silence: int) -> None:
+    def _bury(self, now: float, row: Row, told: Fact | None) -> None:
+        """Hold a suspect for dead, as we were `told` by a member, or by a fact of our own."""
+        silence = _milliseconds(self.table.silence_seconds(row, now))
+        fact = told or sign_body(self._signer, DeadBody(row.peer, row.incarnation, silence))
+        if told is not None and isinstance(body := read_body(told), DeadBody):
+            silence = body.silence_milliseconds
         accuser = PeerId(fact.author)
         reason = self._reason(accuser, silence)
         self._end_suspicion(row.peer)
@@ -377,8 +437,8 @@ class Beliefs:
             self._reckon()
 
     def _reckon(self) -> None:
-        deadlines = (suspicion.deadline for suspicion in self._suspicions.values())
-        self.suspicion_deadline = min(deadlines, default=inf)
+        dues = (suspicion.due for suspicion in self._suspicions.values())
+        self.suspicion_deadline = min(dues, default=inf)
 
     def _may_have_room(self) -> bool:
         return len(self.table.rows) < self._settings.members_max or self.table.live < len(self.table.rows)

@@ -29,6 +29,8 @@ class Probe:
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
     nacked: tuple[PeerId, ...] = ()
+    is_last: bool = False
+    """Whether it decides over a suspect whom others accused: it goes through no relay."""
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""

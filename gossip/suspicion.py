@@ -5,8 +5,17 @@ accusers shorten, IV-A for the local health multiplier.
 """
 
 import math
+from math import inf
 
+from crypto.facts import Fact
 from crypto.identity import PeerId
+
+REFUTED_MAX = 8.0
+"""Refuted accusations of one accuser until it is believed no more. At 10 % loss an honest one errs once in
+130 probe intervals, and LEAK_INTERVALS take one back."""
+LEAK_INTERVALS = 30.0
+ACCUSERS_MAX = 256
+"""Accusers whose errors are counted: more than err in one leak among 2,000 members at 10 % loss."""
 
 
 class Suspicion:
@@ -17,8 +26,20 @@ class Suspicion:
     """
 
     def __init__(
-        self, now: float, accuser: PeerId, shortest_seconds: float, longest_seconds: float, wanted: int
+        self,
+        now: float,
+        accuser: PeerId,
+        shortest_seconds: float,
+        longest_seconds: float,
+        wanted: int,
+        *,
+        ahead_seconds: float = 0.0,
+        check_seconds: float = 0.0,
     ) -> None:
+        """A member that calls the suspect dead may end it so far ahead of its shortest time; `check_seconds`
+        is what an own probe takes."""
+        self._ahead_seconds = ahead_seconds
+        self._check_seconds = check_seconds
         self._started_at = now
         self._shortest_seconds = shortest_seconds
         self._longest_seconds = longest_seconds
@@ -26,11 +47,33 @@ class Suspicion:
         self.accuser = accuser
         self._accusers = [accuser]
         self._excused_seconds = 0.0
+        self._condemned_at = inf
+        self.condemnation: Fact | None = None
+        """The first Dead fact heard of the suspect."""
+        self.is_observed = False
+        """Whether the last probe of this peer has failed too."""
+        self.is_checked = False
+        """Whether that probe is on its way, for which the end waits."""
+
+    @property
+    def accusers(self) -> tuple[PeerId, ...]:
+        """Those who stand behind it, the one who condemned the suspect among them."""
+        condemned = () if self.condemnation is None else (PeerId(self.condemnation.author),)
+        return tuple(dict.fromkeys((*self._accusers, *condemned)))
 
     @property
     def deadline(self) -> float:
-        """When the suspect is given up, in monotonic seconds."""
-        return self._started_at + self._lasts_seconds() + self._excused_seconds
+        """When the suspect is given up, in monotonic seconds, if a probe of this peer has failed by then."""
+        told_at = max(self.confirmed_by - self._ahead_seconds, self._condemned_at)
+        return min(self._started_at + self._lasts_seconds(), told_at) + self._excused_seconds
+
+    @property
+    def due(self) -> float:
+        """When something is to be done: at the deadline, or that probe, in time for the earliest deadline."""
+        if self.is_checked:
+            return inf
+        check_at = self.confirmed_by - self._ahead_seconds - self._check_seconds + self._excused_seconds
+        return self.deadline if self.is_observed else min(check_at, self.deadline)
 
     @property
     def confirmed_by(self) -> float:
@@ -45,6 +88,19 @@ class Suspicion:
         """Count one more independent accuser; only after `wants` said so."""
         self._accusers.append(accuser)
 
+    def condemn(self, now: float, fact: Fact) -> None:
+        """A member says that the suspect is dead: it ends as if all had confirmed it, or a little earlier,
+        for that member has heard of it before us."""
+        self.condemnation = fact
+        self._condemned_at = now
+
+    def spare(self, now: float) -> None:
+        """The suspect answered this peer's own probe: begin anew."""
+        self._started_at = now
+        self._condemned_at = inf
+        self.condemnation = None
+        self.is_checked = self.is_observed = False
+
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer itself stalled; in all at most the longest suspicion."""
         self._excused_seconds = min(self._excused_seconds + seconds, self._longest_seconds)
@@ -55,6 +111,37 @@ class Suspicion:
         share = math.log(len(self._accusers)) / math.log(self._wanted + 1)
         lasts = self._longest_seconds - (self._longest_seconds - self._shortest_seconds) * share
         return max(self._shortest_seconds, lasts)
+
+
+class Credit:
+    """Accusations that their subjects refuted, by accuser: one that errs too often is believed no more for a
+    while. A leaking count for each, of the ACCUSERS_MAX that erred last."""
+
+    __slots__ = ("_counts", "_leak_seconds")
+
+    def __init__(self, leak_seconds: float) -> None:
+        self._leak_seconds = leak_seconds
+        # Accuser: what it counted, and when.
+        self._counts: dict[PeerId, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def refuted(self, accuser: PeerId, now: float) -> None:
+        """One whom it accused lives."""
+        count = self._count(accuser, now) + 1
+        self._counts.pop(accuser, None)
+        self._counts[accuser] = (min(count, REFUTED_MAX), now)
+        if len(self._counts) > ACCUSERS_MAX:
+            del self._counts[next(iter(self._counts))]
+
+    def is_spent(self, accuser: PeerId, now: float) -> bool:
+        """Whether it has erred too often lately."""
+        return bool(self._counts) and self._count(accuser, now) > REFUTED_MAX - 1
+
+    def _count(self, accuser: PeerId, now: float) -> float:
+        count, at = self._counts.get(accuser, (0.0, now))
+        return max(0.0, count - (now - at) / self._leak_seconds)
 
 
 class LocalHealth:

@@ -120,7 +120,7 @@ class Swim:
         most = self._settings.members_max
         return {
             "members": (len(self._table.rows), most),
-            "news": (len(self._beliefs.queue), most * (1 + self._settings.confirmations)),
+            "news": (len(self._beliefs.queue), most * (2 + self._settings.confirmations)),
             "relays": (len(self._flight.relays), RELAYS_MAX),
         }
 
@@ -186,7 +186,7 @@ class Swim:
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
-                sends = self._receive_ack(sender, message.number)
+                sends = self._receive_ack(now, sender, message.number)
                 self._plan()
                 return sends
         try:
@@ -217,7 +217,7 @@ class Swim:
                 answer: Sends = [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
                 return answer if self._table.is_live(sender) else answer + self._exchange.greet(sender)
             case Ack():
-                return self._receive_ack(sender, message.number)
+                return self._receive_ack(now, sender, message.number)
             case PingRequest():
                 return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
             case Compare() | ScopedCompare():
@@ -228,12 +228,14 @@ class Swim:
                     probe.nacked += (sender,)
         return []
 
-    def _receive_ack(self, sender: PeerId, number: int) -> Sends:
+    def _receive_ack(self, now: float, sender: PeerId, number: int) -> Sends:
         probe = self._flight.probes.get(number)
         if probe is not None and (sender == probe.target or sender in probe.relays):
             del self._flight.probes[number]
             self._health.better()
             self._table.answered(probe.target)
+            if sender == probe.target:
+                self._beliefs.spare(now, sender)
         relays = self._flight.relays
         relay = relays.get(number) if relays else None
         if relay is not None and sender == relay.target:
@@ -266,7 +268,8 @@ class Swim:
         if (flight.probes or flight.relays) and flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
-            self._beliefs.bury_expired(now)
+            for row in self._beliefs.bury_expired(now):
+                sends += self._probe(now, row, is_last=True)
         if self._tick_at <= now:
             sends += self._tick(now)
         if self._exchange.due <= now:
@@ -305,14 +308,18 @@ class Swim:
         return tuple(self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != target))
 
     def _fail(self, now: float, probe: Probe) -> None:
-        # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
-        self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         row = self._table.rows.get(probe.target)
+        if not probe.is_last:
+            # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
+            self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         if row is not None:
             self._table.unanswered(probe.target, probe.sent_at)
         # A higher incarnation since then is a sign of life.
         if row is not None and row.live and row.incarnation == probe.incarnation:
-            self._beliefs.accuse(now, row)
+            if probe.is_last:
+                self._beliefs.miss(probe.target)
+            else:
+                self._beliefs.accuse(now, row)
 
     def _tick(self, now: float) -> Sends:
         self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
@@ -326,11 +333,12 @@ class Swim:
                 sends += self.hint_suspect(now, suspect)
         return sends
 
-    def _probe(self, now: float, row: Row) -> Sends:
+    def _probe(self, now: float, row: Row, *, is_last: bool = False) -> Sends:
         peer, patience = row.peer, self._health.multiplier
-        end_seconds = self._settings.probe_interval_seconds * patience
-        timeout_at = now + self._settings.probe_timeout_seconds * patience
-        probe = Probe(peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds)
+        timeout_seconds = self._settings.probe_timeout_seconds * patience
+        end_seconds = timeout_seconds if is_last else self._settings.probe_interval_seconds * patience
+        probe = Probe(peer, row.incarnation, now, now + timeout_seconds, now + end_seconds, end_seconds)
+        probe.is_last = probe.relayed = is_last
         number = self._flight.add_probe(probe)
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 

@@ -5,14 +5,19 @@ is judged how is in `tests.partition.test_disputes`, what strangers may say in `
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import trio
 
+from crypto.encoding import encode
+from gossip.messages import DeadBody, Gossip, SuspectBody, sign_body
+from gossip.swim import PROTOCOL
 from node.errors import PayloadRefused
 from node.events import Event, ReplicaDropped, StepCommitted
 from node.runtime import Node
+from node.services.membership import encode_metadata
 from partition import stage as api
 from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
 from tests.test_hostile_frames import in_force, outcome, the_run
@@ -120,3 +125,45 @@ def test_a_member_that_holds_up_a_step_and_answers_probes_loses_its_place(
 
 def test_a_bit_that_turns_once_costs_nobody_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(0, 0, lambda node: spoil(node, monkeypatch, 1)) == []
+
+
+def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
+    lost: list[str] = []
+
+    async def scenario() -> None:
+        async with swarm("abcdef") as group:
+            liar = group.nodes["f"]
+
+            async def lie(events: int) -> None:
+                """Tell everybody that all others are dead, in the incarnation that they have just now."""
+                for _ in range(events):
+                    for member in liar.membership.members:
+                        if member.peer == liar.peer:
+                            continue
+                        facts = tuple(
+                            sign_body(liar.signer, kind(member.peer, member.incarnation, 0))
+                            for kind in (SuspectBody, DeadBody)
+                        )
+                        for node in group.nodes.values():
+                            if node is not liar:
+                                liar.network.send(node.peer, PROTOCOL, encode(Gossip(facts)))
+                    await trio.sleep(0.05)
+
+            async def watch(event: Event) -> None:
+                if isinstance(event, StepCommitted):
+                    await lie(10)
+                if isinstance(event, ReplicaDropped):
+                    lost.append(group.name_of(event.peer))
+
+            # It would take a stage if it were asked, and is not.
+            liar.membership.update(
+                replace(liar._profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
+            )
+            await trio.sleep(2)
+            run, events = await train(group, "e", manifest(), watch)
+            outcome(events)
+            assert [event.step for event in events if isinstance(event, StepCommitted)] == [0, 1, 2, 3, 4]
+            assert_equal(weights(group, "e", run), reference(run), "float64")
+
+    simulate(scenario)
+    assert lost == []

@@ -1,5 +1,6 @@
 """Facts: who may say what about whom, and that a forged one changes nothing. Real signatures."""
 
+from collections.abc import Collection
 from random import Random
 from typing import Any
 
@@ -11,17 +12,20 @@ from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity, PeerId
 from gossip.member import MemberDown, MemberLeft, MemberSuspected, Profile, SelfAccused, Status
 from gossip.messages import (
+    Ack,
     AliveBody,
     Body,
     DeadBody,
     Gossip,
     LeftBody,
+    Ping,
     SuspectBody,
     Sync,
     alive_body,
     sign_body,
 )
 from gossip.settings import Settings
+from gossip.suspicion import ACCUSERS_MAX, LEAK_INTERVALS, REFUTED_MAX, Credit
 from gossip.swim import Swim
 
 ME, ANN, BOB, EVE = (Identity(bytes([number]) * 32) for number in range(1, 5))
@@ -41,11 +45,22 @@ class Peer:
     def __init__(self, **settings: Any) -> None:
         signer = IdentitySigner(ME, "test")
         self.core = Swim(signer, Profile("me", ()), Settings(**settings), Random(1), 5, 0.0)
+        self.now = 1.0
         self.hear(alive(ANN), alive(BOB))
         self.core.events.clear()
 
     def hear(self, *facts: Fact, sender: Identity = BOB) -> None:
-        self.core.receive(1.0, sender.peer, Gossip(facts))
+        self.core.receive(self.now, sender.peer, Gossip(facts))
+
+    def wait(self, seconds: float = 30.0, answering: Collection[PeerId] = (BOB.peer,)) -> None:
+        """Let time pass, in which these answer pings, and say nothing else."""
+        until = self.now + seconds
+        while self.core.deadline <= until:
+            self.now = self.core.deadline
+            for receiver, sent in self.core.wake(self.now):
+                if isinstance(sent, Ping) and receiver in answering:
+                    self.core.receive(self.now, receiver, Ack(sent.number))
+        self.now = until
 
     def sync(self, *facts: Fact, sender: Identity = BOB) -> list[Any]:
         return [message for _, message in self.core.receive(1.0, sender.peer, Sync(False, facts))]
@@ -125,21 +140,67 @@ def test_a_signature_is_not_checked_where_the_fact_changes_nothing() -> None:
     peer.hear(forge(say(BOB, DeadBody(ANN.peer, 4, 0)), signature=bytes(64)))
 
 
-def test_dead_overrides_suspect_and_left_overrides_dead_and_the_accuser_is_named() -> None:
+def test_left_overrides_dead_and_the_accuser_of_the_dead_is_named() -> None:
     peer = Peer()
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)))
     assert peer.status(ANN) is Status.SUSPECT
     peer.hear(say(BOB, DeadBody(ANN.peer, 5, 2_300)))
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 9)))
+    peer.wait()
     assert peer.status(ANN) is Status.DEAD
     member = next(member for member in peer.core.members if member.peer == ANN.peer)
     assert (member.reason, member.accuser) == ("no ack for 2.3 s, says x", BOB.peer)
     peer.hear(say(ANN, LeftBody(5)))
     assert peer.status(ANN) is Status.LEFT
-    kinds = [type(event) for event in peer.core.events]
+    kinds = [type(event) for event in peer.core.events if getattr(event, "peer", None) == ANN.peer]
     assert kinds == [MemberSuspected, MemberDown, MemberLeft]
     peer.hear(alive(ANN, 6))
     assert peer.status(ANN) is Status.ALIVE
+
+
+@pytest.mark.parametrize("first", [(), (SuspectBody,)], ids=["at once", "after a suspicion"])
+def test_one_that_answers_this_peer_is_not_dead_for_what_a_member_says(first: Any) -> None:
+    peer = Peer()
+    for kind in first:
+        peer.hear(say(BOB, kind(ANN.peer, 5, 1_100)))
+    peer.hear(say(BOB, DeadBody(ANN.peer, 5, 2_300)))
+    assert peer.status(ANN) is Status.SUSPECT
+    peer.wait(answering={ANN.peer})
+    assert peer.status(ANN) is Status.SUSPECT
+    peer.hear(alive(ANN, 6))
+    assert peer.status(ANN) is Status.ALIVE
+
+
+def test_a_suspect_has_time_to_refute_whatever_a_member_says() -> None:
+    peer = Peer()
+    peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)), say(BOB, DeadBody(ANN.peer, 5, 2_300)))
+    settings = Settings()
+    shortest, _ = settings.suspicion_bounds_seconds(3)
+    peer.wait(shortest - settings.probe_interval_seconds - 0.1)
+    assert peer.status(ANN) is Status.SUSPECT
+
+
+def test_an_accuser_that_is_refuted_too_often_is_not_believed_for_a_while() -> None:
+    peer = Peer()
+    for number in range(int(REFUTED_MAX)):
+        peer.hear(say(BOB, SuspectBody(ANN.peer, 5 + number, 0)))
+        assert peer.status(ANN) is Status.SUSPECT
+        peer.hear(alive(ANN, 6 + number))
+    latest = 5 + int(REFUTED_MAX)
+    peer.hear(say(BOB, SuspectBody(ANN.peer, latest, 0)), say(BOB, DeadBody(ANN.peer, latest, 0)))
+    assert peer.status(ANN) is Status.ALIVE
+    before = peer.incarnation
+    peer.hear(say(BOB, SuspectBody(ME.peer, before, 0)))
+    peer.now += LEAK_INTERVALS + 1
+    peer.hear(say(BOB, SuspectBody(ANN.peer, latest, 0)))
+    assert peer.status(ANN) is Status.SUSPECT
+
+
+def test_the_accusers_whose_errors_are_counted_are_bounded() -> None:
+    credit = Credit(30.0)
+    for number in range(ACCUSERS_MAX + 50):
+        credit.refuted(PeerId(number.to_bytes(32, "big")), float(number))
+    assert len(credit) == ACCUSERS_MAX
 
 
 def test_we_refute_what_a_member_says_of_us_once_for_each_incarnation() -> None:
@@ -174,11 +235,11 @@ def test_who_was_dead_before_we_came_is_no_news() -> None:
     assert peer.status(EVE) is Status.ALIVE
 
 
-def test_a_full_list_takes_nobody_new_until_somebody_is_dead() -> None:
+def test_a_full_list_takes_nobody_new_until_somebody_has_gone() -> None:
     peer = Peer(members_max=3)
     peer.hear(alive(EVE))
     assert peer.status(EVE) is None
-    peer.hear(say(BOB, DeadBody(ANN.peer, 5, 0)))
+    peer.hear(say(ANN, LeftBody(5)))
     peer.hear(alive(EVE))
     assert peer.status(EVE) is Status.ALIVE
     assert peer.status(ANN) is None
