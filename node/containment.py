@@ -14,11 +14,13 @@ The tally and the mode are those of the process, as its log is: one process runs
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -118,14 +120,20 @@ def strictness(*, is_strict: bool) -> Iterator[None]:
 
 def write_log(folder: Path) -> None:
     """Write what is logged to a file in this folder, tracebacks too, and one line each to stderr."""
-    whole = RotatingFileHandler(
-        folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8", delay=True
-    )
+    whole = _OwnFile(folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8", delay=True)
     whole.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
     brief = logging.StreamHandler()
     brief.setFormatter(_OneLine(folder / LOG_NAME))
     log.propagate = False
     log.handlers = [whole, brief]
+
+
+class _OwnFile(RotatingFileHandler):
+    """For this user only, and no link that somebody has planted."""
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return TextIOWrapper(open(os.open(self.baseFilename, flags, 0o600), "wb"), encoding="utf-8")
 
 
 class _OneLine(logging.Formatter):

@@ -291,7 +291,9 @@ def _rounding(rows: Sequence[Work]) -> tuple[float, float]:
     for direction in range(2):
         pairs = [work.rounding[direction] for work in rows if len(work.rounding) > direction]
         error, norm = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-        found.append((error / norm) ** 0.5 if norm > 0 and isfinite(error) and isfinite(norm) else 0.0)
+        # What a replica says of itself may be anything, and the root of a negative number is a complex one.
+        ratio = error / norm if error >= 0 and norm > 0 else 0.0
+        found.append(ratio**0.5 if isfinite(ratio) else 0.0)
     return found[0], found[1]
 
 

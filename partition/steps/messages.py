@@ -31,6 +31,8 @@ EVALUATIONS_IN_FLIGHT_MAX = 32
 SAMPLES_MAX = 2**31
 """What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
 
+WorkCount = Annotated[int, msgspec.Meta(ge=0, le=2**46)]
+"""What one replica may have sent in a step, 70 TB: the sum over all of a stage is still a number for JSON."""
 Numbers = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
 
 
@@ -177,9 +179,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """
 
     busy_nanoseconds: Count = 0
-    sent_bytes: Count = 0
-    returned_bytes: Count = 0
-    replayed: Count = 0
+    sent_bytes: WorkCount = 0
+    returned_bytes: WorkCount = 0
+    replayed: WorkCount = 0
     rounding: Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=2)] = ()
 
 

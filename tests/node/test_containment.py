@@ -1,6 +1,7 @@
 """What fails unexpectedly stays where it failed: counted, logged, and the node goes on."""
 
 import logging
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +140,7 @@ def test_the_log_has_the_traceback_and_the_screen_one_line(
             handler.close()
         log.handlers, log.propagate = handlers, propagate
     assert "KeyError" in (tmp_path / LOG_NAME).read_text()
+    assert stat.S_IMODE((tmp_path / LOG_NAME).stat().st_mode) == 0o600
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert str(tmp_path / LOG_NAME) in said

@@ -16,8 +16,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import trio
+from msgspec.structs import replace
 
-from crypto.encoding import decode
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
 from node.cli.screen import EventScreen
@@ -25,14 +26,24 @@ from node.errors import UsageError
 from node.events import RunEnded, StepCommitted
 from node.runs import data as datasets
 from node.runs import requests as wire
+from node.runs.committer import _rounding
 from node.runs.copies import Offer
 from node.runs.keeping import Keeping, newest_name
 from node.runs.placement import rounded
 from node.runtime import Node
 from node.state import event_document
 from node.storage.folder import FolderStorage
-from partition.plan.plan import NOTHING, STEPS_MAX, Plan, StagePlan, decode_plan, encode_plan, plan_hash
-from partition.steps.messages import Open, StageRoutes
+from partition.plan.plan import (
+    NOTHING,
+    REPLICAS_MAX,
+    STEPS_MAX,
+    Plan,
+    StagePlan,
+    decode_plan,
+    encode_plan,
+    plan_hash,
+)
+from partition.steps.messages import Open, StageRoutes, Work
 from partition.steps.routes import attempts
 from tests.source import ROOT
 from tests.stack import Swarm, manifest, prepare, simulate, swarm
@@ -231,3 +242,26 @@ def test_a_name_that_the_screen_cannot_write_is_shown_as_well_as_it_can_be() -> 
     assert done.stderr == b""
     assert done.returncode == 0
     assert b"joined" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "pair", [(-1.0, 1.0), (1e308, 5e-324), (float("nan"), 1.0), (1.0, float("inf")), (1.0, -1.0)]
+)
+def test_whatever_rounding_a_replica_claims_a_step_can_be_told(pair: tuple[float, float]) -> None:
+    rounding = _rounding([Work(rounding=(pair, (1.0, 4.0)))])
+    assert rounding[1] == 0.5
+    event = StepCommitted(**(NOTICE | {"rounding": rounding}))
+    wire.check_notice(wire.Notice(bytes(32), event))
+    assert EventScreen().lines(event_document(event))
+
+
+@pytest.mark.parametrize("name", ["sent_bytes", "returned_bytes", "replayed"])
+def test_what_all_replicas_claim_to_have_sent_adds_up_to_a_number_for_the_wire(name: str) -> None:
+    def taken(count: int) -> Work:
+        work: Work = decode(encode(replace(Work(), **{name: count})), Work, bytes_max=1_000)
+        return work
+
+    with pytest.raises(RemoteProtocolError):
+        taken(2**63 - 1)
+    changes = {"sent_bytes": (REPLICAS_MAX * getattr(taken(2**46), name),)}
+    wire.check_notice(wire.Notice(bytes(32), StepCommitted(**(NOTICE | changes))))
