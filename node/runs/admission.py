@@ -20,6 +20,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Entry, Graph, StageGraph
 from partition.model.sizes import check_sizes
 from partition.plan.cost import stage_memory_bytes
+from partition.plan.history import History, replay
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import Plan, decode_plan
 from partition.stage import StageSpecification
@@ -39,10 +40,13 @@ class Machine:
     allow_unfenced: bool = False
 
 
-def check_plan(signer: Signer, manifest: Fact, data: bytes, sender: PeerId) -> tuple[Run, Plan]:
+def check_plan(
+    signer: Signer, manifest: Fact, data: bytes, history: History | None, sender: PeerId
+) -> tuple[Run, Plan]:
     """A run and a plan of it, by `sender`, with a part for this node; else RemoteProtocolError.
 
-    The first plan is the requester's alone. A later one is brought by somebody of its roster to who is new.
+    The first plan is the requester's alone, who signs it (`history`) once it is in force. A later one is
+    brought to who is new by somebody of its roster, who tells how it came about.
     """
     run, plan = check_run(signer, manifest), decode_plan(data)
     if (plan.run, plan.microbatches) != (run.id, run.manifest.microbatches):
@@ -50,6 +54,10 @@ def check_plan(signer: Signer, manifest: Fact, data: bytes, sender: PeerId) -> t
     may_bring = sender in plan.roster if plan.height else sender == run.requester == plan.committer
     if not may_bring or signer.peer not in plan.roster:
         raise RemoteProtocolError("a plan that its sender may not bring here")
+    if plan.height and history is None:
+        raise RemoteProtocolError("a plan without its history")
+    if history is not None and replay(signer, run.requester, history) != (plan, sender):
+        raise RemoteProtocolError("a plan with the history of another, or told by somebody else")
     return run, plan
 
 

@@ -1,6 +1,7 @@
 """The shell around a `partition.plan.agreement.Agreement`: one run's chain of plans on this node.
 
-Its promises are on disk before anybody hears of them. One task takes what comes in, strictly in order.
+Its promises are on disk before anybody hears of them, and beside them how the plans came about, for whoever
+is to come. One task takes what comes in, strictly in order.
 """
 
 from collections import deque
@@ -8,16 +9,23 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+import msgspec
 import trio
+from msgspec.structs import replace
 
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
 from crypto.identity import PeerId
-from node.seams import Seams, own_rng
+from node.seams import Seams, Storage, own_rng
 from partition.plan.agreement import Agreement, PlanDecided
-from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan
-from partition.plan.votes import Head
+from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
+from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
+from partition.plan.plan import NOTHING, Hash, Height, Plan
+from partition.plan.votes import LINKS_BYTES_MAX, Head, Link
 
+ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
+"""This node's own file: a history, the changes since, the last of which may come many at once."""
 QUEUE_MAX = 4_096
 """Messages that wait for the disk; what comes on top is dropped, as a lossy network would."""
 
@@ -29,24 +37,52 @@ def chain_name(run: str) -> str:
     return f"runs/{run}/chain"
 
 
+def history_name(run: str) -> str:
+    """Where a node keeps how it came into a run, and what has changed since, in its storage."""
+    return f"runs/{run}/history"
+
+
+class Entered(msgspec.Struct, frozen=True, array_like=True):
+    """How a node came into a run: the history it was let in by, the height and the hash of the plan that this
+    ends with, and the changes since."""
+
+    history: History
+    height: Height
+    plan: Hash
+    links: tuple[Link, ...] = ()
+
+
+def read_entered(storage: Storage, run: str) -> Entered:
+    """What is kept of a run; RemoteProtocolError: nothing, or it is damaged."""
+    data = storage.read(history_name(run)) or b""
+    entered: Entered = decode(data, Entered, bytes_max=ENTERED_BYTES_MAX)
+    return entered
+
+
 class ChainShell:
-    """Agrees on plans; `on_event` hears of each that was decided, after it is on disk here."""
+    """Agrees on plans; `on_event` hears of each that was decided, after it is on disk here.
+
+    `entered` is how this node came into the run, and what it knows to have been decided since.
+    """
 
     def __init__(
         self,
-        me: PeerId,
+        signer: Signer,
         run: str,
         plan: Plan,
         seams: Seams,
         *,
+        entered: Entered,
         durable: bytes = b"",
         may_fork: bool,
         send: Send,
         on_event: Callable[[Any], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
-        self.core = Agreement(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
-        self._name = chain_name(run)
+        self.core = Agreement(signer.peer, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
+        self._signer = signer
+        self._run = run
+        self._entered = entered
         self._seams = seams
         self._send = send
         self._on_event = on_event
@@ -100,6 +136,43 @@ class ChainShell:
             )
         )
 
+    def history(self, plan: Plan, change: Change | None = None) -> History:
+        """How `plan` came about, for whoever is to come by it: it is decided, or `change` would lead to it.
+
+        Raises RemoteProtocolError: the run has seen so many changes that nobody can be told.
+        """
+        self._note_links()
+        entered = self._entered
+        if plan.height == 0:
+            return entered.history
+        count = plan.height - entered.height - (change is not None)
+        if not 0 <= count <= len(entered.links):
+            raise RemoteProtocolError("the run has seen more changes than anybody can be told")
+        links = [*entered.links[:count], *([] if change is None else [encode_change(change)])]
+        return extend(self._signer, entered.history, entered.plan, links)
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether a newcomer could be told how the next plan came about: a run does not change for ever."""
+        self._note_links()
+        entered, head = self._entered, self.core.head
+        size = entered.history.size_bytes + sum(map(len, entered.links)) + CHANGE_BYTES_MAX
+        return (
+            head.height < min(CHANGES_MAX, entered.height + len(entered.links) + 1)
+            and size < HISTORY_BYTES_MAX
+            and len(entered.history.segments) < SEGMENTS_MAX
+        )
+
+    def _note_links(self) -> bool:
+        """Take over what the core has heard of; whether there was anything that can still be told."""
+        entered, chain = self._entered, self.core.chain
+        missing = self.core.head.height - entered.height - len(entered.links)
+        is_full = len(entered.links) > CHANGES_MAX or sum(map(len, entered.links)) > HISTORY_BYTES_MAX
+        if is_full or not 0 < missing <= len(chain):
+            return False
+        self._entered = replace(entered, links=(*entered.links, *chain[-missing:]))
+        return True
+
     def parting(self, step: int) -> str:
         """What it costs to give this branch up after so many steps, for a person."""
         reason = "another branch of the run goes on"
@@ -147,4 +220,9 @@ class ChainShell:
 
     async def _save(self) -> None:
         self.core.unsaved = False
-        await self._seams.executor.run(partial(self._seams.storage.write, self._name, self.core.durable))
+        await self._seams.executor.run(
+            partial(self._seams.storage.write, chain_name(self._run), self.core.durable)
+        )
+        if self._note_links():
+            data = encode(self._entered)
+            await self._seams.executor.run(partial(self._seams.storage.write, history_name(self._run), data))

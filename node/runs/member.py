@@ -17,7 +17,7 @@ from crypto.identity import PeerId, short_peer
 from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
 from node.events import RunChanged
 from node.runs import requests as wire
-from node.runs.chain import ChainShell
+from node.runs.chain import ChainShell, Entered
 from node.runs.committer import CommitterShell
 from node.runs.departures import Departures
 from node.runs.ending import collect_result, end_for_all, fetch_result, with_checkpoint
@@ -25,7 +25,6 @@ from node.runs.failures import Failures
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
 from node.runs.manifest import Run
-from node.runs.placement import start
 from node.runs.pulse import SILENCE_SECONDS_MAX, Pulse
 from node.runs.service import Service
 from node.runs.states import Cause, State, after
@@ -103,18 +102,19 @@ class RunMember:
 
     # Plans
 
-    def begin(self, plan: Plan, durable: bytes = b"", *, is_restarted: bool = False) -> None:
+    def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
         """The first plan that this member hears of is in force: keep the chain from here on.
 
-        One that `is_restarted` knows the chain (`durable`) and has lost its stage: it takes up nothing until
+        One that was restarted knows the chain (`durable`) and has lost its stage: it takes up nothing until
         a new plan gives it something.
         """
         service = self._service
         chain = self._chain = ChainShell(
-            self._me,
+            service.signer,
             self.run.text,
             plan,
             service.seams,
+            entered=entered,
             durable=durable,
             may_fork=self._may_fork,
             send=service.send,
@@ -132,7 +132,7 @@ class RunMember:
         )
         self._departures = Departures(self._succession, committer=lambda: self._committer, absent=self.absent)
         self._start_task(self._live)
-        if is_restarted:
+        if durable:
             self._wake_up(chain.head)
         else:
             self._adopt(chain.head)
@@ -353,7 +353,8 @@ class RunMember:
             self._training = None
 
     async def _start_newcomers(self, plan: Plan, peers: Sequence[PeerId]) -> None:
-        failures = await start(self.run, plan, peers, self._service.ask)
+        assert self._succession is not None
+        failures = await self._succession.start(plan, peers)
         for peer, reason in failures.items():
             if self.plan == plan:
                 self._miss(peer, reason)

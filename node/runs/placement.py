@@ -37,6 +37,7 @@ from node.seams import Executor
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import evaluate, shape_of
 from partition.plan.cost import Resources
+from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.solver import Infeasible, Split, solve
@@ -244,13 +245,18 @@ async def _plan(
 
 
 async def lease_all(
-    run: Run, plan: Plan, rows: Mapping[PeerId, int], signer: Signer, ask: Ask
+    run: Run,
+    plan: Plan,
+    rows: Mapping[PeerId, int],
+    signer: Signer,
+    ask: Ask,
+    history: History | None = None,
 ) -> tuple[PeerId, str] | None:
     """Lease the slots of `rows` (peer to stage) in provider-id order; None, or who declined and why."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
-        reason = await _lease(peer, LeaseRequest(run.fact, data, stage), run, plan, signer, ask)
+        reason = await _lease(peer, LeaseRequest(run.fact, data, stage, history), run, plan, signer, ask)
         if reason is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
             await release(run, plan, [*taken, peer], ask)
@@ -283,20 +289,21 @@ async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> No
         await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
 
 
-async def start(run: Run, plan: Plan, peers: Collection[PeerId], ask: Ask) -> dict[PeerId, str]:
+async def start(
+    run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask
+) -> dict[PeerId, str]:
     """Give the plan to `peers`, side by side; who did not take it, and why."""
-    return await ask_all(run, plan, peers, ask, Start, LEASE_SECONDS_MAX)
+    return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, LEASE_SECONDS_MAX)
 
 
 async def ask_all(
-    run: Run, plan: Plan, peers: Collection[PeerId], ask: Ask, kind: type[Start | Prepare], seconds: float
+    request: Start | Prepare, peers: Collection[PeerId], ask: Ask, seconds: float
 ) -> dict[PeerId, str]:
     """Put a plan to `peers`, side by side; who did not say Done, and why."""
-    data = encode_plan(plan)
     failures: dict[PeerId, str] = {}
 
     async def tell(peer: PeerId) -> None:
-        reply = await _try(ask, peer, kind(run.fact, data), seconds)
+        reply = await _try(ask, peer, request, seconds)
         if not isinstance(reply, Done):
             failures[peer] = reply.reason if isinstance(reply, Declined) else "did not start"
 

@@ -19,6 +19,7 @@ from node.errors import StreamClosed, Unreachable
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.checkpoint_format import StageState
 from node.seams import Network, Stream, StreamLimits
+from partition.plan.history import HISTORY_BYTES_MAX, History
 from partition.plan.plan import (
     PLAN_BYTES_MAX,
     REPLICAS_MAX,
@@ -37,7 +38,8 @@ from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 RUNS_PROTOCOL = "/peerloom/runs/1"
 PIPELINE_PROTOCOL = "/peerloom/pipeline/1"
-REQUEST_BYTES_MAX = PLAN_BYTES_MAX + 8_192
+REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
+"""A plan, how it came about, and the signatures and the manifest around them."""
 PIPELINE_BYTES_MAX = 4 * 1024 * 1024
 """The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. What a frame carries goes
 beside it, and has a limit of its own."""
@@ -59,11 +61,15 @@ PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    """Who plans to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy")."""
+    """Who plans to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
+
+    The first plan has no `history` yet: it is signed once it is in force.
+    """
 
     manifest: Fact
     plan: PlanBytes
     stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+    history: History | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -79,6 +85,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
     manifest: Fact
     plan: PlanBytes
+    history: History
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
@@ -87,6 +94,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
 
     manifest: Fact
     plan: PlanBytes
+    history: History
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):

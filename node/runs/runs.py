@@ -25,7 +25,7 @@ from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
-from node.runs.chain import chain_name
+from node.runs.chain import Entered, chain_name, history_name, read_entered
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
 from node.runs.data_files import DataFiles
@@ -42,6 +42,7 @@ from node.runs.submission import fits
 from node.runs.uploads import Body
 from node.seams import Seams, Stream
 from partition.plan.chain import base_plan
+from partition.plan.history import History, first_history
 from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
 from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
@@ -183,9 +184,10 @@ class Runs:
         except NotPlaced as error:
             await member.end("failed", str(error), "")
             raise
-        self.enter(member, plan)
+        history = first_history(self.signer, plan)
+        self.enter(member, plan, history)
         others = [peer for peer in plan.members if peer != self.signer.peer]
-        failures = await start(run, plan, others, self.ask)
+        failures = await start(run, plan, history, others, self.ask)
         for peer, reason in failures.items():
             member.absent(peer, reason)
 
@@ -217,16 +219,18 @@ class Runs:
                 if all(offer.peer in known for offer in self.offers()):
                     raise
 
-    def enter(self, member: RunMember, plan: Plan) -> None:
-        """The first plan of a run that this node hears of is in force."""
+    def enter(self, member: RunMember, plan: Plan, history: History) -> None:
+        """The first plan of a run that this node hears of is in force; `history` is how it came about."""
         with self.containing(member.run, "begin"):
-            self._enter(member, plan)
+            self._enter(member, plan, history)
 
-    def _enter(self, member: RunMember, plan: Plan) -> None:
+    def _enter(self, member: RunMember, plan: Plan, history: History) -> None:
         # Whoever comes back by a new plan begins a new life: what it promised before is of another chain.
         self.seams.storage.delete(chain_name(member.run.text))
         self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
-        member.begin(plan)
+        entered = Entered(history, plan.height, plan_hash(plan))
+        self.seams.storage.write(history_name(member.run.text), encode(entered))
+        member.begin(plan, entered)
 
     async def _recover(self) -> None:
         """Runs that this node was in when it was stopped: their chains go on, their stages are to be
@@ -245,7 +249,8 @@ class Runs:
                     self._forget_files(run.text)
                     continue
                 base = base_plan(durable or b"")
-                self.accept(run).begin(base, durable or b"", is_restarted=True)
+                entered = read_entered(storage, run_text)
+                self.accept(run).begin(base, entered, durable or b"")
             except (RemoteProtocolError, ValueError):
                 storage.delete(name)  # damaged, or of an older version: this node is in no such run
 
@@ -509,7 +514,7 @@ class Runs:
 
     def _forget_files(self, run: str) -> None:
         """What is only for a run that goes on; its checkpoints stay."""
-        for name in (chain_name(run), run_name(run)):
+        for name in (chain_name(run), history_name(run), run_name(run)):
             self.seams.storage.delete(name)
 
     def publish_plan(self, run: Run, plan: Plan) -> None:

@@ -30,6 +30,7 @@ from node.runs.slot import Slot
 from node.runs.uploads import Body, send_blob, whole
 from node.runs.weights import weights_name
 from node.seams import Seams, Stream
+from partition.plan.history import History
 from partition.plan.plan import Plan, committee, plan_hash
 
 RUNS_MAX = 64
@@ -80,7 +81,7 @@ class Service(Protocol):
     def is_over(self, run: bytes) -> bool: ...
     def following(self, plan: bytes) -> RunMember | None: ...
     def accept(self, run: Run) -> RunMember: ...
-    def enter(self, member: RunMember, plan: Plan) -> None: ...
+    def enter(self, member: RunMember, plan: Plan, history: History) -> None: ...
     def containing(self, run: Run, place: str) -> AbstractContextManager[None]: ...
 
 
@@ -89,6 +90,7 @@ class Requests:
 
     def __init__(self, runs: Service) -> None:
         self._runs = runs
+        self._replaying = trio.Lock()
         self._checks = LeaseChecks(runs.signer.peer, runs.seams.executor, runs.seams.clock, runs.machine)
         files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._permits: dict[type, Permits] = {
@@ -169,7 +171,7 @@ class Requests:
 
     async def _on_lease(self, peer: PeerId, request: wire.LeaseRequest) -> wire.Reply:
         runs = self._runs
-        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        run, plan = await self._check_plan(peer, request)
         if plan.stage_of(runs.signer.peer) != request.stage:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if runs.is_over(run.id):
@@ -207,7 +209,7 @@ class Requests:
 
     async def _on_start(self, peer: PeerId, request: wire.Start) -> wire.Reply:
         runs = self._runs
-        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        run, plan = await self._check_plan(peer, request)
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
         member = runs.members.get(run.id)
@@ -224,12 +226,23 @@ class Requests:
             return wire.Declined("no part in this run was asked of this node")
         if len(runs.members) >= RUNS_MAX:
             return wire.Declined("busy: too many runs")
-        runs.enter(member or runs.accept(run), plan)
+        runs.enter(member or runs.accept(run), plan, request.history)
         return wire.Done()
+
+    async def _check_plan(
+        self, peer: PeerId, request: wire.LeaseRequest | wire.Prepare | wire.Start
+    ) -> tuple[Run, Plan]:
+        """See `check_plan`: how a plan came about is played again beside the event loop, one at a time."""
+        runs = self._runs
+        check = partial(check_plan, runs.signer, request.manifest, request.plan, request.history, peer)
+        if request.history is None or not request.history.segments:
+            return check()
+        async with self._replaying:
+            return await runs.seams.executor.run(check)
 
     async def _on_prepare(self, peer: PeerId, request: wire.Prepare) -> wire.Reply:
         runs = self._runs
-        run, plan = check_plan(runs.signer, request.manifest, request.plan, peer)
+        run, plan = await self._check_plan(peer, request)
         stage = plan.stage_of(runs.signer.peer)
         if runs.is_over(run.id):
             return wire.Declined("the run is over")

@@ -24,12 +24,14 @@ from node.runs.placement import (
     lease_all,
     release,
     rounded,
+    start,
 )
 from node.runs.pulse import PAUSE_SECONDS_MAX
 from node.runs.requests import Prepare
 from node.runs.service import Service
 from partition.plan.change import JOININGS_MAX, Change, Joining, successor
-from partition.plan.plan import NOTHING, Plan, committee
+from partition.plan.history import History
+from partition.plan.plan import NOTHING, Plan, committee, encode_plan
 
 BUSY_SECONDS = 30.0
 """A provider that declined is asked again after so long."""
@@ -133,11 +135,12 @@ def ranked(
 
 @dataclass(eq=False)
 class _Asking:
-    """A change that needs somebody to come, the plan it makes, and whether all have said that they are
-    ready."""
+    """A change that needs somebody to come, the plan it makes, how that came about, and whether all have said
+    that they are ready."""
 
     change: Change
     plan: Plan
+    history: History
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_done: bool = False
 
@@ -260,7 +263,8 @@ class Succession:
         self._mind(None)
         if found is not None and (found.joined or found.admitted):
             try:
-                asking = self._asking = _Asking(found, successor(view.plan, found))
+                plan = successor(view.plan, found)
+                asking = self._asking = _Asking(found, plan, self.chain.history(plan, found))
             except RemoteProtocolError:
                 return None
             nursery.start_soon(self._ask_newcomers, asking)
@@ -278,12 +282,11 @@ class Succession:
     async def _ask_newcomers(self, asking: _Asking) -> None:
         with asking.scope:
             rows, plan = asking.rows, asking.plan
-            refused = await lease_all(self.run, plan, rows, self.signer, self.ask)
+            refused = await lease_all(self.run, plan, rows, self.signer, self.ask, asking.history)
             if refused is None:
                 # While the stages open the run goes on under the plan it has.
-                failures = await ask_all(
-                    self.run, plan, asking.newcomers, self.ask, Prepare, PREPARE_SECONDS_MAX
-                )
+                ready = Prepare(self.run.fact, encode_plan(plan), asking.history)
+                failures = await ask_all(ready, asking.newcomers, self.ask, PREPARE_SECONDS_MAX)
                 asking.is_done = not failures
                 refused = next(iter(failures.items()), None)
             if refused is not None:
@@ -292,6 +295,14 @@ class Succession:
                 self._asking = None
                 await self._release(asking)
             self.changed()
+
+    async def start(self, plan: Plan, peers: Sequence[PeerId]) -> dict[PeerId, str]:
+        """Have newcomers start with a plan that is in force; who did not, and why."""
+        try:
+            history = self.chain.history(plan)
+        except RemoteProtocolError as error:
+            return dict.fromkeys(peers, str(error))
+        return await start(self.run, plan, history, peers, self.ask)
 
     async def _release(self, asking: _Asking) -> None:
         await release(self.run, asking.plan, list(asking.rows), self.ask)
@@ -320,7 +331,7 @@ class Succession:
         absent = frozenset(
             PeerId(peer) for peer in plan.roster if peer not in alive or PeerId(peer) in self.absent
         )
-        asks = self.is_proposer()
+        asks = self.is_proposer() and self.chain.can_tell
         requester = self.run.requester
         return Outlook(
             plan=plan,

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from blake3 import blake3
 
@@ -14,10 +15,12 @@ from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
 from node.runs.manifest import Run
 from node.runs.weights import weights_name
 from node.runtime import Node
-from partition.plan.plan import Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.change import Change, encode_change, successor
+from partition.plan.history import History, extend, first_history
+from partition.plan.plan import Plan, encode_plan, plan_hash
 from sim.storage import MemoryStorage
-from tests.node.test_runs_hostile import LAYERS, assert_refused, plan_of
-from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, simulate, swarm, train
+from tests.node.test_runs_hostile import ask, assert_refused, plan_of
+from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm, train
 
 EVIL = b"weights that nobody trained"
 
@@ -51,27 +54,48 @@ def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) ->
     simulate(scenario)
 
 
-def invented(run: Run, liar: Node, victim: Node) -> Plan:
-    """A plan that no committee has decided: all of the model on `liar`, which trains too."""
-    roster = tuple(sorted((liar.peer, victim.peer)))
-    stage = StagePlan(0, LAYERS, (liar.peer,), (1,))
-    parent = plan_hash(plan_of(run, liar.peer))
-    return Plan(run.id, parent, 1, roster, (liar.peer,), run.manifest.microbatches, (stage,))
+def usurp(run: Run, liar: Node, base: Plan, author: Node) -> tuple[Plan, History]:
+    """A plan that no committee has decided: the liar trains and commits. `author` has signed what is said to
+    be the first plan, the liar the rest."""
+    change = Change(admitted=() if liar.peer in base.roster else (liar.peer,), trainers=(liar.peer,))
+    history = first_history(author.signer, base)
+    history = extend(liar.signer, history, plan_hash(base), [encode_change(change)])
+    return successor(base, change), history
 
 
 def test_nobody_replaces_a_result_after_its_owner_was_restarted() -> None:
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
         before = group.storages["c"].read(weights_name(run.text))
         victim, liar = await restart(group, "c", "a", nursery), group.nodes["a"]
-        plan = invented(run, liar, victim)
+        plan, history = usurp(run, liar, plan_of(run, liar.peer), victim)
         liar.seams.storage.write(weights_name(run.text), EVIL)
-        await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan)))
+        await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan), history))
         end = wire.End(plan_hash(plan), "done", "", blake3(EVIL).hexdigest())
         await assert_refused(liar, victim, end)
         assert before
         assert group.storages["c"].read(weights_name(run.text)) == before
 
     after_a_run(check)
+
+
+@pytest.mark.parametrize("author", ["the requester", "the liar"])
+def test_a_plan_that_a_decliner_has_made_up_is_refused_by_the_requester(author: str) -> None:
+    """It was asked for a lease, so it knows the manifest and a plan; that is no part in the run."""
+
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            victim, liar, other = (group.nodes[name] for name in "cab")
+            run = prepare(victim, small())
+            first = plan_of(run, other.peer)
+            # Either the first plan in force, by the requester, or that in which the liar was to have a part.
+            base = first if author == "the requester" else plan_of(run, liar.peer)
+            plan, history = usurp(run, liar, base, victim if author == "the requester" else liar)
+            await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan), history))
+            assert victim.runs.known() == []
+            plan, history = usurp(run, other, first, victim)
+            assert await ask(other, victim, wire.Start(run.fact, encode_plan(plan), history)) == wire.Done()
+
+    simulate(scenario)
 
 
 def test_a_result_without_a_record_of_its_end_is_still_a_run_that_is_over() -> None:

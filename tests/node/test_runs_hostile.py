@@ -14,7 +14,7 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import Identity, PeerId
 from gossip.allreduce import CHUNK_BYTES, KEY_BYTES_MAX, Part
 from node.errors import StageFailed, StreamClosed, Unreachable
@@ -30,6 +30,8 @@ from node.runs.serving import RUNS_MAX
 from node.runtime import Node
 from node.seams import Network, RealClock
 from node.state import RUNS_KEPT_MAX, State, apply
+from partition.plan.change import Change, encode_change, successor
+from partition.plan.history import extend, first_history
 from partition.plan.plan import (
     MICROBATCHES_MAX,
     NOTHING,
@@ -89,6 +91,11 @@ async def assert_refused(sender: Node, receiver: Node, request: wire.Request) ->
     assert isinstance(reply, wire.Declined), reply
 
 
+def start(sender: Node, fact: Fact, plan: Plan) -> wire.Start:
+    """With the history that a requester makes of its first plan."""
+    return wire.Start(fact, encode_plan(plan), first_history(sender.signer, plan))
+
+
 async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Reply:
     return await ask(sender, receiver, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
 
@@ -108,9 +115,9 @@ def test_a_manifest_that_its_model_does_not_fit_is_declined_by_every_provider(
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b, **changes)
-        data = encode_plan(plan_of(run, a.peer))
-        await assert_refused(b, a, wire.LeaseRequest(run.fact, data, 0))
-        await assert_refused(b, a, wire.Start(run.fact, data))
+        plan = plan_of(run, a.peer)
+        await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
+        await assert_refused(b, a, start(b, run.fact, plan))
 
     two_nodes(scenario)
 
@@ -129,9 +136,9 @@ def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
         wrong: list[dict[str, Any]] = [{"model": "\x1b[2J"}, {"data": "../../etc"}, {"graph": "../x"}]
         for changes in wrong:
             fact = b.signer.sign("run-manifest", encode(manifest(**changes)))
-            plan = encode_plan(plan_of(run_of(b), a.peer))
-            await assert_refused(b, a, wire.LeaseRequest(fact, plan, 0))
-            await assert_refused(b, a, wire.Start(fact, plan))
+            plan = plan_of(run_of(b), a.peer)
+            await assert_refused(b, a, wire.LeaseRequest(fact, encode_plan(plan), 0))
+            await assert_refused(b, a, start(b, fact, plan))
 
     two_nodes(scenario)
 
@@ -246,7 +253,7 @@ def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None
             run = make_run(b.signer, manifest(seed=number))
             roster = tuple(sorted((a.peer, b.peer)))
             plan = replace(plan_of(run, b.peer), roster=roster, trainers=(b.peer, a.peer))
-            await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+            await assert_refused(b, a, start(b, run.fact, plan))
         assert a.runs.known() == []
 
     two_nodes(scenario)
@@ -259,7 +266,7 @@ def test_a_chain_of_plans_begins_at_its_beginning() -> None:
         run = run_of(b)
         plan = replace(plan_of(run, a.peer), height=2**32 - 1)
         await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
-        await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+        await assert_refused(b, a, start(b, run.fact, plan))
 
     two_nodes(scenario)
 
@@ -271,13 +278,15 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
             run = run_of(b)
             plan = plan_of(run, a.peer)
             await lease(b, a, run, plan)
-            assert await ask(b, a, wire.Start(run.fact, encode_plan(plan))) == wire.Done()
-            everybody = tuple(sorted((a.peer, b.peer, c.peer)))
-            taken = replace(plan, parent=plan_hash(plan), height=1, roster=everybody, trainers=(c.peer,))
-            await ask(c, a, wire.Start(run.fact, encode_plan(taken)))
+            assert await ask(b, a, start(b, run.fact, plan)) == wire.Done()
+            change = Change(admitted=(c.peer,), trainers=(c.peer,))
+            taken, first = successor(plan, change), first_history(b.signer, plan)
+            history = extend(b.signer, first, plan_hash(plan), [encode_change(change)])
+            history = extend(c.signer, history, plan_hash(taken), [])
+            await ask(c, a, wire.Start(run.fact, encode_plan(taken), history))
             cut = (StagePlan(0, 2, (b.peer,), (1,)), StagePlan(2, LAYERS, (a.peer,), (1,)))
             moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
-            await ask(b, a, wire.Start(run.fact, encode_plan(moved)))
+            await assert_refused(b, a, start(b, run.fact, moved))
             await trio.sleep(1)
             assert a.runs.members[run.id].plan == plan, "the chain says what is in force, and nobody else"
             await assert_refused(c, a, wire.ExportStage(plan_hash(plan)))
@@ -295,10 +304,10 @@ def test_a_run_that_is_over_is_not_begun_again() -> None:
         run = run_of(b)
         plan = plan_of(run, a.peer)
         await lease(b, a, run, plan)
-        await ask(b, a, wire.Start(run.fact, encode_plan(plan)))
+        await ask(b, a, start(b, run.fact, plan))
         assert await ask(b, a, wire.End(plan_hash(plan), "failed", "enough", "")) == wire.Done()
         await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
-        await assert_refused(b, a, wire.Start(run.fact, encode_plan(plan)))
+        await assert_refused(b, a, start(b, run.fact, plan))
         assert a.runs.known() == []
         assert a.runs.has_slot
 

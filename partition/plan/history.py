@@ -1,0 +1,100 @@
+"""How a plan came about, told to somebody who was not there: the first plan, and every change since.
+
+The requester signs the first plan. What followed stands in segments, each signed by a peer that was on the
+roster where its segment begins: a member vouches for the changes since it came, and before these stands the
+history by which it was let in itself. So nobody who was never admitted can make one up; that members tell the
+truth is taken on trust, for votes are not signed (`partition.plan.agreement`).
+
+Pure. Replaying takes up to 0.2 s, so it is not for the event loop.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from partition.plan.chain import follow
+from partition.plan.plan import PLAN_BYTES_MAX, Hash, Plan, decode_plan, encode_plan, plan_hash
+from partition.plan.votes import Link
+
+FIRST_PLAN_PURPOSE = "first-plan"
+SEGMENT_PURPOSE = "plan-history"
+CHANGES_MAX = 1_024
+"""Of a run in all: usual ones have some hundred bytes, and a run that changes hourly goes on for six weeks.
+What has seen more goes on with whom it has."""
+ROSTERS_MAX = 2**19
+"""Peers on all the rosters on the way, together, which takes 0.2 s: all the changes of 500 peers."""
+SEGMENTS_MAX = 64
+"""Newcomers that were each let in by the one before."""
+HISTORY_BYTES_MAX = 448 * 1024
+"""All of it, so that it fits into one message with the plan it leads to."""
+
+
+class History(msgspec.Struct, frozen=True, array_like=True):
+    """`base` is the first plan as its requester signed it, each of `segments` an encoded `Segment`."""
+
+    base: Fact
+    segments: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SEGMENTS_MAX)] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is signed, which is nearly all."""
+        return len(self.base.body) + sum(len(fact.body) for fact in self.segments)
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Changes that followed the plan of this hash, one after the other."""
+
+    parent: Hash
+    links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=CHANGES_MAX)]
+
+
+def first_history(signer: Signer, plan: Plan) -> History:
+    """That of a run's first plan, by its requester."""
+    return History(signer.sign(FIRST_PLAN_PURPOSE, encode_plan(plan)))
+
+
+def extend(signer: Signer, history: History, parent: bytes, links: Sequence[bytes]) -> History:
+    """The same with what followed the plan `parent`, where it ends. RemoteProtocolError: too long."""
+    fact = signer.sign(SEGMENT_PURPOSE, encode(Segment(parent, tuple(links))))
+    longer = History(history.base, (*history.segments, fact))
+    check_length(longer)
+    return longer
+
+
+def check_length(history: History) -> None:
+    """Else RemoteProtocolError."""
+    if history.size_bytes > HISTORY_BYTES_MAX or len(history.segments) > SEGMENTS_MAX:
+        raise RemoteProtocolError(
+            f"a history of {history.size_bytes} bytes in {len(history.segments)} segments, at most "
+            f"{HISTORY_BYTES_MAX} in {SEGMENTS_MAX}"
+        )
+
+
+def replay(signer: Signer, requester: PeerId, history: History) -> tuple[Plan, PeerId]:
+    """The plan that a history leads to, and who tells it; else RemoteProtocolError."""
+    check_length(history)
+    author = signer.check(FIRST_PLAN_PURPOSE, history.base)
+    if len(history.base.body) > PLAN_BYTES_MAX:
+        raise RemoteProtocolError(f"a first plan of {len(history.base.body)} bytes")
+    plan = decode_plan(history.base.body)
+    if author != requester or plan.height:
+        raise RemoteProtocolError("a first plan that is not its requester's, or not the first")
+    peers = 0
+    for fact in history.segments:
+        author = signer.check(SEGMENT_PURPOSE, fact)
+        segment: Segment = decode(fact.body, Segment, bytes_max=HISTORY_BYTES_MAX)
+        if segment.parent != plan_hash(plan) or author not in plan.roster:
+            raise RemoteProtocolError("a history told by somebody who was not there")
+        if plan.height + len(segment.links) > CHANGES_MAX:
+            raise RemoteProtocolError(f"a history of more than {CHANGES_MAX} changes")
+        for link in segment.links:
+            plan, _ = follow(plan, link)
+            peers += len(plan.roster)
+            if peers > ROSTERS_MAX:
+                raise RemoteProtocolError(f"a history of more than {ROSTERS_MAX} peers on its rosters")
+    return plan, author
