@@ -54,6 +54,10 @@ class Groups(Generic[Member]):
             del self._groups[group]
         self._resize(group, len(members) + 1, len(members))
 
+    def group(self, member: Member) -> bytes:
+        """Return the group of a member."""
+        return self._group_of[member]
+
     def size(self, group: bytes) -> int:
         """Return the number of members of a group."""
         return len(self._groups.get(group, ()))
@@ -105,6 +109,18 @@ class Crowd(Generic[Member]):
         """Take a member out, if it is in."""
         self._sources.remove(member)
         self._networks.remove(member)
+
+    def source(self, member: Member) -> bytes:
+        """Return the source of a member."""
+        return self._sources.group(member)
+
+    def size(self, source: bytes) -> int:
+        """Return how many members are from there."""
+        return self._sources.size(source)
+
+    def members(self, source: bytes) -> Collection[Member]:
+        """Return the members from there, the oldest first."""
+        return self._sources.members(source)
 
     def greedier(self, source: bytes) -> Collection[Member]:
         """Return the members of the greediest source, or else network, if it takes more room than that of one

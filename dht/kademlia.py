@@ -17,10 +17,11 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht import messages
 from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
+from dht.groups import Origins
 from dht.keys import KEY_BITS, Key, distance, node_key, random_key
 from dht.lookup import Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
-from dht.records import Record, RecordStore, Refusal, check_record
+from dht.records import OWN_SOURCE, Record, RecordStore, Refusal, check_record
 from dht.requests import Pending, Publication, Requests, Search, checked_page
 from dht.routing import WAITING_MAX, Bucket, Contact, Table
 from dht.serving import nodes_reply, values_reply
@@ -33,6 +34,9 @@ WATCHED_PATIENCE = 4
 """Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
 become a client, or its DHT be mute. And where all of a bucket are watched, whoever stood there beside them
 would have been named too: so many times more seldom it is looked into."""
+HOLDERS_SLACK = 2
+"""A record is kept for others if this node knows fewer than so many times k that are nearer to its key. Its
+publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
 SEEDS_MAX = 32
 """Peers of the last `join`, asked again when the table has run empty."""
 
@@ -41,14 +45,14 @@ class Kademlia:
     """One node of the DHT.
 
     `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may
-    correct it at any time. Events are to be drained after each call, before its messages are sent:
-    they tell the network where the receivers are.
+    correct it at any time, as it sets `origins.host_of`. Events are to be drained after each call, before its
+    messages are sent: they tell the network where the receivers are.
     """
 
     __slots__ = (
         "_addresses", "_checking", "_expiry_due", "_is_client", "_own_records", "_refresh_due",
         "_rejoin_due", "_requests", "_rng", "_searches", "_seeds", "_sends", "_signer", "_timers", "events",
-        "key", "peer", "records", "settings", "table", "wall_offset"
+        "key", "origins", "peer", "records", "settings", "table", "wall_offset"
     )  # fmt: skip
 
     def __init__(
@@ -58,9 +62,12 @@ class Kademlia:
         self.key = node_key(signer.peer)
         self.settings = settings
         self.wall_offset = 0.0
+        self.origins = Origins(settings.groups_local)
         self.events: list[Event] = []
-        self.table = Table(self.key, k=settings.k, failures_max=settings.failures_max)
-        self.records = RecordStore(settings)
+        self.table = Table(
+            self.key, k=settings.k, failures_max=settings.failures_max, group_max=settings.group_max
+        )
+        self.records = RecordStore(settings, self.key)
         self._signer = signer
         self._rng = rng
         self._addresses = address_texts(addresses)
@@ -147,8 +154,8 @@ class Kademlia:
             known.watched = True
             if known.silence is not None or (texts and texts != known.addresses):
                 self._check(now, known)  # where it is now it is to say itself
-        elif self.table.wants(peer, waiting=False):
-            contact = Contact(peer, texts)
+        elif self.table.wants(peer, waiting=False, group=(group := self.origins.group(peer, texts))):
+            contact = Contact(peer, texts, group)
             contact.watched = True
             self._check(now, contact)
         return self._drain()
@@ -219,10 +226,28 @@ class Kademlia:
                 )
             case messages.Store():
                 record = check_record(self._signer, message.record)
-                return messages.Stored(message.id, ours, self._keep(now, record) or "")
+                is_ours = self.records.holds(record) or self._is_near(record.key)
+                refusal = self._keep(now, record, sender, message.addresses) if is_ours else Refusal.DISTANT
+                return messages.Stored(message.id, ours, refusal or "")
 
-    def _keep(self, now: float, record: Record) -> Refusal | None:
-        refusal = self.records.put(self._wall(now), record)
+    def _is_near(self, key: Key) -> bool:
+        """Whether this node may be one of the k nearest to a key, as far as it knows."""
+        count = HOLDERS_SLACK * self.settings.k
+        nearer = self.table.nearest(key, count)
+        return len(nearer) < count or distance(self.key, key) < distance(nearer[-1].id, key)
+
+    def _keep(
+        self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
+    ) -> Refusal | None:
+        """Keep a record of our own, or one that `sender` sent, who claims to be at `texts`."""
+        source, has_quota = (OWN_SOURCE, False) if sender is None else self.origins.source(sender, texts)
+        refusal = self.records.put(
+            self._wall(now),
+            record,
+            source=source,
+            is_publisher=sender in (None, record.publisher),
+            has_quota=has_quota,
+        )
         if refusal is None:
             self._expiry_due = min(self._expiry_due, now + self.settings.expiry_check_seconds)
         return refusal
@@ -236,8 +261,8 @@ class Kademlia:
         contact = self.table.heard(now, sender)
         if contact is not None:
             self._take_claim(contact, texts)
-        elif self.table.wants(sender):
-            self._check(now, Contact(sender, texts))
+        elif self.table.wants(sender, group=(group := self.origins.group(sender, texts))):
+            self._check(now, Contact(sender, texts, group))
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
         """A verified contact says where it is."""
@@ -343,6 +368,7 @@ class Kademlia:
         if texts == CLIENT_ADDRESSES:
             self._verify(now, self.table.remove(contact.peer))
             return
+        contact.group = self.origins.group(contact.peer, texts or contact.addresses)
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
@@ -428,7 +454,8 @@ class Kademlia:
         peer = PeerId(hint.peer)
         known = lookup.candidates.get(peer)  # the same few are named again and again
         if known is None or known.addresses != hint.addresses:
-            known = self.table.get(peer) or Contact(peer, hint.addresses)
+            known = self.table.get(peer)
+            known = known or Contact(peer, hint.addresses, self.origins.group(peer, hint.addresses))
         return known
 
     def _report_records(self, _now: float, search: Search) -> None:

@@ -9,6 +9,8 @@ It differs from the paper in what fails on a real network:
 - Hints are hearsay. Who names peers that do not answer loses its word: the rest of what it alone
   named is dropped, so a liar cannot keep a lookup busy with ghosts near the key.
 - Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
+- Among the nearest only so many count of one address group (`groups`), while there are others: 20 ids made in
+  one network do not surround a key.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,6 +19,7 @@ from enum import Enum
 from kademlia.node import Node, NodeHeap
 
 from crypto.identity import PeerId
+from dht.groups import is_crowded, spread
 from dht.keys import Key, node_key
 from dht.records import Record
 from dht.routing import Contact
@@ -43,19 +46,25 @@ class Standing(Enum):
 class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hints
     """The package's heap by distance, with a set so that "is it in?" does not walk the heap."""
 
-    def __init__(self, key: Key, width: int) -> None:
+    def __init__(self, key: Key, width: int, group_max: int) -> None:
         super().__init__(Node(key), width)
         self._ids: set[Key] = set()
         self._sorted: list[Contact] | None = None
+        self._group_max = group_max
+        # The nearest as asked for last, and how many that was.
+        self._near: tuple[int, list[Contact]] | None = None
 
     def __contains__(self, contact: Contact) -> bool:
         return contact.id in self._ids
 
     def nearest(self, count: int) -> list[Contact]:
-        """The `count` nearest, nearest first."""
+        """The `count` nearest, nearest first, spread over address groups."""
         if self._sorted is None:  # asked for more often than it changes
             self._sorted = [contact for _, contact in sorted(self.heap)]
-        return self._sorted[:count]
+            self._near = None
+        if self._near is None or self._near[0] != count:
+            self._near = count, _nearest(self._sorted, count, self._group_max)
+        return self._near[1]
 
     def push(self, contact: Contact) -> None:
         self._sorted = None
@@ -91,7 +100,7 @@ class Lookup:
         self.candidates: dict[PeerId, Contact] = {}
         self._own = own
         self._settings = settings
-        self._shortlist = Shortlist(key, settings.k)
+        self._shortlist = Shortlist(key, settings.k, settings.group_max)
         self._standing: dict[PeerId, Standing] = {}
         # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
         # such chain to one that answered: what the paper's rounds come to.
@@ -196,9 +205,9 @@ class Lookup:
 
     @property
     def nearest(self) -> list[Contact]:
-        """The k nearest of those that answered, nearest first."""
-        target = Node(self.key)
-        return sorted(self._answered, key=target.distance_to)[: self._settings.k]
+        """The k nearest of those that answered, nearest first, spread over address groups."""
+        answered = sorted(self._answered, key=Node(self.key).distance_to)
+        return _nearest(answered, self._settings.k, self._settings.group_max)
 
     @property
     def _width(self) -> int:
@@ -249,3 +258,8 @@ class Lookup:
             and all(self._has_lost_word(name) for name in self._named_by[contact.peer])
         ]
         self._shortlist.remove(dropped)
+
+
+def _nearest(contacts: list[Contact], count: int, group_max: int) -> list[Contact]:
+    nearest = contacts[:count]
+    return spread(contacts, count, group_max) if is_crowded(nearest, group_max) else nearest

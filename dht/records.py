@@ -5,17 +5,20 @@ holder can alter it. The key's publishers are its sub-keys: nobody can overwrite
 What this is not: a place for values above 900 bytes (publish their hash), or a lock.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated
 
 import msgspec
 
+from crypto.crowds import Crowd
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from dht.keys import KEY_BYTES, Key
+from dht.keys import KEY_BYTES, Key, distance
 from dht.messages import KeyBytes
 from dht.settings import Settings
 
@@ -43,8 +46,19 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     expires: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+OWN_SOURCE = b"own"
+"""Where our own records come from, and what passes no network."""
+
+EVICTION_CANDIDATES_MAX = 32
+"""Of the records that may have to go, the oldest so many are looked at for the farthest."""
+
+_ZERO = Key(bytes(KEY_BYTES))
+
+
 class Refusal(StrEnum):
     """Why a holder does not keep a record."""
+
+    DISTANT = "too far from the key"
 
     OLD = "a newer one is kept"
     EXPIRED = "expired"
@@ -100,10 +114,16 @@ def check_record(signer: Signer, fact: Fact) -> Record:
 
 
 class RecordStore:
-    """The records one node holds: bounded in all, per key and per publisher."""
+    """The records one node holds: bounded in all, per key, per publisher and per source.
 
-    def __init__(self, settings: Settings) -> None:
+    A source is the address that a record came from: publishers can be invented, and addresses cannot. Where
+    there is no room, the source with most records makes it, with one far from `own`, the node's key.
+    """
+
+    def __init__(self, settings: Settings, own: Key = _ZERO) -> None:
         self._settings = settings
+        self._own = own
+        self._sources: Crowd[tuple[Key, PeerId]] = Crowd()
         self._by_key: dict[Key, dict[PeerId, Record]] = {}
         self._of_publisher: dict[PeerId, int] = {}
         self._count = 0
@@ -111,8 +131,24 @@ class RecordStore:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, wall: float, record: Record) -> Refusal | None:
-        """Keep `record`, or say why not. One that is kept already counts as kept."""
+    def holds(self, record: Record) -> bool:
+        """Whether one of this key and publisher is kept."""
+        return record.publisher in self._by_key.get(record.key, {})
+
+    def put(
+        self,
+        wall: float,
+        record: Record,
+        *,
+        source: bytes = OWN_SOURCE,
+        is_publisher: bool = False,
+        has_quota: bool = False,
+    ) -> Refusal | None:
+        """Keep `record`, or say why not. One that is kept already counts as kept.
+
+        It came from `source`, perhaps from its publisher itself. `has_quota`: of there no more are kept than
+        `records_per_source_max`.
+        """
         if record.expired(wall):
             return Refusal.EXPIRED
         if record.expires > wall + LIFETIME_SECONDS_MAX + CLOCK_SLACK_SECONDS:
@@ -122,10 +158,14 @@ class RecordStore:
             if record.rank < kept.rank:
                 return Refusal.OLD
             self._by_key[record.key][record.publisher] = record
+            # Whoever passes on another's record does not make it one of its own.
+            if is_publisher:
+                self._sources.add((record.key, record.publisher), source)
             return None
-        refusal = self._no_room(record)
+        refusal = self._make_room(record, source, has_quota=has_quota)
         if refusal is not None:
             return refusal
+        self._sources.add((record.key, record.publisher), source)
         self._by_key.setdefault(record.key, {})[record.publisher] = record
         self._of_publisher[record.publisher] = self._of_publisher.get(record.publisher, 0) + 1
         self._count += 1
@@ -145,14 +185,41 @@ class RecordStore:
             self._drop(record)
         return len(over)
 
-    def _no_room(self, record: Record) -> Refusal | None:
-        if len(self._by_key.get(record.key, {})) >= self._settings.records_per_key_max:
-            return Refusal.KEY_FULL
-        if self._of_publisher.get(record.publisher, 0) >= self._settings.records_per_publisher_max:
+    def _make_room(self, record: Record, source: bytes, *, has_quota: bool) -> Refusal | None:
+        """Drop what has to go for a new record, or say why there is no room for it."""
+        settings = self._settings
+        if self._of_publisher.get(record.publisher, 0) >= settings.records_per_publisher_max:
             return Refusal.PUBLISHER_FULL
-        return Refusal.FULL if self._count >= self._settings.records_max else None
+        same_key = self._by_key.get(record.key, {})
+        if len(same_key) >= settings.records_per_key_max:
+            crowd = Crowd[PeerId]()
+            for publisher in same_key:
+                crowd.add(publisher, self._sources.source((record.key, publisher)))
+            greedier = crowd.greedier(source)
+            if not greedier:
+                return Refusal.KEY_FULL
+            self._drop(same_key[next(iter(greedier))])
+        elif has_quota and self._sources.size(source) >= settings.records_per_source_max:
+            return self._displace(record, self._sources.members(source), must_be_farther=True)
+        elif self._count >= settings.records_max:
+            greedier_ones = self._sources.greedier(source)
+            candidates = greedier_ones or self._sources.equals(source)
+            return self._displace(record, candidates, must_be_farther=not greedier_ones)
+        return None
+
+    def _displace(
+        self, record: Record, candidates: Iterable[tuple[Key, PeerId]], *, must_be_farther: bool
+    ) -> Refusal | None:
+        """Drop the farthest of the oldest candidates, for a record nearer to us where that is asked."""
+        oldest = islice(candidates, EVICTION_CANDIDATES_MAX)
+        key, publisher = max(oldest, key=lambda each: distance(each[0], self._own))
+        if must_be_farther and distance(key, self._own) <= distance(record.key, self._own):
+            return Refusal.FULL
+        self._drop(self._by_key[key][publisher])
+        return None
 
     def _drop(self, record: Record) -> None:
+        self._sources.remove((record.key, record.publisher))
         records = self._by_key[record.key]
         del records[record.publisher]
         if not records:

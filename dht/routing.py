@@ -10,6 +10,8 @@ The rules:
   are all that anybody can make us hold.
 - Of a bucket, who was heard of least recently comes first. A newcomer to a full bucket waits in its
   replacement cache, and the first is pinged: who has been up for long is likely to stay up.
+- An address group (`groups`) with more than BUCKET_GROUP_MAX contacts in a full bucket makes room for others
+  at once, and with more than `group_max` among the nearest it gives way to the next nearest of other groups.
 """
 
 from bisect import bisect_left
@@ -21,12 +23,15 @@ from kademlia.node import Node
 from kademlia.routing import KBucket
 
 from crypto.identity import PeerId
+from dht.groups import crowding_one, is_crowded, spread
 from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 WAITING_MAX = 8
 """Of those who would stand in a full bucket, how many are known. Who has been up for long stays, so places
 come free a few times an hour; each who waits costs memory, and a ping to be known."""
+BUCKET_GROUP_MAX = 2
+"""Contacts of one address group that a full bucket keeps where others want their places, as in go-libp2p."""
 
 
 class Contact:
@@ -36,12 +41,14 @@ class Contact:
     itself would take three times the memory, and there are hundreds at each of thousands of simulated peers.
 
     `watched`: somebody else will say if it dies, so its silence is no reason for a ping. `silence`, if our
-    last request is unanswered: how many in a row, and when that was known of the last of them.
+    last request is unanswered: how many in a row, and when that was known of the last of them. `group`: its
+    address group, None if it counts alone.
     """
 
-    __slots__ = ("addresses", "heard", "long_id", "peer", "silence", "watched")
+    __slots__ = ("addresses", "group", "heard", "long_id", "peer", "silence", "watched")
 
-    def __init__(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> None:
+    def __init__(self, peer: PeerId, addresses: tuple[str, ...] = (), group: bytes | None = None) -> None:
+        self.group = group
         self.long_id = node_number(peer)
         self.peer = peer
         self.addresses = addresses
@@ -90,22 +97,40 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             self.last_updated = now
 
     def add_node(self, node: Contact) -> bool:
-        """As the package's; at most k or WAITING_MAX wait for a place."""
+        """As the package's; at most k or WAITING_MAX wait for a place. A group that crowds a full bucket
+        loses one for a newcomer of another."""
         key = node.id
+        if key not in self.nodes and self.full and (crowding := self.crowding(node.group)) is not None:
+            del self.nodes[crowding.id]
         if key in self.nodes or not self.full:
+            self.replacement_nodes.pop(key, None)
             self.nodes[key] = node
             return True
         self.replacement_nodes[key] = node
         while len(self.replacement_nodes) > self.max_replacement_nodes:
-            del self.replacement_nodes[min(self.replacement_nodes.values(), key=_HEARD).id]
+            waiting = self.replacement_nodes.values()
+            gone = crowding_one(waiting, None, BUCKET_GROUP_MAX) or min(waiting, key=_HEARD)
+            del self.replacement_nodes[gone.id]
         return False
 
+    def crowding(self, group: bytes | None) -> Contact | None:
+        """Return the contact whose group crowds out a newcomer of `group`, if there is one."""
+        return crowding_one(self.nodes.values(), group, BUCKET_GROUP_MAX)
+
+    def wants_to_know(self, group: bytes | None) -> bool:
+        """Return whether a full bucket with all who may wait has a place for a newcomer of `group`."""
+        waiting = self.replacement_nodes.values()
+        return self.crowding(group) is not None or crowding_one(waiting, group, BUCKET_GROUP_MAX) is not None
+
     def remove_node(self, node: Contact) -> None:
-        """As the package's: of those who wait, the one last heard of takes the place."""
+        """As the package's: of those who wait, the one last heard of takes the place, of another group than
+        those in the bucket if there is one."""
         key = node.id
         self.replacement_nodes.pop(key, None)
         if self.nodes.pop(key, None) is not None and self.replacement_nodes:
-            newest = max(reversed(self.replacement_nodes.values()), key=_HEARD)
+            groups = {contact.group for contact in self.nodes.values()} - {None}
+            waiting = list(reversed(self.replacement_nodes.values()))
+            newest = max(waiting, key=lambda contact: (contact.group not in groups, contact.heard))
             self.nodes[newest.id] = self.replacement_nodes.pop(newest.id)
 
     def head(self) -> Contact:
@@ -148,9 +173,12 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 class Table:
     """The buckets of one node. It changes only by what peers themselves sent us, or failed to."""
 
-    __slots__ = ("_ends", "_failures_max", "_k", "_own", "buckets")
+    __slots__ = ("_ends", "_failures_max", "_group_max", "_has_groups", "_k", "_own", "buckets")
 
-    def __init__(self, own: Key, *, k: int, failures_max: int) -> None:
+    def __init__(self, own: Key, *, k: int, failures_max: int, group_max: int = 3) -> None:
+        self._group_max = group_max
+        # Without any group, as in a local network, nobody needs to be counted.
+        self._has_groups = False
         self._own = Node(own)
         self._k = k
         self._failures_max = failures_max
@@ -174,7 +202,7 @@ class Table:
         """A verified contact, be it in a bucket or waiting to be."""
         return self._bucket(peer).find(node_key(peer))
 
-    def wants(self, peer: PeerId, *, waiting: bool = True) -> bool:
+    def wants(self, peer: PeerId, *, waiting: bool = True, group: bytes | None = None) -> bool:
         """Whether a stranger is worth a ping: there would be a place for it, or, if `waiting`, among those
         who wait for one."""
         key = node_key(peer)
@@ -185,7 +213,7 @@ class Table:
             return False
         if not bucket.full or (waiting and not bucket.replacements_full):
             return True
-        return bool(bucket.has_in_range(self._own))
+        return bool(bucket.has_in_range(self._own)) or (self._has_groups and bucket.wants_to_know(group))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
         """A known contact sent us something: it is alive, and the most recently heard of its bucket."""
@@ -205,6 +233,8 @@ class Table:
         if contact.id == self._own.id:
             return None
         kept = self.get(contact.peer) or contact
+        kept.group = contact.group
+        self._has_groups = self._has_groups or kept.group is not None
         kept.heard = now
         kept.silence = None
         while not (bucket := self.bucket_of(kept.id)).add_node(kept):
@@ -249,7 +279,8 @@ class Table:
     def nearest(
         self, key: Key, count: int, *, without: PeerId | None = None, failing: bool = False
     ) -> list[Contact]:
-        """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets.
+        """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets, unless too
+        many of them are of one address group.
 
         Who left our last request unanswered is passed over unless `failing`: nobody should be sent
         to the dead.
@@ -270,6 +301,10 @@ class Table:
             inside.sort()  # no two distances are equal
             found += inside
         nearest = [contact for _, contact in found[:wanted]]
+        if self._has_groups and is_crowded(nearest, self._group_max):
+            alive = [contact for contact in self if failing or contact.silence is None]
+            alive.sort(key=lambda contact: contact.long_id ^ target)
+            nearest = spread(alive, wanted, self._group_max)
         if without is not None:
             nearest = [contact for contact in nearest if contact.peer != without]
         return nearest[:count]

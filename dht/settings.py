@@ -15,6 +15,14 @@ class Settings:
     k: int = 20
     """Contacts in a bucket and replicas of a record; 1 to HINTS_MAX. 20 outlives an hour of churn."""
 
+    group_max: int = 3
+    """Contacts of one address group among the nearest, while there are others; 1 or more. As in go-libp2p:
+    more helps who invents ids in one network, less who has many honest nodes there."""
+
+    groups_local: bool = False
+    """Whether loopback and private networks are address groups as well. Their nodes are many and at few
+    addresses, so a swarm that is partly there would find them worse."""
+
     alpha: int = 3
     """Requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages.
     In its last round, when nobody nearer turns up, it asks all of the `k` nearest."""
@@ -77,6 +85,10 @@ class Settings:
     records_max: int = 10_000
     """Records this node holds for others and itself; 1 or more. About 1.5 kB each."""
 
+    records_per_source_max: int = 2_000
+    """Of these, records from one address that is not local; 1 or more. A fifth: many nodes behind
+    one translator store less with one node, and nobody fills it alone."""
+
     records_per_key_max: int = 64
     """Publishers under one key; 1 to `records_max`."""
 
@@ -94,6 +106,7 @@ class Settings:
     def _bounds(self) -> dict[str, bool]:
         return {
             "k": 1 <= self.k <= HINTS_MAX,
+            "group_max": self.group_max >= 1,
             "alpha": 1 <= self.alpha <= self.k,
             "find_width": 1 <= self.find_width <= self.k,
             "request_seconds": self.request_seconds > 0,
@@ -112,6 +125,7 @@ class Settings:
             "found_max": self.found_max >= 1,
             "payload_bytes_max": PAYLOAD_BYTES_MIN <= self.payload_bytes_max <= MESSAGE_BYTES_MAX // 2,
             "records_max": self.records_max >= 1,
+            "records_per_source_max": self.records_per_source_max >= 1,
             "records_per_key_max": 1 <= self.records_per_key_max <= self.records_max,
             "records_per_publisher_max": 1 <= self.records_per_publisher_max <= self.records_max,
             "expiry_check_seconds": self.expiry_check_seconds > 0,

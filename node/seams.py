@@ -151,6 +151,9 @@ class Network(Protocol):
     def learn(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         """Remember where a peer may be reached (a hint until it answers)."""
 
+    def host_of(self, peer: PeerId) -> str | None:
+        """The host at which a peer was seen, which it cannot choose; None if it was not."""
+
     def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
         """Send one message, unreliably; what does not fit a datagram goes by a stream."""
 

@@ -349,6 +349,10 @@ class SimNetwork:
         elif impostors := [each for each in there if each is not None]:
             self._impostors[peer] = impostors[0]
 
+    def host_of(self, peer: PeerId) -> str | None:
+        address = self._medium.homes.outside(peer)
+        return None if address is None else address.host
+
     def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")

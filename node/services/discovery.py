@@ -48,6 +48,7 @@ class Discovery:
         self._observe = observe
         self._core = make(signer, Settings(), rng, network.addresses)
         self._core.wall_offset = clock.wall() - clock.monotonic()
+        self._core.origins.host_of = network.host_of
         self._waiting: dict[int, _Answer] = {}
         self._own: dict[tuple[str, bytes], bytes] = {}
         self._driver = Driver(

@@ -71,6 +71,12 @@ class AddressBook:
             self._crowd.add(peer, _source(address))
         entry.observed, entry.observed_at = address.of(None), now
 
+    def host_of(self, peer: PeerId) -> str | None:
+        """Return the host where the peer was seen last; None if it was not."""
+        entry = self._met.get(peer, _NOTHING)
+        seen = entry.observed or entry.proved
+        return None if seen is None else seen.host
+
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
         """Addresses to dial, the likeliest first; empty for a peer never heard of."""
         entry = self._entry(peer)

@@ -136,6 +136,9 @@ class RealNetwork:
         if peer != self.peer:
             self._book.claim(peer, addresses)
 
+    def host_of(self, peer: PeerId) -> str | None:
+        return self._book.host_of(peer)
+
     def inbox(self, protocol: str) -> QueueInbox:
         return self._router.inbox(protocol)
 

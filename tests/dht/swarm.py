@@ -54,18 +54,19 @@ class Swarm:
         self._heap: list[tuple[float, int, PeerId, PeerId, bytes | None]] = []
         self._sent = 0
 
-    def start(self, number: int) -> Kademlia:
-        node = Kademlia(signer(number), self.settings, Random(self.rng.getrandbits(32)), (address(number),))
+    def start(self, number: int, place: Address | None = None) -> Kademlia:
+        rng = Random(self.rng.getrandbits(32))
+        node = Kademlia(signer(number), self.settings, rng, (place or address(number),))
         node.wall_offset = WALL
         self.nodes[node.peer] = node
         self.events[node.peer] = []
         return node
 
-    def grow(self, count: int) -> list[Kademlia]:
+    def grow(self, count: int, where: Callable[[int], Address] = address) -> list[Kademlia]:
         """`count` nodes, each joining by a random earlier one, in a settled table."""
         nodes: list[Kademlia] = []
         for number in range(count):
-            node = self.start(number)
+            node = self.start(number, where(number))
             if nodes:
                 self.send(node, node.join(self.now, [self.rng.choice(nodes).peer]))
             nodes.append(node)

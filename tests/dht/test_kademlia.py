@@ -98,7 +98,7 @@ def test_of_two_sequences_the_highest_is_found_and_publishers_stand_side_by_side
     # Half of the holders miss the newer one: a find asks several.
     for peer in nearest(swarm, KEY, 20)[1::2]:
         node = swarm.nodes[peer]
-        node.records.put = lambda *_: None  # type: ignore[method-assign]  # deaf to what comes
+        node.records.put = lambda *_, **__: None  # type: ignore[method-assign]  # deaf to what comes
     store(swarm, nodes[1], record(1, KEY, b"new", 2))
     for node in nodes:
         assert sorted(find(swarm, node)) == [b"new", b"other"]
@@ -119,7 +119,7 @@ def test_a_store_that_reached_nobody_does_not_say_success() -> None:
     nodes = swarm.grow(30)
     # Everybody is found alive and then falls silent to Stores.
     for node in nodes:
-        node.records.put = lambda *_: Refusal.FULL  # type: ignore[method-assign]  # a full disk everywhere
+        node.records.put = lambda *_, **__: Refusal.FULL  # type: ignore[method-assign]  # a full disk everywhere
     stored = store(swarm, nodes[0], record(0, KEY))
     assert (stored.acknowledged, stored.tried, stored.refusals) == (0, 20, (Refusal.FULL,))
 

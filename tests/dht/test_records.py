@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from crypto.encoding import encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact
-from dht.keys import record_key
+from dht.keys import Key, distance, record_key
 from dht.records import (
     CLOCK_SLACK_SECONDS,
     LIFETIME_SECONDS_MAX,
@@ -133,7 +133,12 @@ def test_the_store_is_bounded_per_key_per_publisher_and_in_all() -> None:
     assert store.put(WALL, checked(1, key=keys[2])) is Refusal.PUBLISHER_FULL
     assert store.put(WALL, checked(5, key=keys[3])) is None
     assert store.put(WALL, checked(5, key=keys[4])) is None
-    assert store.put(WALL, checked(6, key=keys[5])) is Refusal.FULL
+    near, far = Key(bytes(20)), Key(b"\xff" * 20)
+    assert store.put(WALL, checked(6, key=far)) is Refusal.FULL
+    # One that is nearer to the node takes the place of the farthest.
+    assert store.put(WALL, checked(6, key=near)) is None
+    farthest = max((KEY, keys[1], keys[3], keys[4]), key=lambda key: distance(key, near))
+    assert len(store.get(WALL, farthest)) < 3
     # A newer record of one that is kept needs no room.
     assert store.put(WALL, checked(1, sequence=9)) is None
     assert len(store) == 6

@@ -1,0 +1,130 @@
+"""Address groups: peers that one owner of addresses may have invented, and a choice that relies on no group.
+
+Ids cost nothing, addresses do: whoever needs 20 ids next to a key grinds them in a fraction of a second, but
+has them all in one network. A group is a network as it is handed out, a /24 of IPv4 or a /48 of IPv6. It is a
+preference and no ban: a swarm within one network finds only its own, and all of them count. Peers of local
+networks, where neighbours are many and honest, have no group unless the settings say so.
+"""
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Protocol, TypeVar
+
+from crypto.buckets import HOSTS_MAX, prefix_of
+from crypto.contact import PARSED_MAX, parse_address
+from crypto.crowds import network_of
+from crypto.identity import PeerId
+
+_LOCAL = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
+        "::1/128", "fc00::/7", "fe80::/10",
+    )
+)  # fmt: skip
+"""Loopback, private (RFC 1918, RFC 4193), link-local, and behind a provider's translator (RFC 6598)."""
+
+
+class Grouped(Protocol):
+    """Whatever has a group, or None: it counts alone."""
+
+    @property
+    def group(self) -> bytes | None: ...
+
+
+Member = TypeVar("Member", bound=Grouped)
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def source_of(host: str | None) -> bytes:
+    """Return what one owner of addresses cannot leave; b"" for an unknown host, or one that is a name."""
+    if host is None:
+        return b""
+    try:
+        return prefix_of(host)
+    except ValueError:
+        return b""
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def is_local(host: str) -> bool:
+    """Return whether a host is of a network that means something only to those in it."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return any(address in network for network in _LOCAL)
+
+
+@lru_cache(maxsize=PARSED_MAX)
+def _claimed_host(texts: tuple[str, ...]) -> str | None:
+    """Return the first host among claimed addresses that this version can read; None if there is none."""
+    for text in texts:
+        try:
+            return parse_address(text).host
+        except ValueError:
+            continue
+    return None
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def _group_of(host: str | None, groups_local: bool) -> bytes | None:
+    source = source_of(host)
+    if host is None or not source or (not groups_local and is_local(host)):
+        return None
+    return network_of(source)
+
+
+@dataclass(slots=True)
+class Origins:
+    """Where peers are: `host_of` says at which host one was seen, None if it was not; then its claim counts.
+
+    The shell sets it. Without one, where peers are reached by their ids alone, claims are all there is.
+    """
+
+    groups_local: bool
+    host_of: Callable[[PeerId], str | None] = lambda _peer: None
+
+    def group(self, peer: PeerId, texts: tuple[str, ...]) -> bytes | None:
+        """Return the address group of a peer that claims to be at `texts`; None if it counts alone."""
+        return _group_of(self.host_of(peer) or _claimed_host(texts), self.groups_local)
+
+    def source(self, peer: PeerId, texts: tuple[str, ...]) -> tuple[bytes, bool]:
+        """Return the source of a peer, b"" if unknown, and whether it has a quota."""
+        source = source_of(host := self.host_of(peer) or _claimed_host(texts))
+        return source, not source or _group_of(host, self.groups_local) is not None
+
+
+def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
+    """Return whether a group has more than `group_max` of these."""
+    sizes = Counter(member.group for member in members if member.group is not None)
+    return bool(sizes) and max(sizes.values()) > group_max
+
+
+def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member]:
+    """Return the first `count` members, of each group at most `group_max`, in their order.
+
+    Where they are too few, as many again of each group are taken until they are enough.
+    """
+    seen: Counter[bytes] = Counter()
+    ranked = []
+    for place, member in enumerate(members):
+        turn = 0
+        if member.group is not None:
+            turn = seen[member.group] // group_max
+            seen[member.group] += 1
+        ranked.append((turn, place))
+    return [members[place] for place in sorted(place for _, place in sorted(ranked)[:count])]
+
+
+def crowding_one(members: Collection[Member], group: bytes | None, group_max: int) -> Member | None:
+    """Return the last member of the largest group, if that has more than `group_max` and stays as large as
+    that of a newcomer of `group` without it; else None."""
+    sizes = Counter(member.group for member in members if member.group is not None)
+    largest, size = max(sizes.items(), key=itemgetter(1), default=(b"", 0))
+    if size <= group_max or size <= (0 if group is None else sizes[group]) + 1:
+        return None
+    return [member for member in members if member.group == largest][-1]
