@@ -24,6 +24,7 @@ from node.runs.data_check import check_values
 from node.runs.manifest import Run, RunFile, check_run_file, make_run
 from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
+from node.runs.states import OVER
 from node.runs.submission import make_manifest, window_of
 from node.runs.weights import WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams
@@ -69,6 +70,8 @@ class Commands:
             "leave": self._leave,
             "train": self._train,
             "runs.fetch": self._fetch,
+            "runs.stop": self._stop,
+            "runs.drop": self._drop,
         }
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -157,7 +160,7 @@ class Commands:
         run = find_run(node.state.runs, str(arguments.get("run", "")))
         out = Path(str(arguments["out"]))
         view = node.state.runs.get(run)
-        if view is not None and view.status not in ("done", "failed"):
+        if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
         data = await node.seams.executor.run(lambda: node.seams.storage.read(weights_name(run)))
         if data is None:
@@ -172,6 +175,16 @@ class Commands:
         except OSError as error:
             raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
         return {"run": run, "out": str(out), "size_bytes": len(data)}
+
+    async def _stop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return await self._node.runs.stopping.stop(self._going(arguments))
+
+    async def _drop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return await self._node.runs.stopping.drop(self._going(arguments))
+
+    def _going(self, arguments: Mapping[str, Any]) -> str:
+        known = {*self._node.state.runs, *self._node.runs.stopping.known()}
+        return find_run(sorted(known), str(arguments.get("run", "")))
 
     async def _holders(self, run: str, digest: str) -> tuple[str, list[PeerId]]:
         """Who says in the DHT to keep the weights with this hash; not known, the hash that most name."""

@@ -228,8 +228,8 @@ class RunEvaluated(Event, frozen=True, kw_only=True):
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
-    """`outcome`: done or failed. `weights` is the BLAKE3 hash (hex) of the safetensors file, which is on this
-    node's disk if `is_here`."""
+    """`outcome`: done, failed or stopped. `weights` is the BLAKE3 hash (hex) of the safetensors file, which
+    is on this node's disk if `is_here`."""
 
     run: str
     outcome: str

@@ -17,6 +17,7 @@ from node import events
 
 JOINS_MAX = 64
 """Join attempts kept: the newest; older ones no longer explain the present."""
+_OVER = ("done", "failed", "stopped")
 RUNS_KEPT_MAX = 256
 MEMBERS_KEPT_MAX = 2_048
 """Ended runs and gone members shown beside the present ones: the newest. Strangers make more of both."""
@@ -283,7 +284,7 @@ def _with_status(state: State, peer: PeerId, status: str, at: float, reason: str
 
 def _with_run(state: State, view: RunView) -> State:
     runs = {**state.runs, view.run: view}
-    over = next((run for run, other in runs.items() if other.status in ("done", "failed")), None)
+    over = next((run for run, other in runs.items() if other.status in _OVER), None)
     if len(runs) > RUNS_KEPT_MAX and over is not None:
         del runs[over]
     return replace(state, runs=MappingProxyType(runs))

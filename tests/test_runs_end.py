@@ -10,11 +10,15 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
+from node.errors import RunFailed, Unreachable, UsageError
 from node.events import CheckpointKept, Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
+from node.runs import requests as wire
 from node.runs.data import load_digits, load_folder
 from node.runs.failures import PEERS_MAX, ROLLBACKS_MAX, Failures
 from node.runs.manifest import Manifest, Run
-from tests.stack import Swarm, manifest, simulate, swarm, train
+from node.runs.stopping import make_stop
+from node.runtime import Node
+from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm, train
 
 FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}
 SPOILED = 21
@@ -162,3 +166,150 @@ def test_going_back_without_getting_further_is_bounded() -> None:
     reason = failures.went_back(18, 19, "it is dead")
     assert reason is not None
     assert "went back to step 18 and got no further than 19; the last time: it is dead" in reason
+
+
+LONG: dict[str, Any] = {"steps": 100_000, "microbatch": 4, "microbatches": 4, "test_samples": 8}
+
+
+def is_free(node: Node) -> bool:
+    """Whether a stage may be placed there."""
+    return node.runs.has_slot
+
+
+async def begun(group: Swarm, requester: str, **changes: Any) -> Run:
+    """A run without an end, after its first step."""
+    run = prepare(group.nodes[requester], manifest(**(LONG | changes)))
+    with group.nodes[requester].watch() as events:
+        await group.nodes[requester].runs.submit(run)
+        with trio.fail_after(120):
+            async for event in events:
+                if isinstance(event, StepCommitted) and event.run == run.text:
+                    return run
+    raise AssertionError("no step was committed")
+
+
+def test_a_stop_by_the_requester_ends_the_run_for_all_and_for_good() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            run = await begun(group, "a")
+            a, members = group.nodes["a"], [name for name, node in group.nodes.items() if node.runs.members]
+            assert len(members) == 5
+            began = trio.current_time()
+            said = await a.runs.stopping.stop(run.text)
+            assert said == {"run": run.text, "status": "stopped", "told": 4, "left": 0}
+            assert trio.current_time() - began < 5
+            assert ends(group) == dict.fromkeys(members, ("stopped", "its requester stopped it"))
+            assert all(node.runs.has_slot and not node.runs.members for node in group.nodes.values())
+            assert {node.state.runs[run.text].status for node in group.nodes.values()} == {"stopped"}
+            with pytest.raises(RunFailed, match="is not going on here"):
+                await a.runs.stopping.stop(run.text)
+
+    simulate(scenario)
+
+
+def test_a_member_that_was_away_hears_of_the_stop_when_it_comes_back() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+            run = await begun(group, "a")
+            storage = group.storages["c"]
+            group.kill("c")
+            await trio.sleep(30)
+            await group.nodes["a"].runs.stopping.stop(run.text)
+            group.events["c"].clear()
+            await nursery.start(_live, group, "c", "b", 1, STAGE_SECONDS, storage)
+            with trio.fail_after(60):
+                while "c" not in ends(group):  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            assert ends(group)["c"] == ("stopped", "its requester stopped it")
+            assert not group.nodes["c"].runs.members
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def test_a_requester_that_was_restarted_may_still_stop_its_run() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+            run = await begun(group, "a", trainers=2)
+            storage = group.storages["a"]
+            group.kill("a")
+            await trio.sleep(20)
+            await nursery.start(_live, group, "a", "b", 1, STAGE_SECONDS, storage)
+            await trio.sleep(20)
+            others = [name for name in "bcde" if group.nodes[name].runs.members]
+            assert others
+            assert run.text in group.nodes["a"].runs.stopping.known()
+            await group.nodes["a"].runs.stopping.stop(run.text)
+            await all_ended(group)
+            assert {ends(group)[name][0] for name in others} == {"stopped"}
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def test_only_the_requester_may_stop_a_run() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            run = await begun(group, "a", replicas=1)
+            b, c = group.nodes["b"], group.nodes["c"]
+            with pytest.raises(UsageError, match="which alone may stop it"):
+                await b.runs.stopping.stop(run.text)
+            with pytest.raises(UsageError, match="is this node's own"):
+                await group.nodes["a"].runs.stopping.drop(run.text)
+            before = c.counters.get("protocol_errors", 0)
+            with pytest.raises(Unreachable):
+                await b.runs.ask(c.peer, wire.Stop(make_stop(b.signer, run)), 5)
+            assert c.counters["protocol_errors"] == before + 1
+            assert not ends(group)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) -> None:
+    async def scenario() -> None:
+        async with swarm("abcdef") as group, trio.open_nursery() as nursery:
+            run = await begun(group, "a", replicas=replicas, save_every=1)
+            plan = group.nodes["a"].state.runs[run.text].plan
+            assert plan is not None
+            name = group.name_of(plan.stages[1][0])
+            node = group.nodes[name]
+            await trio.sleep(5)
+            assert not is_free(node)
+            began = trio.current_time()
+            assert await node.runs.stopping.drop(run.text) == {"run": run.text, "status": "stopped"}
+            assert trio.current_time() - began < 1
+            assert is_free(node), "at once"
+            step = group.nodes["a"].state.runs[run.text].step
+            await trio.sleep(40)
+            assert ends(group) == {name: ("stopped", "dropped on this node; the others go on without it")}
+            view = group.nodes["a"].state.runs[run.text]
+            assert view.step > step + 5
+            assert view.plan is not None
+            assert node.peer not in [peer for stage in view.plan.stages for peer in stage]
+            storage = group.storages[name]
+            group.kill(name)
+            await trio.sleep(1)
+            await nursery.start(_live, group, name, "a", 1, STAGE_SECONDS, storage)
+            await trio.sleep(40)
+            assert is_free(group.nodes[name]), "nor does it come back after a restart"
+            assert not group.nodes[name].runs.members
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+
+
+def test_a_run_may_be_stopped_while_it_is_placed() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group, trio.open_nursery() as nursery:
+            a = group.nodes["a"]
+            run = prepare(a, manifest(replicas=1, **LONG))
+            nursery.start_soon(a.runs.submit, run)
+            await trio.sleep(0.01)
+            assert a.runs.members
+            await a.runs.stopping.stop(run.text)
+            await trio.sleep(5)
+            assert ends(group) == {"a": ("stopped", "its requester stopped it")}
+            assert all(node.runs.has_slot and not node.runs.members for node in group.nodes.values())
+
+    simulate(scenario)

@@ -1,4 +1,5 @@
-"""`python -m node runs`: the runs this node knows; `runs fetch` brings a run's weights here."""
+"""`python -m node runs`: the runs this node knows; `runs fetch` brings a run's weights here, `runs stop` ends
+a run of its own for all, `runs drop` leaves another's."""
 
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ import typer
 from node.cli.client import ask
 from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
+
+STOP_SECONDS_MAX = 30.0
+"""A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
 
@@ -46,6 +50,30 @@ def fetch(
     document = fetch_weights(find_data_dir(context, data_dir), run, out)
     if as_json or context.obj["as_json"]:
         show_json(document)
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")]
+
+
+@app.command()
+def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Stop a run that this node asked for, for all its members."""
+    result = ask(find_data_dir(context, data_dir), "runs.stop", {"run": run}, seconds=STOP_SECONDS_MAX)
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/stop/1", **result})
+        return
+    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
+    show([f"run {result['run'][:8]} stopped; {result['told']} other members know{left}"])
+
+
+@app.command()
+def drop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Leave a run of another node, at once and for good; its others go on without this one."""
+    result = ask(find_data_dir(context, data_dir), "runs.drop", {"run": run}, seconds=STOP_SECONDS_MAX)
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/drop/1", **result})
+    else:
+        show([f"run {result['run'][:8]} dropped: this node is free, and takes no part in it again"])
 
 
 def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
 
 def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_json: bool) -> None:
     run = result["run"]
-    if result.get("status") == "failed":
-        raise RunFailed(f"run {run[:8]} failed: {result.get('detail') or 'no reason given'}")
+    if (status := result.get("status")) in ("failed", "stopped"):
+        raise RunFailed(f"run {run[:8]} {status}: {result.get('detail') or 'no reason given'}")
     document = {"schema": "peerloom/train/1", **result}
     if out:
         document["out"] = fetch_weights(folder, run, out)["out"]

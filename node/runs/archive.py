@@ -14,10 +14,11 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.events import RunRemembered
 from node.runs.manifest import Run, run_text
-from node.runs.requests import NUMBER_MAX, REASON_LENGTH_MAX
+from node.runs.requests import NUMBER_MAX, REASON_LENGTH_MAX, End, Stop
 from node.runs.telling import Shown
 from node.runs.weights import digest_of
 from node.seams import Seams, Storage
@@ -36,7 +37,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step."""
+    """How a run ended. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step. `stop`
+    is its requester's word, where that ended it; `for_all`: it is over on every other member too."""
 
     run: Hash
     requester: Peer
@@ -50,6 +52,8 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     step: Number = 0
     loss: float | None = None
     accuracy: float | None = None
+    stop: Fact | None = None
+    for_all: bool = False
 
     @property
     def text(self) -> str:
@@ -95,6 +99,20 @@ class Archive:
         text = run_text(run)
         record = self._records.get(text)
         return record.weights if record is not None and text in self._results else ""
+
+    def told(self, run: bytes, plan: bytes) -> End | Stop | None:
+        """How the run ended for all, for a member that was away and believes in `plan`; None where it may go
+        on elsewhere."""
+        record = self._records.get(run_text(run))
+        if record is None or record.run != run:
+            return None
+        if record.stop is not None:
+            return Stop(record.stop)
+        if result := self.result(run):
+            return End(plan, "done", "", result)
+        if record.for_all and record.outcome == "failed":
+            return End(plan, "failed", record.detail, "")
+        return None
 
     def load(self) -> None:
         """Read what is on the disk."""
@@ -185,7 +203,21 @@ class ArchiveShell:
         """See `Archive.result`."""
         return self._archive.result(run)
 
-    async def note(self, run: Run, shown: Shown, outcome: str, detail: str, weights: str) -> None:
+    def told(self, run: bytes, plan: bytes) -> End | Stop | None:
+        """See `Archive.told`."""
+        return self._archive.told(run, plan)
+
+    async def note(
+        self,
+        run: Run,
+        shown: Shown,
+        outcome: str,
+        detail: str,
+        weights: str,
+        *,
+        stop: Fact | None = None,
+        for_all: bool = False,
+    ) -> None:
         """A run is over here; where the disk is full, that is known until the next start."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
@@ -203,6 +235,8 @@ class ArchiveShell:
                 step=0 if committed is None else committed.step + 1,
                 loss=None if committed is None else committed.loss,
                 accuracy=None if evaluated is None else evaluated.accuracy,
+                stop=stop,
+                for_all=for_all,
             )
         )
 

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
 from crypto.identity import PeerId
-from node.seams import Seams, Storage, own_rng
+from node.runs.manifest import Run
+from node.runs.service import Service
+from node.seams import Storage, own_rng
 from partition.plan.agreement import Agreement, PlanDecided
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
@@ -28,8 +29,6 @@ ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
 """This node's own file: a history, the changes since, the last of which may come many at once."""
 QUEUE_MAX = 4_096
 """Messages that wait for the disk; what comes on top is dropped, as a lossy network would."""
-
-Send = Callable[[PeerId, Any], None]
 
 
 def chain_name(run: str) -> str:
@@ -67,26 +66,24 @@ class ChainShell:
 
     def __init__(
         self,
-        signer: Signer,
-        run: str,
+        service: Service,
+        run: Run,
         plan: Plan,
-        seams: Seams,
         *,
         entered: Entered,
         durable: bytes = b"",
         may_fork: bool,
-        send: Send,
         on_event: Callable[[Any], None],
-        refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
-        self.core = Agreement(signer.peer, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
-        self._signer = signer
-        self._run = run
+        seams, me = service.seams, service.signer.peer
+        self.core = Agreement(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
+        self._signer = service.signer
+        self._run = run.text
         self._entered = entered
         self._seams = seams
-        self._send = send
+        self._send = service.send
         self._on_event = on_event
-        self._refuse = refuse
+        self._refuse = service.refuse
         self._waiting: deque[Callable[[float], list[tuple[PeerId, Any]]]] = deque()
         self._more = trio.Event()
         self._step = 0

@@ -11,13 +11,12 @@ from typing import Any
 import trio
 
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.failures import Failures
 from node.runs.manifest import Run
 from node.runs.placement import START_SECONDS_MAX
-from node.seams import Clock
+from node.runs.service import Service
 from partition.plan.plan import Plan
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
@@ -30,7 +29,6 @@ CORRECT = "correct"
 VOUCHES_MAX = 64
 """Frames that are compared with this node's own data, one after the other; more are judged without."""
 
-Send = Callable[[PeerId, Any], None]
 RunEvent = StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
 
 
@@ -39,11 +37,9 @@ class CommitterShell:
 
     def __init__(
         self,
-        signer: Signer,
+        service: Service,
         run: Run,
         plan: Plan,
-        clock: Clock,
-        send: Send,
         publish: Callable[[RunEvent], None],
         *,
         absent: Callable[[PeerId, str], None],
@@ -51,7 +47,6 @@ class CommitterShell:
         stalled_since: float,
         saved: int,
         failures: Failures,
-        refuse: Callable[[PeerId, RemoteProtocolError], None],
         lost_steps: int = 0,
     ) -> None:
         """`absent` is told whom the next plan must do without, `paused` that no step is open; `failures` is
@@ -59,7 +54,7 @@ class CommitterShell:
         step of the newest checkpoint, and `lost_steps` are to be computed again."""
         manifest = run.manifest
         self.core = core.Committer(
-            signer.peer,
+            service.signer.peer,
             plan,
             steps=manifest.steps,
             evaluations=manifest.evaluations,
@@ -67,17 +62,17 @@ class CommitterShell:
             save_every=manifest.save_every,
             saved=saved,
         )
-        self._signer = signer
+        self._signer = service.signer
         self._run = run
         self._plan = plan
-        self._clock = clock
-        self._send = send
+        self._clock = clock = service.seams.clock
+        self._send = service.send
         self._publish = publish
         self._absent = absent
         self._paused = paused
         self._stalled_since = stalled_since
         self._failures = failures
-        self._refuse = refuse
+        self._refuse = service.refuse
         self._to_vouch: deque[tuple[PeerId, Unusable]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
         """What this node's own data comes to, in the place of a trainer's frame."""

@@ -16,14 +16,17 @@ from node.errors import StageFailed, Unreachable
 from node.runs.admission import specify
 from node.runs.link_codecs import LinkCodecs
 from node.runs.manifest import Run
+from node.runs.pulse import SILENCE_SECONDS_MAX
 from node.runs.replica import ReplicaShell, Restore, Save
+from node.runs.requests import FetchState
 from node.runs.service import Service
 from partition.plan.plan import Plan, plan_hash
 from partition.steps.frames import OpenedFrame
 
 
 class Hosting:
-    """At most one stage process. `failed` is told why this node cannot hold the stage it was given."""
+    """At most one stage process. `failed` is told why this node cannot hold the stage it was given, and
+    `abandoned` that the plan it was opened for did not come about."""
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class Hosting:
         *,
         holders: Callable[[], Sequence[PeerId]],
         failed: Callable[[str], None],
+        abandoned: Callable[[], None],
         save: Save,
         restore: Restore,
     ) -> None:
@@ -42,6 +46,7 @@ class Hosting:
         self._run = run
         self._holders = holders
         self._failed = failed
+        self._abandoned = abandoned
         self._save = save
         self._restore = restore
         self._plan: Plan | None = None
@@ -67,6 +72,17 @@ class Hosting:
 
     async def prepare(self, plan: Plan) -> str | None:
         """Open the stage of a plan that is not in force yet; None when it is open, else why it is not."""
+        reason = await self._open_early(plan)
+        then = self._expire if reason is None else self.unprepare
+        self._service.start_task(then, plan_hash(plan), of=self._run)
+        return reason
+
+    async def _expire(self, plan: bytes) -> None:
+        """Whoever asked for a stage may have died before its plan was decided."""
+        await trio.sleep(SILENCE_SECONDS_MAX)
+        await self.unprepare(plan)
+
+    async def _open_early(self, plan: Plan) -> str | None:
         stage = plan.stage_of(self._service.signer.peer)
         async with self._changing:
             if self.replica is not None or stage is None or self._is_over:
@@ -87,13 +103,12 @@ class Hosting:
                 self.is_opening = False
         return None
 
-    async def unprepare(self, plan: bytes) -> bool:
-        """Close what was opened for this plan, which did not come about. Whether that was so."""
-        if self._prepared != plan:
-            return False
-        self._prepared, self._stage = None, None
-        await self.close()
-        return True
+    async def unprepare(self, plan: bytes) -> None:
+        """Close what was opened for this plan, which did not come about."""
+        if self._prepared == plan:
+            self._prepared, self._stage = None, None
+            await self.close()
+            self._abandoned()
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """A frame that has come, in memory it may stay in; None where there is none, and the stage fails."""
@@ -164,6 +179,16 @@ class Hosting:
             await shell.run()
         if self.replica is shell:
             await self.close()
+
+    async def export(self) -> bytes:
+        """The stage as a safetensors file. Raises StageFailed."""
+        if self.replica is None:
+            raise StageFailed("no stage is open here")
+        return await self.replica.export()
+
+    async def read_state(self, request: FetchState) -> bytes | None:
+        """A range of the stage's state, None where it is not that of the step. Raises StageFailed."""
+        return None if self.replica is None else await self.replica.read_state(request)
 
     async def close(self) -> None:
         """End the stage process, if there is one."""

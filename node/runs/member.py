@@ -13,8 +13,9 @@ from typing import Any
 import trio
 
 from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
-from node.errors import PeerloomError, RunFailed, StageFailed, Unreachable
+from node.errors import PeerloomError, RunFailed, Unreachable
 from node.events import RunChanged
 from node.runs import requests as wire
 from node.runs.chain import ChainShell, Entered
@@ -25,7 +26,7 @@ from node.runs.failures import Failures
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
 from node.runs.manifest import Run
-from node.runs.pulse import SILENCE_SECONDS_MAX, Pulse
+from node.runs.pulse import Pulse
 from node.runs.service import Service
 from node.runs.states import Cause, State, after
 from node.runs.succession import Hopeless, Succession, make_succession
@@ -35,11 +36,12 @@ from partition.plan import agreement
 from partition.plan.change import Change, heirs
 from partition.plan.plan import NOTHING, Plan, plan_hash
 from partition.plan.votes import AgreementMessage, Head
-from partition.steps.frames import OpenedFrame
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
 HEIRS = 2
 """So many of those who would train next fetch the data beforehand."""
+DROP_SECONDS_MAX = 10.0
+"""How long a member that has dropped a run still votes on the plan without it."""
 LEAVE_SECONDS_MAX = 60.0
 """How long a member that wants to leave waits for a plan without it."""
 
@@ -64,6 +66,7 @@ class RunMember:
             run,
             holders=self._holders,
             failed=self._fail_stage,
+            abandoned=self._abandoned,
             save=self._keeping.save,
             restore=self._keeping.restore,
         )
@@ -83,11 +86,17 @@ class RunMember:
         self._stalled_since = service.seams.clock.monotonic()
         self._is_ended = False
         self._is_finishing = False
+        self._is_dropped = False
+        self.stopped_by: Fact | None = None
+        self.is_over_for_all = False
         self._is_stuck = False
         self._failures = Failures()
         self._telling = Telling(service, run, others=self._others, hosts=lambda: self.hosts)
         self.shown = self._telling.shown
         self.heard = self._pulse.heard
+        self.export, self.read_state = self._hosting.export, self._hosting.read_state
+        self.prepare, self.unprepare = self._hosting.prepare, self._hosting.unprepare
+        self.keep, self.close_stage = self._hosting.keep, self._hosting.end
         self._decided = trio.Event()
 
     @property
@@ -100,8 +109,6 @@ class RunMember:
         """Of the plan in force."""
         return None if self.plan is None else plan_hash(self.plan)
 
-    # Plans
-
     def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
         """The first plan that this member hears of is in force: keep the chain from here on.
 
@@ -110,16 +117,13 @@ class RunMember:
         """
         service = self._service
         chain = self._chain = ChainShell(
-            service.signer,
-            self.run.text,
+            service,
+            self.run,
             plan,
-            service.seams,
             entered=entered,
             durable=durable,
             may_fork=self._may_fork,
-            send=service.send,
             on_event=self._on_chain_event,
-            refuse=service.refuse,
         )
         self._telling.begin(chain)
         self._succession = make_succession(
@@ -167,20 +171,9 @@ class RunMember:
                 await trio.sleep_forever()
         await self._succession.give_up()
 
-    async def prepare(self, plan: Plan) -> str | None:
-        """Open the stage that a plan gives to this node, before it is decided. Returns why it could not."""
-        reason = await self._hosting.prepare(plan)
-        self._start_task(partial(self._expire if reason is None else self.unprepare, plan_hash(plan)))
-        return reason
-
-    async def _expire(self, plan: bytes) -> None:
-        """Whoever asked for a stage may have died before its plan was decided."""
-        await trio.sleep(SILENCE_SECONDS_MAX)
-        await self.unprepare(plan)
-
-    async def unprepare(self, plan: bytes) -> None:
-        """That plan did not come about."""
-        if await self._hosting.unprepare(plan) and self.plan is None and not self._is_ended:
+    def _abandoned(self) -> None:
+        """The plan that this node's stage was opened for did not come about."""
+        if self.plan is None and not self._is_ended:
             self._is_ended = True
             self._service.released(self)
 
@@ -226,11 +219,19 @@ class RunMember:
         self._decided.set()
         self._decided = trio.Event()
         service.publish_plan(self.run, plan)
+        if self._is_dropped:
+            return
         if self._me not in plan.roster:
             self._fall_back("the run goes on without this node")
             return
         self._in_force(reason)
         self._hosting.adopt(plan)
+        self._take_roles(plan, change, past, reason)
+
+    def _take_roles(
+        self, plan: Plan, change: Change | None, past: CommitterShell | None, reason: str
+    ) -> None:
+        """Feed and commit as the plan says; `past` is this node's committer under the plan before."""
         if past is not None and plan.committer == self._me:
             for event in past.dropped(plan):
                 self._telling.tell(plan, event)
@@ -267,10 +268,6 @@ class RunMember:
         if plan is not None and not self._is_ended:
             message = Failed(plan=plan_hash(plan), reason=reason[: wire.REASON_LENGTH_MAX])
             self._service.send(plan.committer, message)
-
-    async def close_stage(self) -> None:
-        """End this node's stage process, if there is one."""
-        await self._hosting.end()
 
     def _holders(self) -> list[PeerId]:
         """Who may hand over what the run is made of: the requester first, then every other member."""
@@ -318,18 +315,15 @@ class RunMember:
             assert self._departures is not None
             service, saved = self._service, self._keeping.restorable
             self._committer = CommitterShell(
-                service.signer,
+                service,
                 self.run,
                 plan,
-                service.seams.clock,
-                service.send,
                 partial(self._telling.tell, plan),
                 absent=self.absent,
                 paused=self._departures.paused,
                 stalled_since=self._stalled_since,
                 saved=saved[1] if saved is not None else 0,
                 failures=self._failures,
-                refuse=service.refuse,
                 lost_steps=lost_steps,
             )
             if self._keeping.restorable is None and self.run.manifest.save_every:
@@ -437,8 +431,6 @@ class RunMember:
         self._decided.set()
         self._life.cancel()
 
-    # The end
-
     def _finish(self, outcome: str, detail: str, weights: str) -> None:
         """Tell every live member, then end here; whatever plan comes into force from now on."""
         if not self._is_finishing and not self._is_ended:
@@ -456,6 +448,7 @@ class RunMember:
         if self._is_ended:
             return
         self._is_ended = True
+        self.is_over_for_all = self._is_finishing or source is not None or self.stopped_by is not None
         if outcome == "done" and source is not None:
             detail = await fetch_result(self._service, self.run, source, weights)
         await self._hosting.end()
@@ -474,18 +467,44 @@ class RunMember:
         self._is_ended = False  # an end that failed half way is gone through again
         await self.end("failed", reason, "")
 
+    @property
+    def acquainted(self) -> set[PeerId]:
+        """Everybody that this node knows to be, or to have been, a member."""
+        return set() if self._chain is None else set(self._chain.core.acquainted)
+
+    async def drop(self, reason: str) -> None:
+        """Close the stage at once; the vote stays for a moment, so that the others find a plan without it."""
+        if self._is_ended or self._is_dropped:
+            return
+        self._is_dropped = True
+        self._stop_training()
+        self._committer = None
+        await self._hosting.end()
+        self.absent(self._me, "it dropped the run")
+        self._start_task(self._go, reason)
+
+    async def _go(self, reason: str) -> None:
+        await self._until_out(DROP_SECONDS_MAX)
+        self._is_ended = True
+        await self._service.ended(self, "stopped", reason, "")
+        self._life.cancel()
+
+    async def _until_out(self, seconds: float) -> None:
+        """Wait for a plan without this node."""
+        with trio.move_on_after(seconds):
+            while not self._is_ended and self.plan is not None and self._me in self.plan.roster:
+                await self._decided.wait()
+
     async def leave(self) -> None:
         """Hand this node's part over before it goes; bounded."""
         plan = self.plan
         if plan is None or self._is_ended or self._departures is None:
             return
         message = wire.Leaving(plan_hash(plan))
-        with trio.move_on_after(LEAVE_SECONDS_MAX):
-            for peer in self._others(plan):
-                self._service.send(peer, message)
-            self._departures.note(self._me)
-            while not self._is_ended and self.plan is not None and self._me in self.plan.roster:
-                await self._decided.wait()
+        for peer in self._others(plan):
+            self._service.send(peer, message)
+        self._departures.note(self._me)
+        await self._until_out(LEAVE_SECONDS_MAX)
 
     async def save(self) -> int:
         """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""
@@ -493,17 +512,6 @@ class RunMember:
             raise RunFailed(f"run {self.run.text[:8]} is committed by another node: ask there")
         self._committer.save()
         return self._committer.core.step + 1
-
-    async def export(self) -> bytes:
-        """This node's stage as a safetensors file. Raises StageFailed."""
-        if self._hosting.replica is None:
-            raise StageFailed("no stage is open here")
-        return await self._hosting.replica.export()
-
-    async def read_state(self, request: wire.FetchState) -> bytes | None:
-        """A range of this node's stage's state. Raises StageFailed."""
-        replica = self._hosting.replica
-        return None if replica is None else await replica.read_state(request)
 
     # What comes in
 
@@ -557,10 +565,6 @@ class RunMember:
             case wire.Leaving():
                 self._departures.note(sender)
 
-    async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
-        """See `Hosting.keep`."""
-        return await self._hosting.keep(sender, frame)
-
     def _to_roles(self, now: float, sender: PeerId, message: Any) -> None:
         if isinstance(message, Open) and self._training is not None:
             self._training.open(sender, message)
@@ -586,8 +590,6 @@ class RunMember:
         """A member may be dead."""
         if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
             self._committer.suspect(peer)
-
-    # Bookkeeping
 
     def _change(self, cause: Cause, reason: str) -> None:
         state = after(self.state, cause)

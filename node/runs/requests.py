@@ -141,6 +141,13 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Anybody to member: the run is over, by its requester's signed word (`node.runs.stopping.StopBody`).
+    Answered by Done, or Declined where this node does not know the run."""
+
+    stop: Fact
+
+
 class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
     """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
 
@@ -172,6 +179,7 @@ Request = (
     | FetchData
     | ExportStage
     | End
+    | Stop
     | FetchWeights
     | FetchModel
     | FetchRange

@@ -35,9 +35,10 @@ from node.runs.links import Links
 from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.models import Models
-from node.runs.placement import Decliners, NotPlaced, Offer, place, start
+from node.runs.placement import Decliners, NotPlaced, Offer, place, release, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
+from node.runs.stopping import Stopping
 from node.runs.submission import fits
 from node.runs.uploads import Body
 from node.seams import Seams, Stream
@@ -104,7 +105,8 @@ class Runs:
         self._provide = provide
         self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
-        self._archive = ArchiveShell(seams, signer.peer)
+        self.archive = ArchiveShell(seams, signer.peer)
+        self.stopping = Stopping(self)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
         self.data = DataFiles(seams)
@@ -125,9 +127,9 @@ class Runs:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await nursery.start(self.links.run)
-                await self._archive.load()
+                await self.archive.load()
                 await self._recover()
-                for event in self._archive.remembered():
+                for event in self.archive.remembered():
                     self.publish(event)
                 # Not before it is known what is over.
                 network = self.seams.network
@@ -179,11 +181,15 @@ class Runs:
     async def submit(self, run: Run) -> None:
         """Plan a run that this node asks for, and have everybody start. Raises NotPlaced."""
         member = self.accept(run)
+        self.stopping.asked(run)
         try:
             plan = await self._place(run)
         except NotPlaced as error:
             await member.end("failed", str(error), "")
             raise
+        if self.is_over(run.id):  # it was stopped meanwhile
+            await release(run, plan, [PeerId(peer) for row in plan.stages for peer in row.replicas], self.ask)
+            return
         history = first_history(self.signer, plan)
         self.enter(member, plan, history)
         others = [peer for peer in plan.members if peer != self.signer.peer]
@@ -244,8 +250,8 @@ class Runs:
             try:
                 fact: Fact = decode(data or b"", Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
                 run = check_run(self.signer, fact)
-                if self._archive.is_over(run.id):
-                    await self._archive.close(run)
+                if self.archive.is_over(run.id):
+                    await self.archive.close(run)
                     self._forget_files(run.text)
                     continue
                 base = base_plan(durable or b"")
@@ -409,18 +415,19 @@ class Runs:
             raise refused
 
     def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
-        member, result = self.members.get(message.run), self._archive.result(message.run)
+        member = self.members.get(message.run)
         if member is not None:
             with self.containing(member.run, f"message {type(message).__name__}"):
                 member.receive(self.seams.clock.monotonic(), sender, message)
-        elif isinstance(message, Head) and message.asks and result and sender not in self._telling:
-            # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
+        elif isinstance(message, Head) and message.asks and sender not in self._telling:
+            # Whoever was away when a run ended still believes in a plan, and asks how it went on.
             self._telling.add(sender)
-            self.start_task(self._tell_end, sender, wire.End(message.plan, "done", "", result), of=None)
+            self.start_task(self._tell_end, sender, self.archive.told(message.run, message.plan), of=None)
 
-    async def _tell_end(self, peer: PeerId, end: wire.End) -> None:
+    async def _tell_end(self, peer: PeerId, end: wire.End | wire.Stop | None) -> None:
         with suppress(Unreachable):
-            await self.ask(peer, end, END_SECONDS_MAX)
+            if end is not None:
+                await self.ask(peer, end, END_SECONDS_MAX)
         self._telling.discard(peer)
 
     def _reconnected(self, peer: PeerId) -> None:
@@ -432,7 +439,7 @@ class Runs:
 
     def is_over(self, run: bytes) -> bool:
         """Whether a run has ended here."""
-        return self._archive.is_over(run)
+        return self.archive.is_over(run)
 
     def following(self, plan: bytes) -> RunMember | None:
         """The member of the run in which this plan is in force."""
@@ -490,8 +497,17 @@ class Runs:
         """A run is over here: remember how it ended, forget its plans, say so."""
         if self.members.pop(member.run.id, None) is not member:
             return  # it has ended otherwise meanwhile
-        await self._archive.note(member.run, member.shown, outcome, detail, weights)
+        await self.archive.note(
+            member.run,
+            member.shown,
+            outcome,
+            detail,
+            weights,
+            stop=member.stopped_by,
+            for_all=member.is_over_for_all,
+        )
         self._forget_files(member.run.text)
+        self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
         if member.plan is not None:
@@ -506,7 +522,7 @@ class Runs:
                 outcome=outcome,
                 detail=detail,
                 weights=weights,
-                is_here=self._archive.has_result(member.run.text),
+                is_here=self.archive.has_result(member.run.text),
             )
         )
         if outcome == "done" and not detail and self.nursery is not None:

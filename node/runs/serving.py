@@ -27,6 +27,7 @@ from node.runs.member import RunMember
 from node.runs.models import Models
 from node.runs.permits import Permits
 from node.runs.slot import Slot
+from node.runs.stopping import Stopping
 from node.runs.uploads import Body, send_blob, whole
 from node.runs.weights import weights_name
 from node.seams import Seams, Stream
@@ -72,6 +73,7 @@ class Service(Protocol):
     slot: Slot
     machine: Machine
     members: dict[bytes, RunMember]
+    stopping: Stopping
     data: DataFiles
     accepts: Callable[[Run], str | None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -151,6 +153,8 @@ class Requests:
                 return await self._on_start(peer, request)
             case wire.End():
                 return await self._on_end(peer, request)
+            case wire.Stop():
+                return await self._runs.stopping.take(request.stop)
             case _:
                 return await self._blob(peer, request)
 

@@ -1,0 +1,192 @@
+"""What a person does to a run that goes on: stop it for all its members, or drop it on this node alone.
+
+A stop is signed by the run's requester, so every member believes it from anybody, ends the run, keeps the
+stop and hands it on. Whoever was away hears of it when it asks how the chain of plans went on. Dropping needs
+nobody's word: this node closes its stage at once, and the others go on without it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, short_peer
+from node.errors import RunFailed, Unreachable, UsageError
+from node.runs.archive import RUNS_FOLDER, ArchiveShell
+from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run
+from node.runs.member import RunMember
+from node.runs.requests import Declined, Done, Reply, Request, Stop
+from node.runs.telling import Shown
+from node.seams import Seams
+from partition.plan.plan import Hash
+
+STOP_PURPOSE = "run-stop"
+STOP_BYTES_MAX = 64
+TELL_SECONDS_MAX = 30.0
+"""How long living members are told; who is away hears of it when it comes back."""
+ASK_SECONDS_MAX = 5.0
+RETRY_SECONDS = 1.0
+DECLINES_MAX = 5
+"""A member may hear of the stop before it hears of the run's start."""
+TOLD_AT_ONCE_MAX = 16
+STOP_SECONDS = 5.0
+"""How long a person waits to hear who knows; the rest is told after that."""
+STOPPED = "its requester stopped it"
+DROPPED = "dropped on this node; the others go on without it"
+_FILE = "asked"
+
+
+class StopBody(msgspec.Struct, frozen=True, array_like=True):
+    """The requester's word that its run is over."""
+
+    run: Hash
+
+
+def asked_name(run: str) -> str:
+    """Where a node keeps the manifest of a run that it asked for itself, until that is over."""
+    return f"{RUNS_FOLDER}/{run}/{_FILE}"
+
+
+def make_stop(signer: Signer, run: Run) -> Fact:
+    """Sign that this run is over, as its requester."""
+    return signer.sign(STOP_PURPOSE, encode(StopBody(run.id)))
+
+
+@dataclass
+class Telling:
+    """Who of the members that were to hear of a stop has."""
+
+    left: set[PeerId]
+    told: int = 0
+    over: trio.Event = field(default_factory=trio.Event)
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    members: dict[bytes, RunMember]
+    archive: ArchiveShell
+    live: Callable[[], Sequence[PeerId]]
+
+    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
+
+
+class Stopping:
+    """One node's."""
+
+    def __init__(self, runs: Service) -> None:
+        self._runs = runs
+
+    def asked(self, run: Run) -> None:
+        """This node asks for a run: it can stop it from now on, also when it is no member any more."""
+        self._runs.seams.storage.write(asked_name(run.text), encode(run.fact))
+
+    def over(self, run: str) -> None:
+        """There is nothing to stop any more."""
+        self._runs.seams.storage.delete(asked_name(run))
+
+    def known(self) -> list[str]:
+        """Short ids of what could be stopped or dropped here."""
+        names = self._runs.seams.storage.sizes(RUNS_FOLDER)
+        found = [name.removeprefix(f"{RUNS_FOLDER}/").partition("/") for name in names]
+        return [*(member.run.text for member in self._runs.members.values())] + [
+            run for run, _, file in found if file == _FILE
+        ]
+
+    async def stop(self, text: str) -> dict[str, object]:
+        """End a run of this node's own for all; how many members know, and how many have still to hear.
+
+        Raises UsageError: it is another's. RunFailed: it is not going on.
+        """
+        run = self._find(text)
+        if run.requester != self._runs.signer.peer:
+            raise UsageError(
+                f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may stop it",
+                f"leave it: python -m node runs drop {text[:8]}",
+            )
+        telling = await self._end(run, make_stop(self._runs.signer, run))
+        with trio.move_on_after(STOP_SECONDS):
+            await telling.over.wait()
+        return {"run": text, "status": "stopped", "told": telling.told, "left": len(telling.left)}
+
+    async def drop(self, text: str) -> dict[str, object]:
+        """Leave a stranger's run at once, for ever. Raises UsageError, RunFailed as `stop` does."""
+        run = self._find(text)
+        if run.requester == self._runs.signer.peer:
+            raise UsageError(
+                f"run {text[:8]} is this node's own", f"stop it for all: python -m node runs stop {text[:8]}"
+            )
+        # Before anything else: a restart must not bring it back.
+        await self._runs.archive.note(run, Shown(), "stopped", DROPPED, "")
+        member = self._runs.members.get(run.id)
+        if member is not None:
+            await member.drop(DROPPED)
+        return {"run": text, "status": "stopped"}
+
+    async def take(self, fact: Fact) -> Reply:
+        """Somebody hands on a stop. Raises RemoteProtocolError."""
+        body: StopBody = decode(fact.body, StopBody, bytes_max=STOP_BYTES_MAX)
+        author = self._runs.signer.check(STOP_PURPOSE, fact)
+        member = self._runs.members.get(body.run)
+        if member is None:
+            over = self._runs.archive.is_over(body.run)
+            return Done() if over else Declined("no such run here")
+        if author != member.run.requester:
+            raise RemoteProtocolError("a run stopped by another peer than its requester")
+        await self._end(member.run, fact)
+        return Done()
+
+    async def _end(self, run: Run, fact: Fact) -> Telling:
+        """End it here, and have the others told."""
+        runs = self._runs
+        member, live = runs.members.get(run.id), set(runs.live())
+        # Where this node is no member any more, whoever is may be anybody.
+        known: Collection[PeerId] = live if member is None else member.acquainted & live
+        telling = Telling(set(known) - {runs.signer.peer})
+        runs.start_task(self._tell, fact, telling, of=None)
+        if member is not None:
+            member.stopped_by = fact
+            await member.end("stopped", STOPPED, "")
+        else:
+            await runs.archive.note(run, Shown(), "stopped", STOPPED, "", stop=fact, for_all=True)
+        self.over(run.text)
+        return telling
+
+    async def _tell(self, fact: Fact, telling: Telling) -> None:
+        limiter = trio.CapacityLimiter(TOLD_AT_ONCE_MAX)
+
+        async def tell(peer: PeerId) -> None:
+            for _ in range(DECLINES_MAX):
+                async with limiter:
+                    with suppress(Unreachable):
+                        if isinstance(await self._runs.ask(peer, Stop(fact), ASK_SECONDS_MAX), Done):
+                            telling.told += 1
+                            break
+                await trio.sleep(RETRY_SECONDS)
+            telling.left.discard(peer)
+
+        with trio.move_on_after(TELL_SECONDS_MAX):
+            async with trio.open_nursery() as nursery:
+                for peer in sorted(telling.left):
+                    nursery.start_soon(tell, peer)
+        telling.over.set()
+
+    def _find(self, text: str) -> Run:
+        for member in self._runs.members.values():
+            if member.run.text == text:
+                return member.run
+        data = self._runs.seams.storage.read(asked_name(text))
+        with suppress(RemoteProtocolError):
+            if data is not None:
+                fact: Fact = decode(data, Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
+                return check_run(self._runs.signer, fact)
+        raise RunFailed(f"run {text[:8]} is not going on here", "look: python -m node runs")
