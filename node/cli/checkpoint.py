@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.client import ask, is_running
+from node.cli.outputs import output_path
 from node.cli.place import VALUES_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, show, show_json, table
 from node.errors import RunFailed, UsageError
@@ -77,8 +78,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's model to a safetensors file, under the model's own names."""
+    path = output_path(out)
     folder = find_data_dir(context, data_dir)
-    path = Path(out).expanduser().absolute()
     if is_running(folder):
         arguments = {"run": run, "step": step, "out": str(path)}
         result: dict[str, Any] = ask(folder, "checkpoint.export", arguments, seconds=None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from node.cli.outputs import output_path
 from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
 from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
@@ -69,6 +70,7 @@ def capture(
     target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
     if target.suffix != GRAPH_SUFFIX:
         raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
+    output_path(str(target))
     wanted = _Wanted(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )
@@ -119,6 +121,8 @@ def show_model(
     if batch < 0 or stages < 0:
         raise UsageError(f"--{'batch' if batch < 0 else 'stages'}: want a number from 1")
     path = Path(file).expanduser()
+    if svg:
+        output_path(svg, "--svg")
     graph, name = read_graph(path)
     document = portrait(path, graph, name, batch=batch, stages=stages)
     if svg:

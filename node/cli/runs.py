@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
+from node.cli.outputs import output_path
 from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
 
@@ -78,7 +79,7 @@ def drop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
 
 def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
     """Have the node put the weights of `run` into the file `out`; says so on stderr."""
-    path = str(Path(out).expanduser().absolute())
+    path = str(output_path(out))
     result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path}, seconds=None)
     size = f", {bytes_text(result['size_bytes'])}" if "size_bytes" in result else ""
     show([f"weights in {out}{size}"], sys.stderr)

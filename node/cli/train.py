@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
+from node.cli.outputs import output_path
 from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
-from node.errors import RunFailed, UsageError
+from node.errors import PeerloomError, RunFailed, UsageError
 
 
 def train(
@@ -32,6 +33,8 @@ def train(
             "--out needs the end of the run, and --detach does not wait for it",
             "leave --detach away, or later: python -m node runs fetch RUN --out FILE",
         )
+    if out:
+        output_path(out)  # now, and not when the training is over
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
     text = _read(path)
@@ -85,13 +88,26 @@ def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_
         raise RunFailed(f"run {run[:8]} {status}: {result.get('detail') or 'no reason given'}")
     document = {"schema": "peerloom/train/1", **result}
     if out:
-        document["out"] = fetch_weights(folder, run, out)["out"]
+        try:
+            document["out"] = fetch_weights(folder, run, out)["out"]
+        except PeerloomError as error:
+            raise _not_written(error, run) from None
     if as_json:
         show_json(document)
     elif follow:
         show([f"run {run[:8]} done{_result_text(result)}"])
     else:
         show([f"run {run} handed over; look: python -m node runs"])
+
+
+def _not_written(error: PeerloomError, run: str) -> PeerloomError:
+    """The run is done, and its result is kept: say how to come by it."""
+    found = PeerloomError(
+        f"run {run[:8]} is done and its weights are kept, but not written: {error.what}",
+        f"python -m node runs fetch {run} --out FILE",
+    )
+    found.exit_code = error.exit_code
+    return found
 
 
 def _result_text(result: dict[str, Any]) -> str:

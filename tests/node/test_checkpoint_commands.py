@@ -97,7 +97,7 @@ async def test_what_cannot_be_exported_is_said_with_what_to_do(tmp_path: Path, c
     refused("export zz --out x", 2, "run 'zz' is not known here")
     refused(f"export {text} --step 1 --out x", 5, "no checkpoint of step 1")
     refused(f"export {'ab' * 8} --out x", 5, "checkpoint fetch RUN")
-    refused(f"export {text} --out none/x", 2, "no such file or directory")
+    refused(f"export {text} --out none/x", 2, "no folder")
     refused(f"export {text}", 2, "missing option '--out'")
     refused(f"fetch {text}", 3, "no node runs")
     refused(f"save {text}", 3, "no node runs")

@@ -17,7 +17,7 @@ from crypto.identity import Identity, peer_text
 from node.cli.main import run
 from node.config import Config
 from node.control import CommandHandler, ControlServer, Emit
-from node.errors import JoinTimeout
+from node.errors import JoinTimeout, UsageError
 from node.events import CapacityMeasured, NodeStarted
 from node.state import State, apply, peers_document, status_document
 from node.storage.folder import FolderStorage, lock
@@ -136,6 +136,15 @@ BAD_INPUT = [
     ("runs list", 3, "no node runs on this machine"),
     ("runs fetch abcd --out x", 3, "no node runs on this machine"),
     ("train range.toml", 3, "no node runs on this machine"),
+    # Before a node is asked for anything, and before seconds of work.
+    ("train range.toml --out nowhere/w", 2, "--out nowhere/w: no folder "),
+    ("train range.toml --out /", 2, "--out /: is a folder"),
+    ("train range.toml --out /proc/w", 2, "--out /proc/w: cannot be written"),
+    ("train range.toml --out bad.toml/w", 2, "--out bad.toml/w: no folder "),
+    ("runs fetch abcd --out nowhere/w", 2, "--out nowhere/w: no folder "),
+    ("checkpoint export abcd --out nowhere/w", 2, "--out nowhere/w: no folder "),
+    ("model capture mlp -o nowhere/w.peerloom", 2, "--out nowhere/w.peerloom: no folder "),
+    ("model show none.peerloom --svg nowhere/w", 2, "--svg nowhere/w: no folder "),
 ]
 
 
@@ -285,6 +294,21 @@ async def test_train_follows_and_fetches_the_weights(
             await run_in_thread("runs", "--data-dir", "data", "fetch", "ab", "--out", "again", "--json") == 0
         )
         assert (tmp_path / "again").read_bytes() == b"weights"
+
+
+async def test_a_result_that_could_not_be_written_is_kept_and_how_to_fetch_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fetch(arguments: dict[str, Any], emit: Emit) -> object:
+        raise UsageError(f"--out {arguments['out']}: no space left on device")
+
+    (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
+    (tmp_path / "RUN.toml").write_text(CAPTURED)
+    async with serving(tmp_path / "data", **{"runs.fetch": fetch}):
+        assert await run_in_thread("train", "RUN.toml", "--out", "w.safetensors", "--data-dir", "data") == 2
+        said = capsys.readouterr().err.splitlines()
+        assert "no space left on device" in said[-2]
+        assert said[-1] == f"  do: python -m node runs fetch {'ab' * 8} --out FILE"
 
 
 async def test_leave_returns_when_the_node_has_gone(
