@@ -31,7 +31,7 @@ def main() -> int:
         process = subprocess.Popen(node, stdout=subprocess.DEVNULL)
         try:
             until = time.monotonic() + 30
-            while not (Path(folder) / "control.json").exists() and time.monotonic() < until:
+            while not (Path(folder) / "control.sock").exists() and time.monotonic() < until:
                 time.sleep(0.05)
             client = [sys.executable, "-m", "node"]
             cases = {

@@ -1,19 +1,23 @@
 """The control channel: how `status`, `train`, `leave` and the others reach the node on this machine.
 
-The node listens on 127.0.0.1, any port, and writes `control.json` (mode 0600: port, token, pid) into
-its data folder: who may read that folder may command the node. A client sends one JSON line
-`{"token", "command", "arguments"}` and gets JSON lines: any number of `{"event": ...}`, then one
-`{"result": ...}` or `{"error": {"what", "do", "exit_code", "trace"}}`. A client that hangs up
-cancels what it asked for. The other end is `node.cli.client`.
+The node listens on a Unix socket in its data folder (mode 0600, in a folder of mode 0700): its user alone may
+open it, and so command the node, and the kernel says who has opened it (unix(7), SO_PEERCRED). There is no
+token: it would lie in the same folder, behind the same modes. A client sends one JSON line `{"command",
+"arguments"}` and gets JSON lines: any number of `{"event": ...}`, then one `{"result": ...}` or `{"error":
+{"what", "do", "exit_code", "trace"}}`. A client that hangs up cancels what it asked for. The other end is
+`node.cli.client`.
 
-Not for peers, and not for browsers: a web page's request begins with a line that is no JSON.
+Not for peers, and not for browsers, which open no such sockets.
 """
 
 import contextlib
-import hmac
 import os
+import socket
+import struct
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -22,18 +26,20 @@ import trio
 from node.containment import contain
 from node.errors import EXIT_UNEXPECTED, PeerloomError, UsageError
 from node.nearest import did_you_mean
-from node.paths import CONTROL_NAME
-from node.seams import Storage
+from node.paths import CONTROL_NAME, short_path, socket_path
 
-HOST = "127.0.0.1"
 LINE_BYTES_MAX = 4 << 20
 """Of a request: the largest carries a RUN.toml and paths, far below this."""
-REQUEST_SECONDS_MAX = 10.0
-"""A client writes its request at once; who stays silent longer is not one."""
-CLIENTS_MAX = 64
-"""A screen or two and some scripts; more are refused rather than left waiting."""
+REQUEST_SECONDS_MAX = 2.0
+"""A client writes its request at once; one that stays silent longer is none."""
+WAITING_MAX = 64
+"""Connections that have not asked yet. The newest gets in and the oldest of them goes, so a program that
+connects and is silent keeps no other out."""
+COMMANDS_MAX = 64
+"""Commands at once: a screen or two and some scripts. More are refused rather than left waiting."""
 _CHUNK_BYTES = 65_536
-_TOKEN_BYTES = 32
+_CREDENTIALS = struct.Struct("=iII")
+"""struct ucred: process, user, group."""
 
 Emit = Callable[[object], Awaitable[None]]
 """Sends one event (anything `msgspec.json` encodes) to the client; waits while it reads slowly."""
@@ -43,37 +49,28 @@ CommandHandler = Callable[[dict[str, Any], Emit], Awaitable[object]]
 
 
 class _Request(msgspec.Struct, frozen=True):
-    token: Annotated[str, msgspec.Meta(max_length=128)]
     command: Annotated[str, msgspec.Meta(max_length=64)]
     arguments: dict[str, Any]
 
 
 class ControlServer:
-    """Serves `handlers` by command name until cancelled; `entropy` makes the token."""
+    """Serves `handlers` by command name until cancelled, on a socket in `folder`: the node holds its lock."""
 
-    def __init__(
-        self,
-        handlers: Mapping[str, CommandHandler],
-        storage: Storage,
-        entropy: Callable[[int], bytes],
-    ) -> None:
+    def __init__(self, handlers: Mapping[str, CommandHandler], folder: Path) -> None:
         self._handlers = handlers
-        self._storage = storage
-        self._token = entropy(_TOKEN_BYTES).hex()
-        self._clients = 0
+        self._folder = folder
+        self._waiting: dict[trio.CancelScope, None] = {}
+        self._commands = 0
 
-    async def run(self, task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; the port is started's value. `control.json` goes away at the end."""
-        listeners = await trio.open_tcp_listeners(0, host=HOST)
-        port: int = listeners[0].socket.getsockname()[1]
-        document = {"port": port, "token": self._token, "pid": os.getpid()}
-        self._storage.write(CONTROL_NAME, msgspec.json.encode(document))
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; the socket goes away at the end. Raises UsageError: none can be made."""
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(_listen(self._folder)))
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(trio.serve_listeners, self._serve, listeners)
-                task_status.started(port)
+                await nursery.start(trio.serve_listeners, self._serve, [listener])
+                task_status.started()
         finally:
-            self._storage.delete(CONTROL_NAME)
+            (self._folder / CONTROL_NAME).unlink(missing_ok=True)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         with contain("control"):
@@ -81,20 +78,16 @@ class ControlServer:
 
     async def _serve_client(self, stream: trio.SocketStream) -> None:
         async with stream:
-            if self._clients >= CLIENTS_MAX:
-                return
-            self._clients += 1
             try:
                 await self._answer(stream)
             except* (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # the client has gone, and with it whoever could be told
-            finally:
-                self._clients -= 1
 
     async def _answer(self, stream: trio.SocketStream) -> None:
-        line = None
-        with trio.move_on_after(REQUEST_SECONDS_MAX):
-            line = await _read_line(stream)
+        if not _is_allowed(stream):
+            await stream.send_all(_line(_error(UsageError("this node belongs to another user"))))
+            return
+        line = await self._request(stream)
         if line is None:
             return
         try:
@@ -102,10 +95,29 @@ class ControlServer:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             await stream.send_all(_line(_error(UsageError("the node did not understand this request"))))
             return
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            await stream.send_all(_line(_error(UsageError("the node refused this request: wrong token"))))
+        if self._commands >= COMMANDS_MAX:
+            busy = UsageError(f"the node serves {COMMANDS_MAX} commands already", "end some of them, or wait")
+            await stream.send_all(_line(_error(busy)))
             return
-        await self._perform(stream, request)
+        self._commands += 1
+        try:
+            await self._perform(stream, request)
+        finally:
+            self._commands -= 1
+
+    async def _request(self, stream: trio.SocketStream) -> bytes | None:
+        """The line of a request; None where it does not come soon, or is in the way of newer ones."""
+        if len(self._waiting) >= WAITING_MAX:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.cancel()
+        with trio.move_on_after(REQUEST_SECONDS_MAX) as scope:
+            self._waiting[scope] = None
+            try:
+                return await _read_line(stream)
+            finally:
+                self._waiting.pop(scope, None)
+        return None
 
     async def _perform(self, stream: trio.SocketStream, request: _Request) -> None:
         handler = self._handlers.get(request.command)
@@ -126,6 +138,35 @@ class ControlServer:
             reply = await _outcome(handler, request, emit)
             await stream.send_all(reply)
             nursery.cancel_scope.cancel()
+
+
+def _listen(folder: Path) -> socket.socket:
+    """A listening socket in the data folder, in place of one that a killed node left. Raises UsageError."""
+    path = folder / CONTROL_NAME
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # The lock says that no other node is here, so nobody listens on what lies here under this name.
+        path.unlink(missing_ok=True)
+        with socket_path(folder) as short:
+            listener.bind(short)
+        path.chmod(0o600)  # before it listens, so nobody has connected yet
+        listener.listen(WAITING_MAX)
+    except OSError as error:
+        listener.close()
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"control socket {short_path(path)}: {reason}",
+            "give the node a folder of its own, on a disk that takes sockets: python -m node --data-dir DIR",
+        ) from None
+    return listener
+
+
+def _is_allowed(stream: trio.SocketStream) -> bool:
+    """Whether the other end is this user, or root; elsewhere than on Linux the modes alone say so."""
+    if sys.platform != "linux":
+        return True
+    found = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(found)[1] in (0, os.geteuid())
 
 
 async def _outcome(handler: CommandHandler, request: _Request, emit: Emit) -> bytes:

@@ -64,7 +64,7 @@ from node.services.neighbours import Neighbours
 from node.services.reach import Reach
 from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
-from node.storage.folder import locked_folder
+from node.storage.folder import FolderStorage, locked_folder
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
@@ -169,11 +169,11 @@ class Node:
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
-        if self._network is None:
+        if self._network is None and isinstance(storage, FolderStorage):
             # The control channel is for people at this machine; a simulated node is on none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
             handlers = {**Commands(self).handlers, **checkpoints.handlers}
-            control = ControlServer(handlers, storage, self._entropy)
+            control = ControlServer(handlers, storage.path)
             await nursery.start(control.run)
         nursery.start_soon(keep_running, "joining", self.joining.run)
         if self.config.join.lan and self.network.local is not None:

@@ -3,19 +3,22 @@
 Only the standard library, so that `status` and `peers` answer at once: no trio, torch or msgspec.
 """
 
+import contextlib
 import json
-import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from node.errors import NoNode, PeerloomError
-from node.paths import CONTROL_NAME, short_path
+from node.paths import CONTROL_NAME, LOCK_NAME, short_path, socket_path
 
 CONNECT_SECONDS_MAX = 5.0
 ANSWER_SECONDS_MAX = 10.0
 """For commands that only look: a node answers them in milliseconds unless it is stopped."""
+_LOOK_SECONDS = 0.01
+_PROCESS_LENGTH_MAX = 20
 _START = "python -m node, or name its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
@@ -47,20 +50,16 @@ def request(
     may take, None for as long as it likes.
 
     Raises:
-        NoNode: no node holds this data folder, or it said nothing for `seconds`.
+        NoNode: no node holds this data folder, it is another user's, or it said nothing for `seconds`.
         GoneAway: it went away in between.
         NodeRefused: the node's own error, with its exit code.
     """
-    control = _read_control(data_dir)
-    line = json.dumps({"token": control["token"], "command": command, "arguments": dict(arguments or {})})
-    try:
-        connection = socket.create_connection(("127.0.0.1", control["port"]), CONNECT_SECONDS_MAX)
-    except OSError:
-        raise _no_node(data_dir, f"; nothing answers on its port {control['port']}") from None
-    with connection:
+    line = json.dumps({"command": command, "arguments": dict(arguments or {})})
+    with _connect(data_dir) as connection:
         connection.settimeout(seconds)
         try:
-            connection.sendall(line.encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # refused before it was read: the answer says why
+                connection.sendall(line.encode() + b"\n")
             with connection.makefile("rb") as lines:
                 for answer in lines:
                     reply = _checked(answer)
@@ -68,10 +67,7 @@ def request(
                     if "result" in reply:
                         return
         except TimeoutError:
-            raise NoNode(
-                f"the node in {short_path(data_dir)} has not answered for {seconds:g} s",
-                f"is it stopped or very busy? to end it: kill {control['pid']}",
-            ) from None
+            raise NoNode(*_silence(data_dir, seconds or 0.0)) from None
         except OSError:
             pass  # said below: an end without a result
     raise _gone()
@@ -95,40 +91,66 @@ def ask(
 
 
 def is_running(data_dir: Path) -> bool:
-    """Whether a node seems to hold `data_dir` (its process is alive)."""
+    """Whether a node holds `data_dir` and listens, though it may be stopped or busy."""
     try:
-        _read_control(data_dir)
+        _connect(data_dir, seconds=0.0).close()
+    except _Stuck:
+        return True
     except NoNode:
         return False
     return True
 
 
-def _read_control(data_dir: Path) -> dict[str, Any]:
-    path = data_dir / CONTROL_NAME
-    try:
-        control: dict[str, Any] = json.loads(path.read_bytes())
-        pid, port, token = control["pid"], control["port"], control["token"]
-    except FileNotFoundError:
-        raise _no_node(data_dir) from None
-    except OSError as error:
-        raise _no_node(data_dir, f"; {CONTROL_NAME}: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, KeyError, TypeError):
-        raise _no_node(data_dir, f"; its {CONTROL_NAME} is damaged") from None
-    if not (isinstance(pid, int) and isinstance(port, int) and isinstance(token, str)):
-        raise _no_node(data_dir, f"; its {CONTROL_NAME} is damaged")
-    if not _is_alive(pid):
-        raise _no_node(data_dir, f"; process {pid} ended without a goodbye")
-    return control
+class _Stuck(NoNode):
+    """It listens and takes no connection."""
 
 
-def _is_alive(pid: int) -> bool:
+def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.socket:
+    """A connection to the node that holds `data_dir`, waiting so long for a busy one. Raises NoNode."""
+    until = time.monotonic() + seconds
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
+        connection.settimeout(CONNECT_SECONDS_MAX)
+        with socket_path(data_dir) as path:
+            while True:
+                try:
+                    connection.connect(path)
+                    return connection
+                except BlockingIOError:  # as many as fit wait to be accepted
+                    if time.monotonic() >= until:
+                        raise _Stuck(*_silence(data_dir, seconds)) from None
+                time.sleep(_LOOK_SECONDS)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise _no_node(data_dir) from None
+        if isinstance(error, ConnectionRefusedError):
+            holder = _holder(data_dir)
+            who = f"process {holder}" if holder else "it"
+            raise _no_node(data_dir, f"; {who} ended without a goodbye") from None
+        if isinstance(error, OSError):
+            reason = (error.strerror or str(error)).lower()
+            raise _no_node(data_dir, f"; {CONTROL_NAME}: {reason}") from None
+        raise
+
+
+def _holder(data_dir: Path) -> str:
+    """The number of the process that holds or held the folder; empty where it is not known."""
+    try:
+        text = (data_dir / LOCK_NAME).read_text(errors="replace")[:_PROCESS_LENGTH_MAX]
+    except OSError:
+        return ""
+    return text if text.isdigit() else ""
+
+
+def _silence(data_dir: Path, seconds: float) -> tuple[str, str]:
+    """What a node that does not answer is told by, and what to do."""
+    holder = _holder(data_dir)
+    end = f"; to end it: kill {holder}" if holder else ""
+    return (
+        f"the node in {short_path(data_dir)} has not answered for {seconds:g} s",
+        f"is it stopped or very busy?{end}",
+    )
 
 
 def _checked(answer: bytes) -> Reply:

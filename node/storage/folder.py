@@ -19,13 +19,12 @@ from typing import IO
 from crypto.errors import LocalProtocolError
 from crypto.noise import Data
 from node.errors import UsageError
-from node.paths import short_path
+from node.paths import LOCK_NAME, short_path
 from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, open_own, unusable
 from node.storage.spill import Spill
 
 NAME_DEPTH_MAX = 8
 COPY_BYTES = 1 << 20
-LOCK_NAME = "node.lock"
 IDENTITY_NAME = "identity.key"
 FOLDER_MARKS = (IDENTITY_NAME, LOCK_NAME)
 """By one of these a folder is known to be a node's."""

@@ -99,7 +99,7 @@ HANDLERS: dict[str, CommandHandler] = {
 @asynccontextmanager
 async def serving(folder: Path, **handlers: CommandHandler) -> AsyncIterator[trio.Nursery]:
     async with trio.open_nursery() as nursery:
-        await nursery.start(ControlServer(HANDLERS | handlers, FolderStorage(folder), os.urandom).run)
+        await nursery.start(ControlServer(HANDLERS | handlers, FolderStorage(folder).path).run)
         yield nursery
         nursery.cancel_scope.cancel()
 

@@ -4,18 +4,31 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from node.cli.client import GoneAway, NodeRefused, ask, is_running, request
-from node.control import LINE_BYTES_MAX, CommandHandler, ControlServer, Emit
+from node.control import (
+    COMMANDS_MAX,
+    LINE_BYTES_MAX,
+    REQUEST_SECONDS_MAX,
+    WAITING_MAX,
+    CommandHandler,
+    ControlServer,
+    Emit,
+)
 from node.errors import NoNode, RunFailed, UsageError
-from node.storage.folder import FolderStorage
+from node.paths import CONTROL_NAME, LOCK_NAME
 
 
 async def echo(arguments: dict[str, Any], emit: Emit) -> object:
@@ -51,11 +64,11 @@ HANDLERS: dict[str, CommandHandler] = {
 
 
 @asynccontextmanager
-async def serving(folder: Path, handlers: dict[str, CommandHandler] = HANDLERS) -> AsyncIterator[int]:
+async def serving(folder: Path, handlers: dict[str, CommandHandler] = HANDLERS) -> AsyncIterator[Path]:
+    """The socket of a server in `folder`."""
     async with trio.open_nursery() as nursery:
-        server = ControlServer(handlers, FolderStorage(folder), os.urandom)
-        port: int = await nursery.start(server.run)
-        yield port
+        await nursery.start(ControlServer(handlers, folder).run)
+        yield folder / CONTROL_NAME
         nursery.cancel_scope.cancel()
 
 
@@ -63,10 +76,10 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
     return await trio.to_thread.run_sync(lambda: function(*arguments))
 
 
-async def raw(port: int, data: bytes) -> bytes:
-    """What the node answers to bytes of a stranger, until it hangs up."""
+async def raw(path: Path, data: bytes) -> bytes:
+    """What the node answers to any bytes, until it hangs up."""
     answer = b""
-    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+    async with await trio.open_unix_socket(path) as stream:
         try:
             await stream.send_all(data)
             await stream.send_eof()
@@ -104,21 +117,110 @@ async def test_errors_keep_their_words_and_exit_code(tmp_path: Path) -> None:
         assert await in_thread(ask, tmp_path, "echo") == {}  # and the node lives
 
 
-async def test_only_the_owner_can_read_the_token_and_it_goes_with_the_node(tmp_path: Path) -> None:
-    async with serving(tmp_path):
-        assert stat.S_IMODE((tmp_path / "control.json").stat().st_mode) == 0o600
+async def test_only_its_user_may_open_the_socket_and_it_goes_with_the_node(tmp_path: Path) -> None:
+    async with serving(tmp_path) as path:
+        status = path.stat()
+        assert stat.S_ISSOCK(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o600
         assert is_running(tmp_path)
-    assert not (tmp_path / "control.json").exists()
+        assert os.listdir(tmp_path) == [CONTROL_NAME]
+    assert os.listdir(tmp_path) == []
     assert not is_running(tmp_path)
 
 
-async def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path) as port:
-        for token in ("", "0" * 64, "é"):
-            line = json.dumps({"token": token, "command": "echo", "arguments": {}}).encode() + b"\n"
-            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-                await stream.send_all(line)
-                assert b"wrong token" in await stream.receive_some()
+AS_NOBODY = """
+import os, socket, sys
+path, message = sys.argv[1], b'{"command": "echo", "arguments": {}}' + bytes([10])
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(path)
+try:
+    connection.sendall(message)
+except BrokenPipeError:
+    pass
+print(connection.makefile().readline())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="root alone becomes another user")
+async def test_another_user_is_refused_even_where_the_modes_let_it_in(tmp_path: Path) -> None:
+    with TemporaryDirectory() as open_folder:  # pytest's own are closed above
+        folder = Path(open_folder)
+        async with serving(folder) as path:
+
+            async def ask_as_nobody() -> "subprocess.CompletedProcess[bytes]":
+                command = [sys.executable, "-c", AS_NOBODY, str(path)]
+                return await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+
+            folder.chmod(0o755)  # noqa: ASYNC240 - at once
+            assert b"PermissionError" in (await ask_as_nobody()).stderr
+            path.chmod(0o666)
+            assert b"belongs to another user" in (await ask_as_nobody()).stdout
+
+
+async def test_silent_connections_lock_nobody_out_and_go_soon(tmp_path: Path) -> None:
+    async with serving(tmp_path) as path, AsyncExitStack() as stack:
+        crowd = [
+            await stack.enter_async_context(await trio.open_unix_socket(path)) for _ in range(2 * WAITING_MAX)
+        ]
+        with trio.fail_after(REQUEST_SECONDS_MAX / 2):
+            assert await in_thread(ask, tmp_path, "echo") == {}
+        with trio.fail_after(REQUEST_SECONDS_MAX + 5):
+            for stream in crowd:
+                assert await stream.receive_some(1) == b""
+
+
+async def test_commands_without_end_are_bounded_and_the_next_one_is_told(tmp_path: Path) -> None:
+    begun: list[object] = []
+
+    async def endless(arguments: dict[str, Any], emit: Emit) -> object:
+        begun.append(arguments)
+        await trio.sleep_forever()
+
+    line = b'{"command": "endless", "arguments": {}}\n'
+    async with serving(tmp_path, HANDLERS | {"endless": endless}) as path, AsyncExitStack() as stack:
+        for count in range(COMMANDS_MAX):
+            stream = await stack.enter_async_context(await trio.open_unix_socket(path))
+            await stream.send_all(line)
+            while len(begun) <= count:
+                await trio.lowlevel.checkpoint()
+        with pytest.raises(NodeRefused, match=f"serves {COMMANDS_MAX} commands already"):
+            await in_thread(ask, tmp_path, "echo")
+        await stream.aclose()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert await in_thread(ask, tmp_path, "echo") == {}
+
+
+async def test_a_socket_that_a_killed_node_left_is_replaced(tmp_path: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / CONTROL_NAME))
+    left.listen()
+    left.close()
+    (tmp_path / LOCK_NAME).write_text("4121")
+    assert not is_running(tmp_path)
+    with pytest.raises(NoNode, match="process 4121 ended without a goodbye"):
+        await in_thread(ask, tmp_path, "echo")
+    async with serving(tmp_path):
+        assert await in_thread(ask, tmp_path, "echo") == {}
+
+
+async def test_a_folder_with_a_long_path_has_a_socket_too(tmp_path: Path) -> None:
+    folder = tmp_path.joinpath(*["x" * 60] * 4)
+    folder.mkdir(parents=True)
+    before = set(os.listdir(tempfile.gettempdir()))
+    async with serving(folder) as path:
+        assert len(str(path)) > 240
+        assert is_running(folder)
+        assert await in_thread(ask, folder, "echo") == {}
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not is_running(folder)
+    assert {name for name in os.listdir(tempfile.gettempdir()) if len(name) == 11} <= before
+
+
+def test_a_folder_that_takes_no_socket_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / CONTROL_NAME).mkdir()
+    with pytest.RaisesGroup(pytest.RaisesExc(UsageError, match="control socket"), allow_unwrapped=True):
+        trio.run(ControlServer(HANDLERS, tmp_path).run)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +231,13 @@ async def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
         b"\xff\n",
         b"[" * 100_000 + b"\n",
         b"{}\n",
-        b'{"token":1,"command":"echo","arguments":{}}\n',
+        b'{"command":1,"arguments":{}}\n',
         b"x" * (LINE_BYTES_MAX + 100_000),
     ],
 )
 async def test_garbage_is_refused_and_the_node_lives(tmp_path: Path, data: bytes) -> None:
-    async with serving(tmp_path) as port:
-        answer = await raw(port, data)
+    async with serving(tmp_path) as path:
+        answer = await raw(path, data)
         assert answer == b"" or b"did not understand" in answer
         assert await in_thread(ask, tmp_path, "echo") == {}
 
@@ -172,9 +274,9 @@ async def test_a_client_that_does_not_read_stops_only_its_own_command(tmp_path: 
             await emit("x" * 100_000)
 
     def begin_and_break_off() -> None:
-        control = json.loads((tmp_path / "control.json").read_bytes())
-        with socket.create_connection(("127.0.0.1", control["port"])) as connection:
-            asked = {"token": control["token"], "command": "flood", "arguments": {}}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / CONTROL_NAME))
+            asked = {"command": "flood", "arguments": {}}
             connection.sendall(json.dumps(asked).encode() + b"\n")
             connection.recv(1)
 
@@ -190,7 +292,7 @@ async def test_a_node_that_goes_away_in_between_is_said(tmp_path: Path) -> None:
 
     with trio.CancelScope() as stop:
         async with trio.open_nursery() as nursery:
-            await nursery.start(ControlServer({"dying": dying}, FolderStorage(tmp_path), os.urandom).run)
+            await nursery.start(ControlServer({"dying": dying}, tmp_path).run)
             with trio.CancelScope(shield=True), pytest.raises(GoneAway):
                 await in_thread(ask, tmp_path, "dying")
 
@@ -204,24 +306,28 @@ async def test_a_node_that_says_nothing_is_not_waited_for_without_end(tmp_path: 
             await trio.to_thread.run_sync(lambda: ask(tmp_path, "status", seconds=0.1))
 
 
-@pytest.mark.parametrize(
-    "control",
-    [None, "", "[]", '{"pid": 1}', '{"pid": "x", "port": 1, "token": ""}'],
-)
-def test_without_a_node_a_client_says_so(tmp_path: Path, control: str | None) -> None:
-    if control is not None:
-        (tmp_path / "control.json").write_text(control)
+async def test_a_node_that_takes_no_connection_runs_all_the_same(tmp_path: Path) -> None:
+    """One that was stopped: the kernel keeps a few connections for it, and then no more."""
+    (tmp_path / LOCK_NAME).write_text("4121")
+    with ExitStack() as stack:
+        stopped = stack.enter_context(socket.socket(socket.AF_UNIX))
+        stopped.bind(str(tmp_path / CONTROL_NAME))
+        stopped.listen(1)
+        with suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(tmp_path / CONTROL_NAME))
+        assert is_running(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a file", "no folder"])
+def test_without_a_node_a_client_says_so(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path
+    if kind == "a file":
+        (tmp_path / CONTROL_NAME).write_text("")
+    elif kind == "no folder":
+        folder = tmp_path / "none"
     with pytest.raises(NoNode, match="no node runs on this machine") as caught:
-        ask(tmp_path, "status")
+        ask(folder, "status")
     assert "python -m node" in (caught.value.do or "")
-
-
-def test_a_node_that_died_or_does_not_answer_counts_as_none(tmp_path: Path) -> None:
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        port = unheard.getsockname()[1]
-        for pid, reason in ((2**22 + 1, "ended without a goodbye"), (os.getpid(), "nothing answers")):
-            document = {"pid": pid, "port": port, "token": "t"}
-            (tmp_path / "control.json").write_text(json.dumps(document))
-            with pytest.raises(NoNode, match=reason):
-                ask(tmp_path, "status")
