@@ -27,6 +27,8 @@ CORES_MAX = 4_096
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
+SCRATCH_BYTES = 16 << 30
+"""As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
 
 Preset = Literal["lan", "wan", "local"]
 AcceptRuns = Literal["swarm", "never"]
@@ -78,10 +80,12 @@ class Swarm:
 @dataclass(frozen=True)
 class Resources:
     """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With `allow_unfenced`
-    it takes stages of others also where it cannot fence them in."""
+    it takes stages of others also where it cannot fence them in. `scratch` is the disk that all stages may
+    take together, for frames of open steps that memory has no room for and the files of their processes."""
 
     device: str = "auto"
     memory: Memory = Memory(fraction=0.8)
+    scratch: Memory = Memory(bytes=SCRATCH_BYTES)
     cores: int = 0
     location: str = ""
     accept_runs: AcceptRuns = "swarm"
@@ -136,6 +140,7 @@ class _SwarmTable(msgspec.Struct, frozen=True):
 class _ResourcesTable(msgspec.Struct, frozen=True):
     device: str | None = None
     memory: str | None = None
+    scratch: str | None = None
     cores: Annotated[int, msgspec.Meta(ge=0, le=CORES_MAX)] | None = None
     location: str | None = None
     accept_runs: AcceptRuns | None = None
@@ -278,6 +283,7 @@ RULES = (
     Rule("key_file", ("swarm", "key_file"), _read_optional_path),
     Rule("device", ("resources", "device"), _read_device),
     Rule("memory", ("resources", "memory"), read_memory),
+    Rule("scratch", ("resources", "scratch"), read_memory),
     Rule("cores", ("resources", "cores"), _read_cores),
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
     Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
@@ -417,6 +423,7 @@ def _build(values: Mapping[str, Any]) -> Config:
                 section(
                     device="device",
                     memory="memory",
+                    scratch="scratch",
                     cores="cores",
                     location="location",
                     accept_runs="accept_runs",

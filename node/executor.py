@@ -9,6 +9,7 @@ import numpy as np
 import trio
 
 from node.runs.host import StageHost
+from node.storage.budget import ScratchBudget
 from partition.codec import Codec
 from partition.codecs.choice import Cost, calibrate
 
@@ -18,11 +19,13 @@ T = TypeVar("T")
 class RealExecutor:
     """Computes on this machine; implements `node.seams.Executor`.
 
-    `threads` is how many functions may run at once; by default one per core.
+    `threads` is how many functions may run at once; by default one per core. `scratch` bounds what the
+    processes of stages write to the disk.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, scratch: ScratchBudget | None = None) -> None:
         self._limiter = trio.CapacityLimiter(threads or os.cpu_count() or 1)
+        self._scratch = scratch
         self._apart = trio.CapacityLimiter(1)
 
     async def run(
@@ -41,4 +44,4 @@ class RealExecutor:
 
     async def open_stage(self, specification: bytes) -> StageHost:
         """Start a stage process; see `StageHost.open` for what it raises."""
-        return await StageHost.open(specification)
+        return await StageHost.open(specification, scratch=self._scratch)

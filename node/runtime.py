@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,6 @@ from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
     CapacityMeasured,
     Event,
-    FencesTried,
     MemberJoined,
     MemberRefuted,
     MemberSuspected,
@@ -50,13 +50,13 @@ from node.runs.admission import Machine
 from node.runs.blobs import BlobServer
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
-from node.runs.fences import try_fences
+from node.runs.fences import try_here
 from node.runs.manifest import Run
 from node.runs.placement import Offer, cap_claims
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
-from node.services.capacity import Capacity, find_device, measure
+from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
 from node.services.membership import Membership, encode_metadata, read_metadata
@@ -64,6 +64,7 @@ from node.services.neighbours import Neighbours
 from node.services.reach import Reach
 from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
+from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage, locked_folder
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
@@ -118,7 +119,8 @@ class Node:
         self._clock = clock or RealClock()
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
         self._entropy = entropy
-        self._executor = executor or RealExecutor()
+        self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
+        self._executor = executor or RealExecutor(scratch=self._scratch)
         self._unfenced: tuple[str, ...] = ()
         self._storage = storage
         self._capacity = capacity
@@ -151,7 +153,7 @@ class Node:
     async def _start(self, stack: AsyncExitStack) -> None:
         storage = self._storage
         if storage is None:
-            storage = stack.enter_context(locked_folder(self.config.data_dir))
+            storage = stack.enter_context(locked_folder(self.config.data_dir, self._scratch))
         keys = keys_of(storage, self._entropy)
         self.network = self._network or self._real_network(keys)
         nursery = await stack.enter_async_context(_cancelled_at_exit())
@@ -244,17 +246,9 @@ class Node:
 
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
-        resources = self.config.resources
-        tried = await self._executor.run(lambda: try_fences(find_device(resources.device)))
+        tried = await self._executor.run(partial(try_here, self.config.resources, self._clock.wall()))
         self._unfenced = tried.unfenced
-        self._publish(
-            FencesTried(
-                at=self._clock.wall(),
-                fences=tried.fences,
-                unfenced=tried.unfenced,
-                is_allowed=resources.allow_unfenced,
-            )
-        )
+        self._publish(tried)
 
     def _started(self, keys: NodeKeys) -> NodeStarted:
         wanted = self.config.listen.addresses[0].port

@@ -117,8 +117,12 @@ def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allow
 class Watch:
     """Looks at a process that owes an answer, now and then, and says when there is no sense in waiting."""
 
-    def __init__(self, pid: int, bytes_max: int, stalled_seconds: float) -> None:
+    def __init__(
+        self, pid: int, bytes_max: int, stalled_seconds: float, count_files: Callable[[], None]
+    ) -> None:
+        """`count_files` raises StageFailed where the process has written too much."""
         self._process = psutil.Process(pid)
+        self._count_files = count_files
         self._bytes_max = bytes_max
         self._stalled_seconds = stalled_seconds
         self.begin(0.0, "")
@@ -144,6 +148,7 @@ class Watch:
         now = trio.current_time()
         if now >= self._until:
             raise StageFailed(self._complaint)
+        self._count_files()
         try:
             with self._process.oneshot():
                 times = self._process.cpu_times()

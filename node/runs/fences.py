@@ -11,8 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from node.config import Resources
+from node.events import FencesTried
 from node.runs import sandbox
 from node.runs.scratch import Scratch, remove_forgotten
+from node.services.capacity import find_device
 
 TRIAL_SECONDS_MAX = 20.0
 """It takes 0.1 s; a machine that swaps gets its time, and no start waits for ever."""
@@ -56,6 +59,14 @@ def try_fences(device: str) -> sandbox.Fenced:
         return _failed("it said nothing that can be read")
     finally:
         scratch.remove()
+
+
+def try_here(resources: Resources, at: float) -> FencesTried:
+    """The same as an event, for the device that a node with these resources computes on."""
+    tried = try_fences(find_device(resources.device))
+    return FencesTried(
+        at=at, fences=tried.fences, unfenced=tried.unfenced, is_allowed=resources.allow_unfenced
+    )
 
 
 def _failed(reason: str) -> sandbox.Fenced:

@@ -47,6 +47,7 @@ from node.runs.exchange import (
 )
 from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.runs.scratch import Scratch, remove_forgotten
+from node.storage.budget import ScratchBudget
 from partition.stage import (
     REASON_LENGTH_MAX,
     Admitted,
@@ -82,13 +83,19 @@ class StageHost:
 
     admitted: Admitted
 
-    def __init__(self, allowance: Allowance, *, stalled_seconds: float = STALLED_SECONDS) -> None:
+    def __init__(
+        self,
+        allowance: Allowance,
+        *,
+        stalled_seconds: float = STALLED_SECONDS,
+        scratch: ScratchBudget | None = None,
+    ) -> None:
         self._allowance = allowance
         self._stalled_seconds = stalled_seconds
         self._answer_seconds = 0.0
         self._lock = trio.Lock()  # hands over in the order of asking
         self._failure: str | None = None
-        self._scratch = Scratch()
+        self._scratch = Scratch(scratch)
         self._stderr = _make_shared_file("stderr", 0)
         self._mappings: dict[str, mmap.mmap] = {}
         ours, theirs = socket.socketpair()
@@ -104,7 +111,9 @@ class StageHost:
                 self._process = _start(
                     theirs.fileno(), descriptors, self._stderr, self._scratch.path, allowance
                 )
-                self._watch = Watch(self._process.pid, allowance.watched_bytes, stalled_seconds)
+                self._watch = Watch(
+                    self._process.pid, allowance.watched_bytes, stalled_seconds, self._scratch.count
+                )
             except BaseException:
                 ours.close()
                 os.close(self._stderr)
@@ -123,11 +132,12 @@ class StageHost:
         *,
         start_seconds: float | None = None,
         stalled_seconds: float = STALLED_SECONDS,
+        scratch: ScratchBudget | None = None,
     ) -> Self:
         """Start a process and wait until it is ready, with its first parameters in the arena.
 
         `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
-        long the process may do nothing while it owes an answer.
+        long the process may do nothing while it owes an answer. Its files count in `scratch`.
 
         Raises:
             RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
@@ -136,7 +146,7 @@ class StageHost:
         # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
         allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
         await trio.to_thread.run_sync(remove_forgotten)
-        host = cls(allowance, stalled_seconds=stalled_seconds)
+        host = cls(allowance, stalled_seconds=stalled_seconds, scratch=scratch)
         try:
             host.admitted = await host._start_up(
                 specification, allowance.start_seconds if start_seconds is None else start_seconds
@@ -237,6 +247,7 @@ class StageHost:
         """Send one message and wait for the answer; every way out but an answer ends the process."""
         self._watch.begin(seconds, what)
         try:
+            self._scratch.count()
             await self._give(parts.payloads)
             await self._send(parts.header().encode() + parts.message)
             await self._send(parts.behind)

@@ -1,8 +1,9 @@
 """What a stage's process takes away from itself before it reads a byte that a stranger has chosen.
 
 No stranger's code runs in a stage, so all of this is for the day when a graph finds a fault in torch. By
-then the process can reach nothing worth having: no network, no other program or process, no file but
-Python's own to read and its scratch folder to write, and its memory is bounded by the kernel.
+then the process can reach nothing worth having: no network, no other program or process, no file to read but
+Python's own, none to write but in its scratch folder and only for an accelerator's driver, and its memory is
+bounded by the kernel.
 
     seccomp     an allow-list of kernel calls (`node.runs.syscalls`)
     landlock    what paths may be read and written; none may be executed
@@ -12,7 +13,8 @@ Python's own to read and its scratch folder to write, and its memory is bounded 
 A fence that the system lacks is an error unless `allow_unfenced`: whoever offers the machine decides, and the
 report says what holds and what does not. A second thread is always one, since landlock fences only the thread
 that asks for it. An accelerator's driver needs devices and address space, so some fences are lower with
-one. Not a container: the scratch folder's disk and the number of threads are bounded only by what is above.
+one. Not a container: the number of threads is bounded only by what is above, and with an accelerator the disk
+that its files take only by the watch (`node.runs.scratch`).
 Sources: seccomp(2), landlock(7), unshare(2), getrlimit(2).
 """
 
@@ -109,8 +111,9 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
 def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool = False) -> Fenced:
     """Fence this process in, for good. Call it with everything imported and before any thread is started.
 
-    `scratch` is the only folder it may write to afterwards. `memory_bytes` is what it may take on top of
-    what it has now. With `allow_unfenced` it goes on without what this system lacks.
+    With an accelerator `scratch` is the only folder it may write to afterwards, else there is none.
+    `memory_bytes` is what it may take on top of what it has now. With `allow_unfenced` it goes on without
+    what this system lacks.
 
     Raises:
         NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
@@ -141,8 +144,9 @@ def _fence(scratch: str, device: str, memory_bytes: int) -> Fenced:
     by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
     if landlock:
         by.append(f"landlock {landlock}")
+        written = "only its scratch" if accelerator else "none"
         fences.append(
-            f"files: reads only what Python and torch need, writes only its scratch, by landlock {landlock}"
+            f"files: reads only what Python and torch need, writes {written}, by landlock {landlock}"
         )
     else:
         unfenced.append(f"files: no landlock ({problem})")
@@ -296,7 +300,8 @@ class _Kernel:
 
 def _open_paths(scratch: str, *, accelerator: bool) -> Iterator[tuple[str, int]]:
     """The paths that stay open, and for what; links among them are followed."""
-    yield scratch, ~(_EXECUTE | _IOCTL_DEV)
+    # A driver keeps what it has compiled there. The CPU's arithmetic writes nothing, and so may not.
+    yield scratch, ~(_EXECUTE | _IOCTL_DEV) if accelerator else _READ
     yield "/dev/null", _READ_FILE | _WRITE_FILE
     for path in _readable():
         yield path, _READ

@@ -18,8 +18,10 @@ from typing import IO
 
 from crypto.errors import LocalProtocolError
 from crypto.noise import Data
+from node.config import Resources
 from node.errors import UsageError
 from node.paths import LOCK_NAME, short_path
+from node.storage.budget import ScratchBudget
 from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, open_own, unusable
 from node.storage.spill import Spill
 
@@ -45,9 +47,10 @@ def parts_of(name: str) -> list[str]:
 class FolderStorage:
     """`node.seams.Storage` in a folder of files, from any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, scratch: ScratchBudget | None = None) -> None:
         """Makes the folder (mode 0700) where there is none, and closes it to others. Raises UsageError."""
         self.path = path
+        self.scratch = scratch or ScratchBudget(Resources().scratch, path)
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
@@ -55,7 +58,7 @@ class FolderStorage:
         close_folder(path, FOLDER_MARKS)
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise UsageError(f"data folder {short_path(path)}: not writable", OTHER_FOLDER)
-        self._spill = Spill(path)
+        self._spill = Spill(path, self.scratch)
         self._changing = threading.Lock()
         # Of each name that is being written: its lock, and how many hold it or wait for it.
         self._writers: dict[str, tuple[threading.Lock, int]] = {}
@@ -198,13 +201,13 @@ class FolderStorage:
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path) -> Iterator[FolderStorage]:
+def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]:
     """The data folder at `path` for a node: held, and without what a crash has left half written.
 
     Raises:
         UsageError: another process holds it, or it cannot be used.
     """
-    storage = FolderStorage(path)
+    storage = FolderStorage(path, scratch)
     with lock(path):
         storage.remove_halves()
         yield storage

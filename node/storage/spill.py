@@ -2,7 +2,8 @@
 
 The system writes them to the disk when it likes, takes their memory when it needs it, and reads them again
 when they are looked at. What is gone before it was written never reaches the disk. Not for what must survive
-anything: the system frees such a file when the process ends, however it ends.
+anything: the system frees such a file when the process ends, however it ends. How much there may be is the
+node's whole budget (`node.storage.budget`).
 """
 
 import mmap
@@ -13,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from crypto.noise import Data
+from node.storage.budget import ScratchBudget
 
 FILE_BYTES = 1 << 30
 """One file's, most of it a hole until it is used: a file for each piece would be a descriptor for each."""
@@ -22,24 +24,28 @@ class Spill:
     """One folder's. Called in the executor's threads, and may be by several at once: they take turns, as the
     disk would have them do anyway."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, budget: ScratchBudget) -> None:
         self._folder = folder
+        self._budget = budget
         self._lock = Lock()
         self._latest: weakref.ref[mmap.mmap] | None = None
         self._descriptor = -1
         self._used = 0
+        self._counted = _Counted(budget)
 
     def put(self, data: Data) -> memoryview:
-        """A read-only view of the same bytes. Raises OSError: the disk is full."""
+        """A read-only view of the same bytes. Raises OSError: the disk is full, or the budget is spent."""
         view = memoryview(data).cast("B")
+        pages_bytes = -(-len(view) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             mapping = self._with_room(len(view))
+            self._counted.add(pages_bytes)
             begin = self._used
             # Not through the map: a full disk would kill the process there, and here it is an error.
             written = 0
             while written < len(view):
                 written += os.pwrite(self._descriptor, view[written:], begin + written)
-            self._used += -(-len(view) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._used += pages_bytes
         return memoryview(mapping)[begin : begin + len(view)]
 
     def _with_room(self, length: int) -> mmap.mmap:
@@ -56,5 +62,23 @@ class Spill:
             raise
         # Whatever looks at the file holds its map; with the last view the map goes, and so does the file.
         weakref.finalize(mapping, file.close)
+        self._counted = _Counted(self._budget)
+        weakref.finalize(mapping, self._counted.give_back)
         self._latest, self._descriptor, self._used = weakref.ref(mapping), file.fileno(), 0
         return mapping
+
+
+class _Counted:
+    """What one file holds of the budget: all that was ever put into it, until the file is gone."""
+
+    def __init__(self, budget: ScratchBudget) -> None:
+        self._budget = budget
+        self._bytes = 0
+
+    def add(self, count: int) -> None:
+        self._budget.take(count)
+        self._bytes += count
+
+    def give_back(self) -> None:
+        self._budget.give(self._bytes)
+        self._bytes = 0

@@ -2,19 +2,24 @@
 
 import errno
 import gc
+import mmap
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 
+import node.storage.budget
 from crypto.noise import Data
+from node.config import Memory
 from node.errors import StageFailed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.runs import frame_store
 from node.runs.frame_store import FrameStore
 from node.storage import spill
+from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage
 from partition.codec import Payload, pack, typed, unpack
 from sim.executor import SimExecutor
@@ -107,6 +112,35 @@ async def test_a_full_disk_is_a_failure_of_the_stage_that_says_what_to_do(
         await store.keep(payload_of(1, 3 << 20))
     assert store.held_bytes == 0
     assert files_open_in(tmp_path) == 0
+
+
+async def test_all_stages_of_a_node_share_one_total_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 0)
+    budget = ScratchBudget(Memory(bytes=4 * mmap.PAGESIZE), tmp_path)
+    storage = FolderStorage(tmp_path, budget)
+    one, other = (FrameStore(storage, SimExecutor()) for _ in range(2))
+    kept = [await store.keep(payload_of(number)) for number, store in enumerate((one, other, one, other))]
+    assert budget.held_bytes == 4 * mmap.PAGESIZE
+    with pytest.raises(StageFailed, match=r"stages hold 0 MiB of 0 MiB that they may: \[resources\] scratch"):
+        await one.keep(payload_of(4))
+    assert all(is_payload(payload, number) for number, payload in enumerate(kept))
+    kept.clear()
+    assert budget.held_bytes == 0
+    assert is_payload(await other.keep(payload_of(5)), 5)
+
+
+async def test_what_the_node_itself_needs_of_the_disk_is_not_for_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 0)
+    free = shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr(node.storage.budget, "DISK_FREE_BYTES_MIN", 2 * free)
+    storage = FolderStorage(tmp_path)
+    with pytest.raises(StageFailed, match="for the node itself"):
+        await FrameStore(storage, SimExecutor()).keep(payload_of(1))
+    assert storage.scratch.held_bytes == 0
 
 
 TINY_BYTES_MAX = 20_000

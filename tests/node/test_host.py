@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
+from node.config import Memory
 from node.errors import StageFailed
 from node.executor import RealExecutor
 from node.runs import allowance as allowance_module
@@ -31,6 +32,7 @@ from node.runs.exchange import Header, joined, split
 from node.runs.host import StageHost
 from node.runs.scratch import Scratch, remove_forgotten
 from node.seams import Executor
+from node.storage.budget import ScratchBudget
 from partition.codec import pack, typed
 from partition.execute import StageExecutor
 from partition.model.graph import StageGraph
@@ -300,6 +302,31 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pyte
     os.chown(tmp_path / "peerloom-stage-theirs", 65_534, 65_534)
     remove_forgotten()
     assert os.listdir(tmp_path) == ["peerloom-stage-theirs"]
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        (
+            "open('cache', 'wb').write(bytes(3 << 20))",
+            "has written 3 MiB to the disk: stages hold 2 MiB of 4",
+        ),
+        ("[open(str(number), 'w').close() for number in range(1_001)]", "more than 1000 files"),
+    ],
+)
+async def test_what_a_stages_process_writes_counts_in_the_total_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, reason: str
+) -> None:
+    """On systems, or with devices, where it is not kept from writing."""
+    program = f"{written}; import sys, time; time.sleep(60)"
+    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    budget = ScratchBudget(Memory(bytes=4 << 20), tmp_path)
+    budget.take(2 << 20)  # of another stage
+    host = StageHost(ALLOWANCE, scratch=budget)
+    with pytest.raises(StageFailed, match=reason):
+        await host.call(FORWARD, seconds=60.0)
+    await host.aclose()
+    assert budget.held_bytes == 2 << 20
 
 
 async def test_an_answer_that_does_not_come_in_time_costs_the_stage() -> None:
