@@ -45,6 +45,8 @@ soak: $(READY)
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	$(BIN)/python benchmarks/survival.py
 	$(BIN)/python benchmarks/hostile.py --minutes 10
+	$(BIN)/python benchmarks/hostile.py --member --minutes 10
+	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
 	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
 
 clean:

@@ -4,6 +4,9 @@ served.
 First every attack alone, and the CPU above that of peace for each thing refused; then ten thousand
 connections; then everything at once, while an honest peer asks all the time. `--minutes` says for how long.
 Victim, honest peer and clients are processes on loopback.
+
+With `--member` the hostile peer is a member of the swarm instead, and has runs of its own: it says everything
+that any protocol knows, while honest runs go on beside it (`tests.hostile.member_scene`).
 """
 
 import argparse
@@ -16,16 +19,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _figures import Goal, leave, report
 
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from node.runs.manifest import make_run
+from node.storage.blobs import GUEST_BYTES_MAX
 from node.transport.doorway import HALF_OPEN_MAX
 from tests.hostile.attack import Attack
 from tests.hostile.client import BY_CONNECTIONS, BY_PACKETS, rates_of
 from tests.hostile.guests import Guests
+from tests.hostile.member_scene import member_run, member_scene
 from tests.hostile.packets import PatientPackets, RandomPackets, UnwelcomePackets
 from tests.hostile.scene import Outcome, Scene, scene
 from tests.hostile.visitors import DrippingVisitors, HalfVisitors, RecordedVisitors, SilentVisitors
+from tests.stack import Tensors, assert_equal, reference, simple_cnn
 
 RANDOM_GOAL_MICROSECONDS, REFUSED_GOAL_MICROSECONDS = 15.0, 100.0
 GROWTH_GOAL_MIB = 50.0
+MEMBER_GROWTH_GOAL_MIB = 100.0
 CONNECTIONS, CONNECTIONS_PER_SECOND = 10_000, 2_000.0
 COMPUTED = (UnwelcomePackets, PatientPackets, HalfVisitors, RecordedVisitors, Guests)
 """What makes a node compute a handshake before it can tell. Not the price of one is bounded, but how many."""
@@ -42,6 +52,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="shorter, under 50 s")
     parser.add_argument("--minutes", type=float, default=0.5, help="how long all attacks last at once")
+    parser.add_argument("--member", action="store_true", help="by a member of the swarm, not by strangers")
+    parser.add_argument("--seed", type=int, default=1, help="of what a member says")
     return parser.parse_args()
 
 
@@ -112,9 +124,59 @@ def goals_of(rows: list[Row], outcomes: list[Outcome], before_bytes: int) -> lis
     ]
 
 
+def by_member(flags: argparse.Namespace) -> int:
+    """A hostile member, and honest runs beside it."""
+    expected = reference(make_run(IdentitySigner(Identity(bytes(32)), "any"), member_run()))
+    with member_scene(simple_cnn(), member_run(), flags.seed) as played:
+        found = played.play(60 * flags.minutes)
+    wrong = sum(not is_right(result, expected) for result in found.results)
+    rows: list[Row] = [
+        {
+            "victim": name,
+            "grown_mib": round(found.grown_bytes[name] / 2**20, 1),
+            "disk_mib": round(found.disk_bytes[name] / 2**20, 1),
+            "steps": found.steps[name],
+            "longest_step": str(next(iter(found.longest[name]), "none worth a look")),
+            "contained": sum(found.failures[name].values()),
+        }
+        for name in found.grown_bytes
+    ]
+    rows += [{"said": said, "times": times} for said, times in sorted(found.sent.items())]
+    step = found.longest_step
+    goals = [
+        Goal("victims that ended", len(found.ended), "<=", 0),
+        Goal("failures contained", sum(row.get("contained", 0) for row in rows), "<=", 0),
+        Goal("longest step of an event loop, ms of CPU", 1e3 * step.cpu_seconds if step else 0.0, "<=", 50.0),
+        Goal(
+            "growth of memory, MiB",
+            max(found.grown_bytes.values(), default=0) / 2**20,
+            "<=",
+            MEMBER_GROWTH_GOAL_MIB,
+        ),
+        Goal("disk, MiB", max(found.disk_bytes.values(), default=0) / 2**20, "<=", GUEST_BYTES_MAX / 2**20),
+        Goal("honest runs that were not done", sum(each != "done" for each in found.outcomes), "<=", 0),
+        Goal("honest runs under way too long", len(found.unfinished), "<=", 0),
+        Goal("wrong results", wrong, "<=", 0),
+        Goal("right results", len(found.results) - wrong, ">=", 1),
+    ]
+    for name, log in found.logs.items():
+        print(f"{name} has logged:\n{log}", file=sys.stderr)
+    return report("hostile member", rows, goals, as_json=flags.json)
+
+
+def is_right(result: Tensors, expected: Tensors) -> bool:
+    try:
+        assert_equal(result, expected, "float64")
+    except AssertionError:
+        return False
+    return True
+
+
 def main() -> int:
-    """Peace, each attack alone, ten thousand connections, all at once."""
+    """Peace, each attack alone, ten thousand connections, all at once; or a hostile member."""
     flags = arguments()
+    if flags.member:
+        return by_member(flags)
     alone_seconds = 0.7 if flags.quick else 5.0
     with scene() as played:
         peace = played.run({}, seconds=2.0, honest=False)

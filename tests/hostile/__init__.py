@@ -9,5 +9,16 @@
     honest        the process that asks for that service all the time, and counts
     scene         starts them all, ends them all, and measures
 
+And a hostile member of the swarm, which says everything that any protocol knows:
+
+    wire          all that can be said: protocols, messages, what is signed
+    known         what it has learnt of the live swarm
+    values        hostile values for every message, made from its struct
+    insider       its mouth, and a network that lies
+    own_run       runs that it asks for itself
+    virtual       beside the whole nodes of tests.stack, in virtual time
+    insider_process, watched, loop_steps, member_scene
+                  the same with real nodes in processes of their own: what they use, how long loops stand
+
 All traffic stays on loopback.
 """

@@ -74,6 +74,17 @@ class Outcome:
         }
 
 
+def start(stack: ExitStack, name: str, main: Callable[..., None], *arguments: Any) -> Far:
+    """A process that runs `main(line, *arguments)`, and ends with `stack`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(theirs, *arguments), name=name, daemon=True)
+    process.start()
+    theirs.close()
+    stack.callback(_end, process, ours)
+    return Far(process, ours)
+
+
 class Scene:
     """Made by `scene`. The clients have one process for packets and one for connections."""
 
@@ -90,13 +101,7 @@ class Scene:
         ]
 
     def _start(self, name: str, main: Callable[..., None], *arguments: Any) -> Far:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=main, args=(theirs, *arguments), name=name, daemon=True)
-        process.start()
-        theirs.close()
-        self._stack.callback(_end, process, ours)
-        return Far(process, ours)
+        return start(self._stack, name, main, *arguments)
 
     def figures(self) -> dict[str, Any]:
         """The victim's own."""

@@ -1,0 +1,85 @@
+"""What a hostile peer has learnt of a live swarm: real messages, and every value in them by its field's name.
+
+A made-up hash is refused at the door; a real one opens it. So what is sent is made of what was heard.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from crypto.facts import Fact
+
+KEPT_MAX = 24
+"""Values of one name, and messages of one kind, the latest."""
+ITEMS_MAX = 4
+"""Of a long list so many are looked at: they are alike."""
+BYTES_MAX = 256
+"""Longer ones are no name of anything."""
+
+Plain = int | float | str | bytes
+"""A value by itself."""
+
+
+class Known:
+    """Filled by `learn`; what is asked for may be None: nothing such was heard yet."""
+
+    def __init__(self) -> None:
+        self._specimens: dict[type, deque[msgspec.Struct]] = defaultdict(lambda: deque(maxlen=KEPT_MAX))
+        self._named: dict[tuple[type, str], deque[Plain]] = defaultdict(lambda: deque(maxlen=KEPT_MAX))
+        self._sized: dict[int, deque[bytes]] = defaultdict(lambda: deque(maxlen=2 * KEPT_MAX))
+
+    def learn(self, value: object, name: str = "") -> None:
+        """A message or a value that somebody uses, and all that it is made of."""
+        match value:
+            case bool() | None:
+                return
+            case int() | float() | str():
+                self._note(value, name)
+            case bytes() if len(value) <= BYTES_MAX:
+                self._note(value, name)
+                if value not in (held := self._sized[len(value)]):
+                    held.append(value)
+            case msgspec.Struct():
+                self._specimens[type(value)].append(value)
+                for field in value.__struct_fields__:
+                    self.learn(getattr(value, field), field)
+            case tuple() | list():
+                for item in value[:ITEMS_MAX]:
+                    self.learn(item, name)
+
+    def _note(self, value: Plain, name: str) -> None:
+        if value not in (held := self._named[type(value), name]):
+            held.append(value)
+
+    def specimen(self, kind: type, rng: Random) -> msgspec.Struct | None:
+        """A message of this kind that somebody has really sent."""
+        held = self._specimens.get(kind)
+        return rng.choice(held) if held else None
+
+    def fact(self, rng: Random) -> Fact | None:
+        """Somebody's, as it was signed."""
+        found = self.specimen(Fact, rng)
+        assert found is None or isinstance(found, Fact)
+        return found
+
+    def named(self, kind: type, name: str, rng: Random) -> Plain | None:
+        """A value of this type that a field of this name had."""
+        held = self._named.get((kind, name))
+        return rng.choice(held) if held else None
+
+    def of_length(self, length: int, rng: Random) -> bytes | None:
+        """Any value of so many bytes: a peer, a hash."""
+        held = self._sized.get(length)
+        return rng.choice(held) if held else None
+
+    def texts(self) -> Sequence[str]:
+        """Every text that was heard."""
+        return [
+            value
+            for (kind, _), held in self._named.items()
+            if kind is str
+            for value in held
+            if isinstance(value, str)
+        ]

@@ -1,0 +1,125 @@
+"""All that peers say to each other above the transport, as data: protocols, messages, signed bodies.
+
+A union of messages stands here by its name, so a new message of it is covered without asking. A new protocol,
+or a new kind of thing that is decoded, must be entered: `tests.test_hostile_wire` reads the program for both.
+What strangers say below, in handshakes, hellos and beacons, is in `packets`, `visitors` and `guests`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args
+
+import msgspec
+
+import dht.messages
+import dht.records
+import gossip.messages
+import gossip.swim
+from crypto.contact import CONTACT_PURPOSE, ContactBody
+from node.runs import blobs, checkpoint_format, copies, manifest
+from node.runs import requests as runs
+from node.runs.stopping import STOP_PURPOSE, StopBody
+from node.runs.weights import WEIGHTS_PURPOSE
+from node.services import membership, reach
+from partition.plan.change import Change
+from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
+from partition.plan.plan import Plan
+from partition.steps.frames import FRAME_PURPOSE, FrameHeader
+
+DATAGRAM_BYTES_MAX = 1_100
+"""What surely fits one packet; a longer message goes by a stream of its own."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One protocol: `said` by whoever asks or tells, `answered` on the same stream by the other side."""
+
+    name: str
+    said: Any
+    answered: Any = None
+    datagrams: Any = None
+    payloads: bool = False
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """What is said on a stream or, where it has none, by datagram."""
+        return structs(self.said)
+
+
+PROTOCOLS = (
+    Protocol(gossip.swim.PROTOCOL, None, datagrams=gossip.messages.Message),
+    Protocol(dht.messages.PROTOCOL, None, datagrams=dht.messages.Message),
+    Protocol(runs.RUNS_PROTOCOL, runs.Request, runs.Reply),
+    Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True),
+    Protocol(blobs.BLOBS_PROTOCOL, blobs.Want, blobs.Reply),
+    Protocol(copies.COPIES_PROTOCOL, copies.Request, copies.Reply),
+    Protocol(reach.PROTOCOL, reach.DialBack, reach.Dialled, datagrams=reach.Echo),
+)
+
+PURPOSES: Mapping[type, str] = {
+    gossip.messages.AliveBody: "swim-alive",
+    gossip.messages.SuspectBody: "swim-suspect",
+    gossip.messages.DeadBody: "swim-dead",
+    gossip.messages.LeftBody: "swim-left",
+    dht.records.RecordBody: dht.records.RECORD_PURPOSE,
+    manifest.Manifest: manifest.MANIFEST_PURPOSE,
+    runs.LeaseBody: runs.LEASE_PURPOSE,
+    FrameHeader: FRAME_PURPOSE,
+    checkpoint_format.Checkpoint: checkpoint_format.CHECKPOINT_PURPOSE,
+    ContactBody: CONTACT_PURPOSE,
+    Plan: FIRST_PLAN_PURPOSE,
+    Segment: SEGMENT_PURPOSE,
+    StopBody: STOP_PURPOSE,
+}
+"""What stands in a Fact, and for what it is signed."""
+
+FACTS: Mapping[str, tuple[type, ...]] = {
+    gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
+    dht.messages.PROTOCOL: (dht.records.RecordBody,),
+    runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody),
+    runs.PIPELINE_PROTOCOL: (FrameHeader,),
+}
+"""Which facts a protocol carries; what belongs elsewhere is tried now and then all the same."""
+
+INSIDE: Mapping[str, tuple[type, ...]] = {
+    "plan": (Plan,),
+    "value": (Change, copies.Offer, membership.Metadata),
+    "links": (Change,),
+    "metadata": (membership.Metadata,),
+    "data": (checkpoint_format.StatePart,),
+}
+"""Fields of bytes that are decoded once more, and as what."""
+
+WORDS = (
+    WEIGHTS_PURPOSE,
+    "digits",
+    "127.0.0.1",
+    "127.0.0.1:1",
+    "/ip4/127.0.0.1/tcp/1",
+    "/ip6/::1/udp/9",
+    "-",
+    "simple-cnn",
+)
+"""What texts without a pattern may say that makes sense somewhere."""
+
+
+@cache
+def structs(kind: Any) -> tuple[type, ...]:
+    """The structs of a union, of a union of unions, or of one; none of None."""
+    if kind is None:
+        return ()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return (kind,)
+    return tuple(dict.fromkeys(each for part in get_args(kind) for each in structs(part)))
+
+
+def everything() -> frozenset[type]:
+    """Every struct that is sent as a message, signed as a fact, or decoded inside another."""
+    found: set[type] = set(PURPOSES)
+    for protocol in PROTOCOLS:
+        for kind in (protocol.said, protocol.answered, protocol.datagrams):
+            found.update(structs(kind))
+    for inside in INSIDE.values():
+        found.update(inside)
+    return frozenset(found)

@@ -1,0 +1,218 @@
+"""A hostile member of the swarm, and of a run: it says everything, in every state, and no node ends.
+
+Whole nodes in virtual time, where an exception that nobody meant ends the simulation. The hostile peer is
+outside of a run, has a place in one, or has asked for one itself; in the end an honest run is right.
+PEERLOOM_MEMBER_SEEDS says how many seeds are tried. What it costs real nodes is measured in
+`tests.test_hostile_member_processes`; `tests.test_hostile_wire` holds that nothing is left unsaid.
+"""
+
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.events import Event, RunChanged, RunEnded, RunPlanned, StepCommitted
+from node.runs.manifest import Manifest, Run
+from node.runs.placement import NotPlaced
+from tests.hostile.own_run import learn_run, take_in
+from tests.hostile.virtual import NAME, Hostile, hostile_in
+from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, train, weights
+
+SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
+PASS_SECONDS = 0.3
+"""Of a stage: a step is long beside a round of hostile messages."""
+QUIET_SECONDS = 30.0
+"""Hostile streams and their victims' deadlines take so long to end."""
+PARTED_SECONDS = 20.0
+HOSTILE_RUN_SECONDS = 120.0
+TAKEN_IN_MIN = 2
+"""Of the hostile peer's own runs so many begin, else it was no test."""
+
+
+def small(**changes: Any) -> Manifest:
+    """Little arithmetic, and checkpoints."""
+    fields: dict[str, Any] = {
+        "steps": 6,
+        "microbatch": 8,
+        "microbatches": 2,
+        "test_samples": 16,
+        "save_every": 2,
+    }
+    return manifest(**(fields | changes))
+
+
+def living(group: Swarm) -> list[PeerId]:
+    """All but the hostile one and those that were killed."""
+    return [
+        node.peer
+        for name, node in group.nodes.items()
+        if name != NAME and group.medium.living(node.peer) is not None
+    ]
+
+
+def states_in(group: Swarm) -> set[str]:
+    """What those who know a run say of it; without a plan it is still to be placed."""
+    members = [member for node in group.nodes.values() for member in node.runs.members.values()]
+    return {"placing" if member.plan is None else member.state for member in members}
+
+
+async def watch(group: Swarm, name: str, hear: Callable[[Event], Awaitable[None]]) -> None:
+    """Hear what a node publishes from now on."""
+    with group.nodes[name].watch() as events:
+        async for event in events:
+            await hear(event)
+
+
+class Speaker:
+    """Says everything to all who live, again and again; at once where a run has come into another state."""
+
+    def __init__(self, group: Swarm, bad: Hostile, nursery: trio.Nursery) -> None:
+        self._group = group
+        self._bad = bad
+        self._nursery = nursery
+        self.states: set[str] = set()
+        for name in group.nodes:
+            nursery.start_soon(watch, group, name, self._hear)
+        nursery.start_soon(self._keep_speaking)
+
+    async def _keep_speaking(self) -> None:
+        while True:
+            await self.speak()
+
+    async def speak(self) -> None:
+        self.states |= states_in(self._group)
+        self._learn()
+        await self._bad.insider.round(living(self._group))
+
+    def _learn(self) -> None:
+        for node in self._group.nodes.values():
+            for member in node.runs.members.values():
+                learn_run(self._bad.known, member.run, member.plan)
+
+    async def _hear(self, event: Event) -> None:
+        self._bad.known.learn(event)
+        if isinstance(event, RunChanged) and event.state not in self.states:
+            self.states.add(event.state)
+            self._nursery.start_soon(self.speak)
+
+
+async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
+    """Beside the hostile peer, if it still speaks."""
+    run, events = await train(group, requester, small(stages=1, steps=3, seed=99))
+    end = events[-1]
+    assert isinstance(end, RunEnded)
+    assert end.outcome == "done", end.detail
+    assert_equal(weights(group, requester, run), reference(run), "float64")
+
+
+async def ended(group: Swarm, run: Run) -> str:
+    """Whoever is the first to say that a run is done."""
+    with trio.fail_after(600):
+        while True:
+            for name, events in group.events.items():
+                if any(isinstance(event, RunEnded) and event.outcome == "done" for event in events):
+                    return name
+            await trio.sleep(0.5)
+
+
+async def part(group: Swarm, minority: str) -> None:
+    """These are alone for a while."""
+    sides = [node.peer for name, node in group.nodes.items() if name in minority]
+    others = [node.peer for name, node in group.nodes.items() if name not in minority]
+    group.medium.split(sides, others)
+    await trio.sleep(PARTED_SECONDS)
+    group.medium.heal()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_is_exact_whatever_a_member_of_the_swarm_says_in_any_of_its_states(seed: int) -> None:
+    states: set[str] = set()
+
+    async def scenario() -> None:
+        async with (
+            swarm("abcdefg", seed=seed, stage_seconds=PASS_SECONDS) as group,
+            hostile_in(group, seed) as bad,
+            trio.open_nursery() as nursery,
+        ):
+            speaker = Speaker(group, bad, nursery)
+            plans: list[RunPlanned] = []
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, RunPlanned):
+                    plans.append(event)
+                if isinstance(event, StepCommitted) and event.step == 1:
+                    group.kill(group.name_of(plans[-1].stages[1][0]))
+                if isinstance(event, StepCommitted) and event.step == 3:
+                    nursery.start_soon(part, group, "g" + NAME)
+
+            run = prepare(group.nodes["g"], small())
+            nursery.start_soon(watch, group, "g", disturb)
+            await group.nodes["g"].runs.submit(run)
+            name = await ended(group, run)
+            assert_equal(weights(group, name, run), reference(run), "float64")
+            await speaker.speak()
+            states.update(speaker.states)
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert {"placing", "running", "degraded", "paused", "ending"} <= states
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
+    """That run may come to nothing. Another, of the same nodes without the hostile one, does not."""
+    states: set[str] = set()
+
+    async def scenario() -> None:
+        async with swarm("abc", seed=seed, stage_seconds=PASS_SECONDS) as group:
+            async with (
+                hostile_in(group, seed, takes_stages=True) as bad,
+                trio.open_nursery() as nursery,
+            ):
+                found: list[Speaker] = []
+
+                async def hear(event: Event) -> None:
+                    if isinstance(event, RunPlanned) and not found:
+                        assert bad.node.peer in [peer for stage in event.stages for peer in stage]
+                        found.append(Speaker(group, bad, nursery))
+
+                with trio.move_on_after(HOSTILE_RUN_SECONDS), suppress(NotPlaced):
+                    await train(group, "a", small(), hear)
+                states.update(found[0].states)
+                nursery.cancel_scope.cancel()
+            await trio.sleep(QUIET_SECONDS)
+            assert len(living(group)) == 3
+
+    simulate(scenario)
+    assert "running" in states
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_node_ends_by_what_whoever_asked_for_its_run_says(seed: int) -> None:
+    begun = 0
+
+    async def scenario() -> None:
+        nonlocal begun
+        async with (
+            swarm("abcd", seed=seed, stage_seconds=PASS_SECONDS) as group,
+            hostile_in(group, seed) as bad,
+            trio.open_nursery() as nursery,
+        ):
+            speaker = Speaker(group, bad, nursery)
+            await train(group, "a", small(stages=1, replicas=1, steps=2))
+            await speaker.speak()
+            for _ in range(8):
+                for victim in living(group):
+                    with suppress(StreamClosed, Unreachable):
+                        begun += await take_in(bad.insider, bad.values, bad.node.signer, victim)
+            await trio.sleep(QUIET_SECONDS)
+            await assert_an_honest_run_is_right(group, "a")
+            nursery.cancel_scope.cancel()
+
+    simulate(scenario)
+    assert begun >= TAKEN_IN_MIN

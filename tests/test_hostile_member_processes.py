@@ -1,0 +1,42 @@
+"""Real nodes beside a hostile member, each in a process of its own: none ends, none stands still, none grows.
+
+For ten minutes: `benchmarks/hostile.py --member`. In virtual time, and in every state of a run:
+`tests.test_hostile_member`.
+"""
+
+import pytest
+
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from node.runs.manifest import make_run
+from node.storage.blobs import GUEST_BYTES_MAX
+from tests.hostile.member_scene import member_run, member_scene
+from tests.hostile.wire import PROTOCOLS, structs
+from tests.stack import Tensors, assert_equal, reference, simple_cnn
+
+SECONDS = 20.0
+STEP_SECONDS_MAX = 0.05
+GROWTH_BYTES_MAX = 100 << 20
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tensors:
+    return reference(make_run(IdentitySigner(Identity(bytes(32)), "any"), member_run()))
+
+
+def test_nodes_beside_a_hostile_member_live_and_an_honest_run_is_right(expected: Tensors) -> None:
+    with member_scene(simple_cnn(), member_run()) as played:
+        found = played.play(SECONDS)
+    assert found.ended == []
+    assert found.failures == {name: {} for name in found.failures}, found.logs
+    assert found.unfinished == []
+    assert set(found.outcomes) == {"done"}
+    for result in found.results:
+        assert_equal(result, expected, "float64")
+    said = {name.split()[-1] for name in found.sent}
+    kinds = {kind for each in PROTOCOLS for kind in (*structs(each.said), *structs(each.datagrams))}
+    assert {kind.__name__ for kind in kinds} <= said
+    step = found.longest_step
+    assert step is None or step.cpu_seconds <= STEP_SECONDS_MAX, str(step)
+    assert max(found.grown_bytes.values()) <= GROWTH_BYTES_MAX, found.grown_bytes
+    assert max(found.disk_bytes.values()) <= GUEST_BYTES_MAX, found.disk_bytes

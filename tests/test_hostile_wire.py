@@ -1,0 +1,123 @@
+"""What the hostile member says is all that the program reads: no protocol and no message is left out.
+
+It reads the program for the names of protocols and for all that is decoded; a new one that is not in
+`tests.hostile.wire` fails here. And what it makes of every kind is mostly such as the decoder lets in.
+"""
+
+import ast
+import importlib
+import re
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, IdentitySigner
+from crypto.identity import Identity
+from tests.hostile.known import Known
+from tests.hostile.values import Values
+from tests.hostile.wire import PROTOCOLS, everything, structs
+from tests.source import Source, sources
+
+PROTOCOL_NAME = re.compile(r"/peerloom/[a-z]+/[0-9]+")
+BY_CALLERS = {
+    ("node.services.driver", "self._message_type"): "the datagrams of membership and records",
+    ("node.runs.checkpoint_format", "kind"): "a checkpoint or a list of chunks",
+}
+"""What is decoded is said by whoever calls; both are in the registry."""
+ELSEWHERE = {
+    "partition.model.graph": "a graph: tests.partition.hostile",
+    "partition.plan.chain": "this node's own disk",
+    "node.storage.blobs": "this node's own disk",
+    "node.runs.slot": "this node's own disk",
+    "node.runs.archive": "this node's own disk",
+    "node.runs.chain": "this node's own disk",
+    "node.runs.models": "this node's own disk",
+    "node.runs.host": "answers of a stage's process: tests.partition.hostile_stage",
+    "node.runs.host_process": "requests to a stage's process, by its own node",
+    "node.transport.router": "hellos: tests.hostile.guests",
+    "node.transport.beacon": "beacons: tests.hostile.packets",
+}
+SAMPLES = 40
+LET_IN_MIN = 0.6
+"""Of what is made of a kind, at least so much passes its decoder."""
+
+
+def decoded(source: Source) -> list[ast.expr]:
+    """The second arguments of all calls of `crypto.encoding.decode` in a file."""
+    imports_it = any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "crypto.encoding"
+        and "decode" in [alias.name for alias in node.names]
+        for node in ast.walk(source.tree)
+    )
+    return [
+        node.args[1]
+        for node in ast.walk(source.tree)
+        if imports_it and isinstance(node, ast.Call) and ast.unparse(node.func) == "decode"
+    ]
+
+
+def named(module: ModuleType, name: ast.expr) -> Any:
+    """What an expression such as `wire.Request` is in a module."""
+    found: Any = module
+    for part in ast.unparse(name).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_protocol_is_spoken() -> None:
+    found = {
+        match
+        for source in sources("crypto", "dht", "gossip", "partition", "node")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for match in PROTOCOL_NAME.findall(str(node.value.value))
+    }
+    assert found == {protocol.name for protocol in PROTOCOLS}
+
+
+def test_everything_that_is_decoded_is_said() -> None:
+    missing = []
+    for source in sources("crypto", "dht", "gossip", "partition", "node"):
+        for kind in decoded(source):
+            if source.module in ELSEWHERE or (source.module, ast.unparse(kind)) in BY_CALLERS:
+                continue
+            for each in structs(named(importlib.import_module(source.module), kind)):
+                if each not in everything() | {Fact}:
+                    missing.append(f"{source.place}:{kind.lineno} {each.__name__}")
+    assert missing == []
+
+
+def test_what_is_read_elsewhere_is_still_read() -> None:
+    reading = {
+        source.module for source in sources("crypto", "dht", "gossip", "partition", "node") if decoded(source)
+    }
+    assert set(ELSEWHERE) | {module for module, _ in BY_CALLERS} <= reading
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_most_of_what_is_made_of_a_kind_passes_its_decoder(protocol: Any) -> None:
+    values = Values(Random(1), Known(), IdentitySigner(Identity(bytes(32)), "home"))
+    for union in (protocol.said, protocol.answered, protocol.datagrams):
+        for kind in structs(union):
+            let_in = 0
+            for _ in range(SAMPLES):
+                try:
+                    message: Any = decode(values.message(kind, protocol.name), union, bytes_max=1 << 30)
+                except RemoteProtocolError:
+                    continue
+                assert isinstance(message, kind)
+                let_in += 1
+            assert let_in >= LET_IN_MIN * SAMPLES, kind.__name__
+
+
+def test_the_same_seed_says_the_same() -> None:
+    def said() -> list[bytes]:
+        values = Values(Random(7), Known(), IdentitySigner(Identity(bytes(32)), "home"))
+        return [values.message(kind, PROTOCOLS[3].name) for kind in structs(PROTOCOLS[3].said)]
+
+    assert said() == said()
