@@ -345,23 +345,40 @@ def test_what_strangers_make_us_say_does_not_displace_what_waits_for_others(
     assert waiting == 61
 
 
-def test_one_network_with_cookies_leaves_handshakes_for_others() -> None:
-    bob = Node(2)
-    flood(bob, 0.0, 250)
+def come_with_cookies(bob: Node, now: float, sources: list[Source], *, first: int) -> int:
+    """How many of these strangers, each from its source, get their handshake computed."""
     computed = 0
-    for number in range(600):
-        eager, source = stranger(5_000 + number), (f"203.0.113.{number % 200}", 7)
-        (packet,) = eager.send(0.0, bob.peer, PING, b"")
-        (cookie,) = bob.receive(0.0, packet, source).answers
-        eager.receive(0.0, cookie, bob.source)
-        ((_, again),) = eager.wake(0.0)
+    for number, source in enumerate(sources):
+        eager = stranger(first + number, now=now)
+        (packet,) = eager.send(now, bob.peer, PING, b"")
+        (cookie,) = bob.receive(now, packet, source).answers
+        eager.receive(now, cookie, bob.source)
+        ((_, again),) = eager.wake(now)
         try:
-            bob.receive(0.0, again, source)
+            bob.receive(now, again, source)
             computed += 1
         except DatagramRefused as refusal:
             bob.counters[refusal.reason] += 1
-    assert computed == limits.NETWORK_BURST
-    assert bob.counters["busy"] == 600 - computed
+    return computed
+
+
+def test_one_network_with_cookies_leaves_handshakes_for_others() -> None:
+    bob = Node(2)
+    flood(bob, 0.0, 250)
+    crowd: list[Source] = [(f"203.0.113.{number % 200}", 7) for number in range(500)]
+    others: list[Source] = [(f"10.0.{number}.1", 7) for number in range(100)]
+    assert come_with_cookies(bob, 0.0, crowd, first=5_000) == limits.SHOWN_BURST - limits.SPARED
+    assert come_with_cookies(bob, 0.0, others, first=6_000) == 100
+    assert bob.counters["busy"] == 500 - (limits.SHOWN_BURST - limits.SPARED)
+
+
+def test_where_no_other_asks_one_network_has_all_handshakes() -> None:
+    bob = Node(2)
+    flood(bob, 0.0, 250)
+    crowd: list[Source] = [(f"203.0.113.{number % 200}", 7) for number in range(500)]
+    come_with_cookies(bob, 0.0, crowd, first=5_000)
+    flood(bob, 1.0, 250, first=20_000)
+    assert come_with_cookies(bob, 1.0, crowd[:250], first=7_000) == limits.SHOWN_RATE
 
 
 def test_what_waits_for_all_peers_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
