@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from node.config import Config as Config
+    from node.process import main as run
     from node.runtime import Node as Node
-    from node.runtime import main as run
 
 __all__ = ["Config", "Node", "run"]
 
 _HOMES = {
     "Config": ("node.config", "Config"),
     "Node": ("node.runtime", "Node"),
-    "run": ("node.runtime", "main"),
+    "run": ("node.process", "main"),
 }
 
 

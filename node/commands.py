@@ -47,6 +47,7 @@ class LocalNode(Protocol):
     discovery: Discovery
     runs: Runs
     stopping: trio.Event
+    handed_over: trio.Event
     signer: Any
 
     @property
@@ -82,8 +83,11 @@ class Commands:
         return views.peers_document(self._node.state, self._node.seams.clock.wall())
 
     async def _leave(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Let the node leave; of each run it was in, whether its part was handed over."""
         self._node.stopping.set()
-        return {}
+        await self._node.handed_over.wait()
+        rows = self._node.runs.left.items()
+        return {"runs": [{"run": run, "handed_over": is_handed_over} for run, is_handed_over in rows]}
 
     async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """Every event from now on, until the client hangs up."""

@@ -8,7 +8,6 @@ fold of all of them, and whoever wants to watch subscribes.
 """
 
 import os
-import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -16,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any
 
 import trio
 
@@ -33,7 +31,6 @@ from node.commands import CheckpointCommands, Commands
 from node.config import Config
 from node.containment import contain, failures, keep_running, note
 from node.control import ControlServer
-from node.errors import EXIT_DONE, EXIT_FORCED, JoinTimeout
 from node.events import (
     CapacityMeasured,
     Event,
@@ -113,6 +110,7 @@ class Node:
         self.config = config
         self.state = views.State()
         self.stopping = trio.Event()
+        self.handed_over = trio.Event()
         self._is_met = trio.Event()
         self._seeds = replace(config.join, seeds=seeds)
         self._network = network
@@ -348,6 +346,7 @@ class Node:
             for part in (self.runs.leave, self._save_remembered, self.membership.leave):
                 with contain("leaving"):  # a full disk is no reason to go without a goodbye
                     await part()
+                self.handed_over.set()
         self._publish(NodeStopped(at=self._clock.wall()))
 
     # Events
@@ -534,60 +533,3 @@ async def _cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
             yield nursery
         finally:
             nursery.cancel_scope.cancel()
-
-
-# The process
-
-
-def main(
-    config: Config,
-    *,
-    require_join_seconds: float | None = None,
-    report: Callable[[Event], None] | None = None,
-) -> int:
-    """Run a node until it is told to leave; the exit code. Raises PeerloomError."""
-    return trio.run(_serve, config, require_join_seconds, report)
-
-
-async def _serve(
-    config: Config, require_join_seconds: float | None, report: Callable[[Event], None] | None
-) -> int:
-    try:
-        async with Node(config, report=report) as node, trio.open_nursery() as nursery:
-            nursery.start_soon(_leave_on_signal, node.stopping)
-            if require_join_seconds is not None:
-                nursery.start_soon(_require_join, node, require_join_seconds)
-            await node.stopping.wait()
-            nursery.cancel_scope.cancel()
-    except* JoinTimeout as group:
-        raise _first(group) from None
-    return EXIT_DONE
-
-
-async def _leave_on_signal(stopping: trio.Event) -> None:
-    """The first Ctrl-C leaves gracefully, the second ends the process at once."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            if stopping.is_set():
-                os._exit(EXIT_FORCED)
-            stopping.set()
-
-
-async def _require_join(node: Node, seconds: float) -> None:
-    with node.watch() as events, trio.move_on_after(seconds):
-        if any(member.status == "alive" for member in node.state.members.values()):
-            return
-        async for event in events:
-            if isinstance(event, MemberJoined):
-                return
-    raise JoinTimeout(
-        f"nobody answered within the {seconds:g} s of --require-join",
-        "check the addresses above, or leave --require-join away to keep trying",
-    )
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -4,16 +4,20 @@ The requester and trainer is a node in this process, on the same real seams; so 
 to the reference.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.numpy
+import trio
 
 from crypto.identity import PeerId, parse_peer
 from node import config
 from node.cli.demo.processes import SwarmProcesses
+from node.cli.main import run as run_command
 from node.events import MemberJoined, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
 from node.runs.weights import weights_name
 from node.runtime import Node
@@ -44,19 +48,24 @@ def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
         swarm.close()
 
 
+def _settings(folder: Path) -> config.Config:
+    """Of the node in this process."""
+    return config.Config(
+        name="e",
+        data_dir=folder,
+        swarm=config.Swarm(name=SWARM, preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
+    )
+
+
 async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
     # Many small micro-batches: a step takes long beside the moment in which it is applied.
     wanted = manifest(captured, microbatches=48, microbatch=2, steps=4, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
-    settings = config.Config(
-        name="e",
-        data_dir=tmp_path / "e",
-        swarm=config.Swarm(name=SWARM, preset="local"),
-        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
-    )
+    settings = _settings(tmp_path / "e")
     node = Node(settings, join=[processes.nodes[NAMES[0]].address])
     steps: list[int] = []
     replayed: list[int] = []
@@ -94,3 +103,40 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     kept = [FolderStorage(tmp_path / name).read(weights_name(run.text)) for name in NAMES]
     assert data in kept, "members keep the same bytes"
     assert set(kept) <= {data, None}
+
+
+async def test_a_run_is_stopped_and_a_node_leaves_by_the_command_line(
+    tmp_path: Path, captured: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def told(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = await trio.to_thread.run_sync(run_command, [*arguments, "--json"])
+        out = capsys.readouterr().out
+        return code, json.loads(out) if out else {}
+
+    swarm = SwarmProcesses(tmp_path, SWARM, time.sleep)
+    try:
+        swarm.launch("a")
+        other = swarm.start("a", None)
+        async with Node(_settings(tmp_path / "e"), join=[other.address]) as node:
+            with node.watch() as events, trio.fail_after(60):
+                while len(node.membership.live) < 2:
+                    await events.receive()
+                run = prepare(node, manifest(captured, stages=1, replicas=1, steps=100_000, test_samples=60))
+                await node.runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            here, there = ("--data-dir", str(tmp_path / "e")), ("--data-dir", str(tmp_path / "a"))
+            assert (await told("runs", "stop", run.text[:8], *there))[0] == 2, "it is another's"
+            code, document = await told("runs", "stop", run.text[:8], *here)
+            assert (code, document["schema"], document["status"]) == (0, "peerloom/stop/1", "stopped")
+            assert (document["told"], document["left"]) == (1, 0)
+            _, listed = await told("runs", *there)
+            assert [row["status"] for row in listed["runs"]] == ["stopped"]
+            assert (await told("runs", "drop", run.text[:8], *there))[0] == 5, "there is nothing left to drop"
+            began = time.monotonic()
+            code, document = await told("leave", *there)
+            assert time.monotonic() - began < 15
+            assert (code, document["name"], document["runs"]) == (0, "a", [])
+    finally:
+        swarm.close()

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from typing import Any
 
 import typer
 
@@ -12,7 +13,7 @@ from node.cli.render import short_id, show, show_json
 from node.errors import PeerloomError
 
 ENDING_SECONDS_MAX = 15.0
-"""A goodbye takes a second; stages may need a few more to end."""
+"""A node forces its own end before that (`node.process.END_SECONDS_MAX`)."""
 _LOOK_SECONDS = 0.05
 
 
@@ -20,17 +21,27 @@ def leave(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = Fals
     """Let the node say goodbye and end; returns when it has."""
     folder = find_data_dir(context, data_dir)
     document = ask(folder, "status")
-    with contextlib.suppress(GoneAway):  # it may end faster than its answer travels
-        ask(folder, "leave")
-    show(["leaving..."], sys.stderr)
     until = time.monotonic() + ENDING_SECONDS_MAX
+    show(["leaving..."], sys.stderr)
+    answer: dict[str, Any] = {"runs": []}
+    with contextlib.suppress(GoneAway):  # it may end faster than its answer travels
+        answer = ask(folder, "leave", seconds=ENDING_SECONDS_MAX)
     while is_running(folder):
         if time.monotonic() > until:
             raise PeerloomError(
-                "the node said goodbye but still runs", "look at its screen; Ctrl-C twice there"
+                f"the node has not ended in {ENDING_SECONDS_MAX:.0f} s",
+                "look at its screen; Ctrl-C twice there",
             )
         time.sleep(_LOOK_SECONDS)
     if as_json:
-        show_json({"schema": "peerloom/leave/1", "peer": document["peer"], "name": document["name"]})
-    else:
-        show([f"{document['name']}  {short_id(document['peer'])}  left"])
+        show_json(
+            {"schema": "peerloom/leave/1", "peer": document["peer"], "name": document["name"], **answer}
+        )
+        return
+    show([f"{document['name']}  {short_id(document['peer'])}  left", *map(_run_line, answer["runs"])])
+
+
+def _run_line(row: dict[str, Any]) -> str:
+    if row["handed_over"]:
+        return f"  run {row['run'][:8]}  handed over"
+    return f"  run {row['run'][:8]}  not handed over in time: its others go on as after a crash"

@@ -23,7 +23,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) 
 
     write_log(settings.data_dir)
 
-    from node import runtime, state  # after the settings: a mistyped flag need not wait for torch
+    from node import process, state  # after the settings: a mistyped flag need not wait for torch
 
     screen = EventScreen(seeds=len(settings.join.seeds), environ=os.environ)
 
@@ -34,4 +34,4 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) 
         else:
             show(screen.lines(document))
 
-    return runtime.main(settings, require_join_seconds=seconds, report=report)
+    return process.main(settings, require_join_seconds=seconds, report=report)

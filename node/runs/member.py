@@ -42,8 +42,9 @@ HEIRS = 2
 """So many of those who would train next fetch the data beforehand."""
 DROP_SECONDS_MAX = 10.0
 """How long a member that has dropped a run still votes on the plan without it."""
-LEAVE_SECONDS_MAX = 60.0
-"""How long a member that wants to leave waits for a plan without it."""
+LEAVE_SECONDS_MAX = 8.0
+"""How long a member that wants to leave waits for a plan without it: a person waits for it to go. Where that
+is too short for another to take up its stage, the others go on as after its death."""
 
 
 class RunMember:
@@ -280,8 +281,6 @@ class RunMember:
         live = self._service.live()
         return [peer for peer in self._chain.core.acquainted if peer in live] if self._chain else []
 
-    # Training
-
     async def _finish_training(self, plan: Plan, reason: str | None, digest: str = "") -> None:
         """As the committer: the last step is committed, or training failed for `reason`."""
         self._change("training over", "the last step is committed" if reason is None else reason)
@@ -489,22 +488,24 @@ class RunMember:
         await self._service.ended(self, "stopped", reason, "")
         self._life.cancel()
 
-    async def _until_out(self, seconds: float) -> None:
-        """Wait for a plan without this node."""
+    async def _until_out(self, seconds: float) -> bool:
+        """Wait for a plan without this node; whether it came."""
         with trio.move_on_after(seconds):
             while not self._is_ended and self.plan is not None and self._me in self.plan.roster:
                 await self._decided.wait()
+            return True
+        return False
 
-    async def leave(self) -> None:
-        """Hand this node's part over before it goes; bounded."""
+    async def leave(self) -> bool:
+        """Hand this node's part over before it goes; bounded. Whether that came about."""
         plan = self.plan
         if plan is None or self._is_ended or self._departures is None:
-            return
+            return True
         message = wire.Leaving(plan_hash(plan))
         for peer in self._others(plan):
             self._service.send(peer, message)
         self._departures.note(self._me)
-        await self._until_out(LEAVE_SECONDS_MAX)
+        return await self._until_out(LEAVE_SECONDS_MAX)
 
     async def save(self) -> int:
         """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""

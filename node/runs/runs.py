@@ -120,6 +120,7 @@ class Runs:
             on_stuck=suspect,
         )
         self.nursery: trio.Nursery | None = None
+        self.left: dict[str, bool] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; then end every stage this node hosts."""
@@ -335,10 +336,16 @@ class Runs:
                 member.member_suspected(peer)
 
     async def leave(self) -> None:
-        """Hand over this node's part in every run before it goes; bounded."""
+        """Hand over this node's part in every run before it goes; bounded. `left` says of each whether it was
+        handed over."""
+        self.left = {member.run.text: False for member in self.members.values()}
+
+        async def leave(member: RunMember) -> None:
+            self.left[member.run.text] = await member.leave()
+
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
-                nursery.start_soon(self._run_task, member.run, member.leave)
+                nursery.start_soon(self._run_task, member.run, leave, member)
 
     # Messages of a step
 

@@ -55,12 +55,12 @@ Runtime = Callable[[Callable[..., int]], None]
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Puts `main` in place of the node's runtime."""
+    """Puts `main` in place of the node's process."""
 
     def put(main: Callable[..., int]) -> None:
         fake = SimpleNamespace(main=main)
-        monkeypatch.setitem(sys.modules, "node.runtime", fake)
-        monkeypatch.setattr(node, "runtime", fake, raising=False)
+        monkeypatch.setitem(sys.modules, "node.process", fake)
+        monkeypatch.setattr(node, "process", fake, raising=False)
 
     return put
 

@@ -1,13 +1,19 @@
 """A node that leaves while it is still finding its swarm."""
 
+import subprocess
+import sys
+
 import trio
 from trio.testing import MockClock
 
-from node.events import JoinTried, NodeStopped
+from node.errors import EXIT_UNEXPECTED
+from node.events import JoinTried, NodeStopped, StepCommitted
+from node.process import END_SECONDS_MAX
 from sim.network.links import Links
 from sim.network.model import NetworkModel
 from sim.seams import Medium
 from tests.node.simulated import simulated_node
+from tests.stack import manifest, prepare, simulate, swarm
 
 
 def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
@@ -23,3 +29,53 @@ def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
     assert [event.outcome for event in events if isinstance(event, JoinTried)] == ["ok"]
     assert sum(isinstance(event, NodeStopped) for event in events) == 2
+
+
+def test_a_node_leaves_within_bounds_where_nobody_can_take_its_part() -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            run = prepare(group.nodes["a"], manifest(replicas=1, steps=100_000))
+            with group.nodes["a"].watch() as events:
+                await group.nodes["a"].runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            for name in "bc":
+                group.kill(name)
+            await trio.sleep(30)
+            node = group.nodes["a"]
+            assert node.state.runs[run.text].status == "paused"
+            began = trio.current_time()
+            await node.leave()
+            assert trio.current_time() - began < END_SECONDS_MAX
+            assert node.runs.left == {run.text: False}, "and it says so"
+
+    simulate(scenario)
+
+
+def test_a_node_that_hands_its_part_over_says_so() -> None:
+    async def scenario() -> None:
+        async with swarm("abcdef") as group:
+            run = prepare(group.nodes["a"], manifest(steps=100_000))
+            with group.nodes["a"].watch() as events:
+                await group.nodes["a"].runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            plan = group.nodes["a"].state.runs[run.text].plan
+            assert plan is not None
+            node = group.nodes[group.name_of(plan.stages[0][0])]
+            await node.leave()
+            assert node.runs.left == {run.text: True}
+
+    simulate(scenario)
+
+
+def test_a_process_that_cannot_end_in_order_ends_all_the_same() -> None:
+    program = (
+        "import time; from node import process; process.END_SECONDS_MAX = 0.2\n"
+        "with process._forced_end(): time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
+    assert done.returncode == EXIT_UNEXPECTED
+    assert b"left, but not in order" in done.stderr

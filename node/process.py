@@ -1,0 +1,108 @@
+"""The daemon, `python -m node`: the process around one node, from its start to its end, which is bounded.
+
+Not here: the node itself (`node.runtime`).
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import trio
+
+from node.config import Config
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout
+from node.events import Event, MemberJoined
+from node.runtime import Node
+
+END_SECONDS_MAX = 13.0
+"""From the wish to leave to the end of the process: handing over takes up to eight, a goodbye one."""
+
+
+def main(
+    config: Config,
+    *,
+    require_join_seconds: float | None = None,
+    report: Callable[[Event], None] | None = None,
+) -> int:
+    """Run a node until it is told to leave; the exit code. Raises PeerloomError."""
+    return trio.run(_serve, config, require_join_seconds, report)
+
+
+async def _serve(
+    config: Config, require_join_seconds: float | None, report: Callable[[Event], None] | None
+) -> int:
+    try:
+        with ExitStack() as stack:
+            await _serve_until_told(config, require_join_seconds, report, stack)
+    except* JoinTimeout as group:
+        raise _first(group) from None
+    return EXIT_DONE
+
+
+async def _serve_until_told(
+    config: Config,
+    require_join_seconds: float | None,
+    report: Callable[[Event], None] | None,
+    stack: ExitStack,
+) -> None:
+    """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
+    async with Node(config, report=report) as node, trio.open_nursery() as nursery:
+        nursery.start_soon(_leave_on_signal, node.stopping)
+        if require_join_seconds is not None:
+            nursery.start_soon(_require_join, node, require_join_seconds)
+        await node.stopping.wait()
+        stack.enter_context(_forced_end())
+        nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def _forced_end() -> Iterator[None]:
+    """End the process where the block does not end in time, for whatever reason: a thread computes, a disk
+    hangs. Nothing is lost by that which a crash would not lose; the stages' processes end with this one."""
+    timer = threading.Timer(END_SECONDS_MAX, _end_now)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_now() -> None:
+    line = f"left, but not in order: it had not ended after {END_SECONDS_MAX:.0f} s"
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+    os._exit(EXIT_UNEXPECTED)
+
+
+async def _leave_on_signal(stopping: trio.Event) -> None:
+    """The first Ctrl-C leaves gracefully, the second ends the process at once."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            if stopping.is_set():
+                os._exit(EXIT_FORCED)
+            stopping.set()
+
+
+async def _require_join(node: Node, seconds: float) -> None:
+    with node.watch() as events, trio.move_on_after(seconds):
+        if any(member.status == "alive" for member in node.state.members.values()):
+            return
+        async for event in events:
+            if isinstance(event, MemberJoined):
+                return
+    raise JoinTimeout(
+        f"nobody answered within the {seconds:g} s of --require-join",
+        "check the addresses above, or leave --require-join away to keep trying",
+    )
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
