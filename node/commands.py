@@ -26,10 +26,11 @@ from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
 from node.runs.states import OVER
 from node.runs.submission import make_manifest, window_of
-from node.runs.weights import WEIGHTS_PURPOSE, fetch_weights, weights_name
-from node.seams import Seams
+from node.runs.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
+from node.seams import Seams, Storage
 from node.services.discovery import Discovery
 from node.services.membership import Membership
+from node.storage.drafts import draft_beside
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
@@ -166,19 +167,17 @@ class Commands:
         view = node.state.runs.get(run)
         if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
-        data = await node.seams.executor.run(lambda: node.seams.storage.read(weights_name(run)))
-        if data is None:
-            digest, holders = await self._holders(run, view.weights if view is not None else "")
-            try:
-                data = await fetch_weights(node.seams, run, holders, digest)
-            except Unreachable as error:
-                raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
-        found = data
         try:
-            await node.seams.executor.run(lambda: out.write_bytes(found))
+            size = await node.seams.executor.run(partial(_copy_out, node.seams.storage, run, out))
+            if size is None:
+                digest, holders = await self._holders(run, view.weights if view is not None else "")
+                draft = partial(draft_beside, out)
+                size = await fetch_weights(node.seams, run, holders, digest, draft)
+        except Unreachable as error:
+            raise RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}") from None
         except OSError as error:
             raise UsageError(f"--out {out}: {(error.strerror or str(error)).lower()}") from None
-        return {"run": run, "out": str(out), "size_bytes": len(data)}
+        return {"run": run, "out": str(out), "size_bytes": size}
 
     async def _stop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.runs.stopping.stop(self._going(arguments))
@@ -199,6 +198,22 @@ class Commands:
             digest = max(sorted(named), key=lambda value: named[value])
         holders = [record.publisher for record in records if record.value.hex() == digest]
         return digest, [peer for peer in holders if peer != node.peer]
+
+
+def _copy_out(storage: Storage, run: str, out: Path) -> int | None:
+    """Copy a run's weights from this node's disk; how long they are, None where they are not here."""
+    file = storage.open(weights_name(run))
+    if file is None:
+        return None
+    with file:
+        draft = draft_beside(out)
+        try:
+            while data := file.read(HASHED_BYTES):
+                draft.write(data)
+            draft.commit()
+        finally:
+            draft.discard()
+        return file.tell()
 
 
 class CheckpointCommands:

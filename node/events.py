@@ -257,6 +257,12 @@ class RunRemembered(Event, frozen=True, kw_only=True):
     ended_at: float
 
 
+class ResultEvicted(Event, frozen=True, kw_only=True):
+    """The result of another's run had to make room for others on this disk."""
+
+    run: str
+
+
 class RunReleased(Event, frozen=True, kw_only=True):
     """This node was asked into a run by a plan that did not come about: it has no part in it."""
 

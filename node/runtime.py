@@ -63,6 +63,7 @@ from node.services.reachability import OTHERS
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage, locked_folder
+from node.storage.guests import Guests
 from node.storage.keys import NodeKeys, keys_of
 from node.storage.remembered import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
@@ -165,6 +166,7 @@ class Node:
             await self._measure()
         self._publish(self._started(keys))
         self._blobs = await self._executor.run(lambda: Blobs(storage))
+        self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
@@ -330,6 +332,7 @@ class Node:
             observe=self._observe,
             checkpoints=self.checkpoints,
             copies=self.copies,
+            guests=self._guests,
             machine=Machine(
                 self.capacity.cores,
                 self.capacity.device,

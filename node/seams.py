@@ -203,6 +203,18 @@ class Executor(Protocol):
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
 
+class Draft(Protocol):
+    """A blob on its way to the disk, written a piece at a time by one task. Raises OSError."""
+
+    def write(self, data: Data) -> None: ...
+
+    def commit(self) -> None:
+        """It is whole: durably in place of what was there."""
+
+    def discard(self) -> None:
+        """Leave nothing of it, unless it was committed. To be called in any case."""
+
+
 class Storage(Protocol):
     """Named blobs that survive a restart. A write is atomic: old or new, never half."""
 
@@ -216,6 +228,9 @@ class Storage(Protocol):
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
+
+    def draft(self, name: str) -> Draft:
+        """A blob of any size that is to be written. Raises OSError."""
 
     def copy_in(self, name: str, path: Path) -> None:
         """Put a file of this machine, of any size, in place of what was there. Raises OSError."""

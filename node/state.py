@@ -256,6 +256,12 @@ def _(event: events.RunRemembered, state: State) -> State:
     return _with_run(state, view)
 
 
+@_fold.register
+def _(event: events.ResultEvicted, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, result="elsewhere"))
+
+
 def _result(event: events.RunEnded | events.RunRemembered) -> str:
     if event.is_here:
         return "here"

@@ -25,6 +25,24 @@ class _Blobs(dict[str, bytes]):
         super().__setitem__(name, blob)
 
 
+class MemoryDraft:
+    """Bytes that become a blob when they are whole."""
+
+    def __init__(self, blobs: _Blobs, name: str) -> None:
+        self._blobs = blobs
+        self._name = name
+        self._data = bytearray()
+
+    def write(self, data: Data) -> None:
+        self._data += data
+
+    def commit(self) -> None:
+        self._blobs[self._name] = bytes(self._data)
+
+    def discard(self) -> None:
+        self._data.clear()
+
+
 class MemoryStorage:
     """Storage that lives as long as this object: keep it to restart a peer with its memory."""
 
@@ -53,6 +71,9 @@ class MemoryStorage:
 
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
         self._blobs[name] = bytes(data)
+
+    def draft(self, name: str) -> MemoryDraft:
+        return MemoryDraft(self._blobs, name)
 
     def sync(self, names: Iterable[str]) -> None:
         """What it holds survives as long as it does."""

@@ -75,9 +75,10 @@ HISTORY: list[events.Event] = [
         outcome="done",
         detail="",
         weights="cd",
-        is_here=False,
+        is_here=True,
         ended_at=NOW - 90_000,
     ),
+    events.ResultEvicted(at=NOW - 7380, run="fedcba9876543210"),
     events.ReachabilityFound(
         at=NOW - 7380, reachable=False, asked=3, of=3, addresses=("/ip4/192.168.1.20/tcp/9747",)
     ),

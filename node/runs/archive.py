@@ -136,6 +136,10 @@ class Archive:
             return
         self._records[run] = record
 
+    def evict(self, run: str) -> None:
+        """The result of the run of this short id had to make room; how the run ended is still known."""
+        self._results.discard(run)
+
     def add(self, record: EndedRun) -> None:
         """Remember how a run ended, and forget the oldest where there are too many; on the disk by `save`."""
         self._records[record.text] = record
@@ -198,6 +202,10 @@ class ArchiveShell:
     def has_result(self, run: str) -> bool:
         """See `Archive.has_result`."""
         return self._archive.has_result(run)
+
+    def evict(self, run: str) -> None:
+        """See `Archive.evict`."""
+        self._archive.evict(run)
 
     def result(self, run: bytes) -> str:
         """See `Archive.result`."""

@@ -12,7 +12,17 @@ from node.runs.manifest import Run
 from node.runs.replica import ReplicaShell
 from node.runs.requests import REASON_LENGTH_MAX, Done, End
 from node.runs.service import Service
-from node.runs.weights import FETCH_SECONDS_MAX, collect, fetch_weights, keep
+from node.runs.weights import (
+    FETCH_SECONDS_MAX,
+    collect,
+    digest_of,
+    fetch_weights,
+    has_result,
+    keep,
+    result_bytes,
+    weights_name,
+)
+from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
 
 END_SECONDS_MAX = 60.0
@@ -42,9 +52,12 @@ async def collect_result(
         try:
             graph = await service.models.get(run.manifest.graph_hash, plan.members)
             data = await collect(run, graph, plan, service.live(), me, own, seams)
+            await _admit(service, run, len(data))
             return await seams.executor.run(partial(keep, seams.storage, run.text, data)), None
         except Unreachable as error:
             reason = error.detail
+        except NoRoom as error:
+            return "", f"the weights could not be kept: {error}"
         except OSError as error:
             return "", f"the weights could not be kept: {error.strerror or error}"
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
@@ -100,18 +113,46 @@ def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> st
 
 
 async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:
-    """Fetch and keep the result that `source` has; why not, in words for a person, empty where it is here."""
+    """Fetch and keep the result that `source` has; why not, in words for a person, empty where it is here.
+
+    It is as long as the model says, at most, and of another's run it counts against the guests' budget.
+    """
     seams = service.seams
+    storage, work = seams.storage, seams.executor.run
     until = seams.clock.monotonic() + FETCH_SECONDS_MAX
-    while True:
-        try:
-            data = await fetch_weights(seams, run.text, [source], weights)
-            kept = await seams.executor.run(partial(keep, seams.storage, run.text, data))
-            return "" if kept == weights else "another result of this run is here already, and stays"
-        except Unreachable as error:
-            # All members ask at once, and a source serves a few at a time.
-            if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:
-                return f"the weights are not here: {error.detail}"
-        except OSError as error:
-            return f"the weights could not be kept: {error.strerror or error}"
-        await trio.sleep(RETRY_SECONDS)
+    if await work(partial(has_result, storage, run.text)):
+        is_it = await work(partial(digest_of, storage, run.text)) == weights
+        return "" if is_it else "another result of this run is here already, and stays"
+    is_here = False
+    try:
+        graph = await service.models.get(run.manifest.graph_hash, [source, run.requester])
+        size = await work(partial(result_bytes, run, graph))
+        await _admit(service, run, size)
+        draft = partial(storage.draft, weights_name(run.text))
+        while True:
+            try:
+                await fetch_weights(seams, run.text, [source], weights, draft, size)
+                is_here = True
+                return ""
+            except Unreachable as error:
+                # All members ask at once, and a source serves a few at a time.
+                if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:
+                    raise
+            await trio.sleep(RETRY_SECONDS)
+    except Unreachable as error:
+        return f"the weights are not here: {error.detail}"
+    except NoRoom as error:
+        return f"the weights are not here: {error}"
+    except OSError as error:
+        return f"the weights could not be kept: {error.strerror or error}"
+    finally:
+        if not is_here:
+            with trio.CancelScope(shield=True), suppress(OSError):
+                await work(partial(service.guests.release, run.text))
+
+
+async def _admit(service: Service, run: Run, size: int) -> None:
+    """Have room for a result of this size. Raises NoRoom or OSError."""
+    if run.requester != service.signer.peer:
+        admit = partial(service.guests.admit, run.text, [weights_name(run.text)], size)
+        await service.seams.executor.run(admit)

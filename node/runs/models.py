@@ -19,6 +19,8 @@ from node.errors import StageFailed, Unreachable, UsageError
 from node.runs.requests import RANGE_BYTES_MAX, FetchModel, FetchRange, fetch
 from node.runs.uploads import FilePart, whole
 from node.seams import Seams, Stage
+from node.storage.blobs import NoRoom
+from node.storage.guests import Guests
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
 from partition.model.stored import check_file, check_range, file_header, stored_parameters
@@ -43,10 +45,17 @@ _INDEX_NAME = "models/index"
 class Models:
     """What is here, and how the rest comes here."""
 
-    def __init__(self, seams: Seams, needed: Callable[[], Collection[bytes]] = tuple) -> None:
-        """`needed` says which graphs the runs here are made of: strangers' graphs never push these out."""
+    def __init__(
+        self,
+        seams: Seams,
+        needed: Callable[[], Collection[bytes]] = tuple,
+        guests: Guests | None = None,
+    ) -> None:
+        """`needed` says which graphs the runs here are made of: strangers' graphs never push these out. What
+        was fetched counts as one of the `guests`."""
         self._seams = seams
         self._needed = needed
+        self._guests = guests
         self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
         self._fetching: dict[bytes, trio.Lock] = {}
         self._index = trio.Lock()
@@ -122,6 +131,8 @@ class Models:
                 reasons.append(str(error))
             except OSError as error:
                 raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+            except NoRoom as error:
+                raise Unreachable("refused", f"no room for it: {error}") from None
             else:
                 self._remember(name, graph)
                 return graph
@@ -234,8 +245,12 @@ class Models:
 
         def write() -> None:
             if isinstance(graph, bytes):
+                if self._guests is not None:
+                    self._guests.admit(graph_label(name), [graph_name(name)], len(graph))
                 storage.write(graph_name(name), graph)
             else:
+                if self._guests is not None:
+                    self._guests.release(graph_label(name))
                 storage.copy_in(graph_name(name), graph)
             if values is not None:
                 storage.copy_in(values_name(name), values)
@@ -244,6 +259,8 @@ class Models:
             for old in [other for other in names[:-GRAPHS_KEPT_MAX] if other not in needed]:
                 storage.delete(graph_name(old))
                 storage.delete(values_name(old))
+                if self._guests is not None:
+                    self._guests.release(graph_label(old))
                 names.remove(old)
             storage.write(_INDEX_NAME, encode(names))
 
@@ -292,6 +309,11 @@ def _read_index(data: bytes | None) -> list[bytes]:
     except RemoteProtocolError:
         return []
     return [name for name in names if len(name) == len(graph_hash(b""))]
+
+
+def graph_label(name: bytes) -> str:
+    """What a fetched graph is called among the guests."""
+    return f"graph {name.hex()}"
 
 
 def graph_name(name: bytes) -> str:

@@ -4,6 +4,7 @@
 flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
 """
 
+from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Annotated, Literal
 
@@ -346,6 +347,29 @@ async def fetch(
     network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
 ) -> bytes:
     """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
+    parts = bytearray()
+
+    async def take(chunk: bytes) -> None:
+        parts.extend(chunk)
+
+    await fetch_into(take, network, peer, request, seconds=seconds, bytes_max=bytes_max)
+    return bytes(parts)
+
+
+async def fetch_into(
+    take: Callable[[bytes], Awaitable[None]],
+    network: Network,
+    peer: PeerId,
+    request: Request,
+    *,
+    seconds: float,
+    bytes_max: int,
+) -> None:
+    """The same with each chunk handed to `take` as it comes, so that no more than one is in memory.
+
+    Raises:
+        Unreachable: as `fetch`; what was taken by then is of no use. What `take` raises.
+    """
     with trio.move_on_after(seconds):
         stream = await network.open(peer, RUNS_PROTOCOL, message_bytes_max=BLOB_CHUNK_BYTES)
         try:
@@ -356,7 +380,14 @@ async def fetch(
                 raise Unreachable("refused", reason)
             if reply.size_bytes > bytes_max:
                 raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
-            return await _receive_blob(stream, reply.size_bytes)
+            left = reply.size_bytes
+            while left:
+                chunk = await stream.receive()
+                if not chunk or len(chunk) > left:
+                    raise RemoteProtocolError("a blob of another size than announced")
+                left -= len(chunk)
+                await take(chunk)
+            return
         except (StreamClosed, RemoteProtocolError) as error:
             raise Unreachable("refused", f"no answer: {error}") from None
         finally:
@@ -368,16 +399,6 @@ def read_reply(data: bytes) -> Reply:
     """A reply, or RemoteProtocolError."""
     reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
     return reply
-
-
-async def _receive_blob(stream: Stream, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        chunk = await stream.receive()
-        if not chunk or len(parts) + len(chunk) > size:
-            raise RemoteProtocolError("a blob of another size than announced")
-        parts += chunk
-    return bytes(parts)
 
 
 async def _close(stream: Stream) -> None:

@@ -20,7 +20,7 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.containment import contain, describe, place_of
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
-from node.events import Event, RunAccepted, RunEnded, RunPlanned, RunReleased, StageLeased
+from node.events import Event, ResultEvicted, RunAccepted, RunEnded, RunPlanned, RunReleased, StageLeased
 from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
@@ -34,7 +34,7 @@ from node.runs.keeping import newest_name
 from node.runs.links import Links
 from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
-from node.runs.models import Models
+from node.runs.models import Models, graph_label
 from node.runs.placement import Decliners, NotPlaced, Offer, place, release, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
@@ -42,6 +42,7 @@ from node.runs.stopping import Stopping
 from node.runs.submission import fits
 from node.runs.uploads import Body
 from node.seams import Seams, Stream
+from node.storage.guests import Guests
 from partition.plan.chain import base_plan
 from partition.plan.history import History, first_history
 from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
@@ -86,6 +87,7 @@ class Runs:
         machine: Machine,
         checkpoints: Checkpoints,
         copies: Copies,
+        guests: Guests,
     ) -> None:
         """`observe` is told of every message of a run that this node sends."""
         self.seams = seams
@@ -96,10 +98,11 @@ class Runs:
         self.machine = machine
         self.checkpoints = checkpoints
         self.copies = copies
+        self.guests = guests
         self.offers = offers
         self.accepts = accepts
         self.refuse = refuse
-        self.models = Models(seams, self._graphs_needed)
+        self.models = Models(seams, self._graphs_needed, guests)
         self.slot = Slot(seams)
         self.members: dict[bytes, RunMember] = {}
         self._provide = provide
@@ -474,6 +477,7 @@ class Runs:
         member = self.members.get(run.id)
         if member is None:
             member = self.members[run.id] = RunMember(self, run)
+            self.note_guests()
             manifest = run.manifest
             self.publish(
                 RunAccepted(
@@ -534,6 +538,16 @@ class Runs:
         )
         if outcome == "done" and not detail and self.nursery is not None:
             self.start_task(self._provide, member.run.text, weights, of=None)
+
+    def note_guests(self) -> None:
+        """What runs here need may not be driven out, and whose result was is to be said."""
+        data = [member.run.manifest.data for member in self.members.values()]
+        self.guests.needed = frozenset([*map(graph_label, self._graphs_needed()), *data])
+        while self.guests.evicted:
+            run = self.guests.evicted.popleft()
+            if self.archive.has_result(run):
+                self.archive.evict(run)
+                self.publish(ResultEvicted(at=self.seams.clock.wall(), run=run))
 
     def _forget_files(self, run: str) -> None:
         """What is only for a run that goes on; its checkpoints stay."""

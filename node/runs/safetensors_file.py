@@ -85,6 +85,12 @@ def file_pieces(
             yield from read(source)
 
 
+def file_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
+    """How long that file is."""
+    header = next(iter(file_pieces(entries, metadata, lambda _: ())))
+    return len(header) + sum(entry.size_bytes for entry in entries.values())
+
+
 def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | None]:
     """Write a file that takes its name only when it is whole: None after each turn, lastly its length.
 

@@ -17,6 +17,7 @@ from node.runs.models import Models
 from node.runs.placement import Offer
 from node.runs.requests import Reply, Request
 from node.seams import Seams
+from node.storage.guests import Guests
 from partition.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Service(Protocol):
     seams: Seams
     signer: Signer
     models: Models
+    guests: Guests
     machine: Machine
     live: Callable[[], Sequence[PeerId]]
     gone: Callable[[], Sequence[PeerId]]

@@ -308,6 +308,8 @@ class Requests:
             return wire.Declined("no such plan here")
         if peer not in (member.plan.committer, *committee(member.plan)):
             raise RemoteProtocolError("a run ended by a peer that has no vote in it")
+        if request.outcome == "done" and not request.weights:
+            raise RemoteProtocolError("a run that is done without a result")
         with self._runs.containing(member.run, "end"):
             await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()

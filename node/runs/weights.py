@@ -4,19 +4,20 @@ The trainer collects each stage's parameters once at the end; each member then f
 checks its BLAKE3 hash, so that any of them can hand it over when the others have gone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 
 import safetensors
+import trio
 from blake3 import blake3
 
 from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.runs.manifest import Run
-from node.runs.requests import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch
-from node.runs.safetensors_file import file_metadata, file_pieces, state_dict
-from node.seams import Network, Seams, Storage
+from node.runs.requests import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch, fetch_into
+from node.runs.safetensors_file import file_bytes, file_metadata, file_pieces, state_dict
+from node.seams import Draft, Network, Seams, Storage
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import shape_of
 from partition.model.stored import SAFETENSORS_TYPES
@@ -110,24 +111,68 @@ def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
     return b"".join(file_pieces(entries, metadata, lambda row: [found[graph.parameters[row].names[0]][2]]))
 
 
-async def fetch_weights(seams: Seams, run: str, holders: Sequence[PeerId], digest: str) -> bytes:
-    """The file from the first holder whose bytes have the hash `digest` (hex; empty: not known).
+def result_bytes(run: Run, graph: Graph) -> int:
+    """How long the result of a run is, by what its model has."""
+    entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
+    return file_bytes(entries, file_metadata(run.id, run.manifest.model))
+
+
+async def fetch_weights(
+    seams: Seams,
+    run: str,
+    holders: Sequence[PeerId],
+    digest: str,
+    draft: Callable[[], Draft],
+    bytes_max: int = BLOB_BYTES_MAX,
+) -> int:
+    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: not known) into a
+    `draft`, and commit it; its length. It is hashed as it comes, and never whole in memory.
 
     Raises:
-        Unreachable: nobody had it.
+        Unreachable: nobody had it. OSError: the disk is full.
     """
     reasons = []
     for peer in holders:
+        file = _Hashed(await seams.executor.run(draft))
+        take = partial(_take, file, seams)
+        request = FetchWeights(run)
         try:
-            data = await fetch(seams.network, peer, FetchWeights(run), seconds=FETCH_SECONDS_MAX)
+            await fetch_into(
+                take, seams.network, peer, request, seconds=FETCH_SECONDS_MAX, bytes_max=bytes_max
+            )
+            if digest in ("", file.digest.hexdigest()):
+                await seams.executor.run(file.draft.commit)
+                return file.size
+            reasons.append("the bytes have another hash than the run's result")
         except Unreachable as error:
             reasons.append(error.detail)
-            continue
-        if digest and await seams.executor.run(partial(_hash, data)) != digest:
-            reasons.append("the bytes have another hash than the run's result")
-            continue
-        return data
+        finally:
+            with trio.CancelScope(shield=True):
+                await seams.executor.run(file.draft.discard)
     raise Unreachable("unknown", "; ".join(reasons) or "nobody is known to hold these weights")
+
+
+class _Hashed:
+    """A draft, and the hash of what was written to it."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.digest = blake3()
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        self.draft.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+
+
+async def _take(file: _Hashed, seams: Seams, chunk: bytes) -> None:
+    await seams.executor.run(partial(file.write, chunk))
+
+
+def has_result(storage: Storage, run: str) -> bool:
+    """Whether a run's weights are here."""
+    return storage.read_part(weights_name(run), 0, 1) is not None
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
@@ -135,7 +180,7 @@ def keep(storage: Storage, run: str, data: bytes) -> str:
 
     Raises OSError where the disk is full.
     """
-    if storage.read_part(weights_name(run), 0, 1) is not None:
+    if has_result(storage, run):
         return digest_of(storage, run)
     storage.write(weights_name(run), data)
     return _hash(data)

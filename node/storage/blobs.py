@@ -13,7 +13,7 @@ is not counted.
 Everything here waits for the disk, so it is called in the executor's threads, and may be by several at once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Annotated
@@ -67,6 +67,10 @@ class Blobs:
 
     def __init__(self, storage: Storage, *, guest_bytes_max: int = GUEST_BYTES_MAX) -> None:
         self.guest_bytes_max = guest_bytes_max
+        self.files_bytes = 0
+        """What other files of guests take of the budget (`node.storage.guests`)."""
+        self.make_room: Callable[[int], bool] = _keep
+        """Have those give up so many bytes; whether they did."""
         self._storage = storage
         self._lock = Lock()
         self._stripes = [Lock() for _ in range(_STRIPES)]
@@ -178,16 +182,12 @@ class Blobs:
             NoRoom: guests' blobs would take more than the budget. OSError: the disk is full.
         """
         pin = _Pin(is_guest, b"".join(sizes), tuple(sizes.values()))
-        with self._lock:
-            before = self._pins.get(label)
-            self._forget(label)
-            self._remember(label, pin)
-            reason = self._excess() if is_guest else None
-            if reason is not None:
-                self._forget(label)
-                if before is not None:
-                    self._remember(label, before)
-                raise NoRoom(reason)
+        before = self._pins.get(label)
+        reason, over = self._try(label, pin)
+        if reason is not None and 0 < over <= self.files_bytes and self.make_room(over):
+            reason, _ = self._try(label, pin)
+        if reason is not None:
+            raise NoRoom(reason)
         try:
             self.sync(sizes)
             self._storage.write(f"{_PINS}/{label}", encode(pin))
@@ -198,9 +198,25 @@ class Blobs:
                     self._remember(label, before)
             raise
 
+    def _try(self, label: str, pin: _Pin) -> tuple[str | None, int]:
+        """Put a pin in place of what its label held, unless there is no room: why not, and how many bytes are
+        missing."""
+        with self._lock:
+            before = self._pins.get(label)
+            self._forget(label)
+            self._remember(label, pin)
+            reason = self._excess() if pin.is_guest else None
+            over = self._guest_bytes + self.files_bytes - self.guest_bytes_max
+            if reason is not None:
+                self._forget(label)
+                if before is not None:
+                    self._remember(label, before)
+            return reason, over
+
     def _excess(self) -> str | None:
-        if self._guest_bytes > self.guest_bytes_max:
-            return f"{self._guest_bytes} bytes for others, at most {self.guest_bytes_max} are given"
+        used = self._guest_bytes + self.files_bytes
+        if used > self.guest_bytes_max:
+            return f"{used} bytes for others, at most {self.guest_bytes_max} are given"
         if sum(pin.is_guest for pin in self._pins.values()) > GUEST_PINS_MAX:
             return f"{GUEST_PINS_MAX} states of others are kept here already"
         return None
@@ -277,6 +293,10 @@ class Blobs:
             self._guest_bytes += _guest_bytes(counts)
             if not counts[0] and not counts[1]:
                 del self._references[name]
+
+
+def _keep(_: int) -> bool:
+    return False
 
 
 def split(hashes: bytes) -> Iterator[bytes]:

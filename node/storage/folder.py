@@ -8,6 +8,7 @@ blobs named for their hash (`node.storage.blobs`), which are synced many at a ti
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from node.config import Resources
 from node.errors import UsageError
 from node.paths import LOCK_NAME, short_path
 from node.storage.budget import ScratchBudget
+from node.storage.drafts import FileDraft
 from node.storage.ownership import FILE_MODE, FOLDER_MODE, OTHER_FOLDER, close_folder, open_own, unusable
 from node.storage.spill import Spill
 
@@ -59,6 +61,7 @@ class FolderStorage:
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise UsageError(f"data folder {short_path(path)}: not writable", OTHER_FOLDER)
         self._spill = Spill(path, self.scratch)
+        self._drafts = itertools.count()
         self._changing = threading.Lock()
         # Of each name that is being written: its lock, and how many hold it or wait for it.
         self._writers: dict[str, tuple[threading.Lock, int]] = {}
@@ -98,6 +101,21 @@ class FolderStorage:
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
         """As `write`, but it survives a crash of the machine for sure only after `sync`."""
         self._put(name, lambda file: file.write(data), durable=False)
+
+    def draft(self, name: str) -> FileDraft:
+        """A blob of any size, to be written a piece at a time."""
+        target = self.file(name)
+        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+        def put(half: Path) -> None:
+            with self._alone(name):
+                half.replace(target)
+            for folder in self._folders(target):
+                _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+        half = target.with_name(f"{target.name}.{next(self._drafts)}{_TEMPORARY_SUFFIX}")
+        half.unlink(missing_ok=True)
+        return FileDraft(half, put, FILE_MODE)
 
     def sync(self, names: Iterable[str]) -> None:
         """Make what `write_soon` wrote survive; names that are not there are passed over."""

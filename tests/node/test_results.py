@@ -15,11 +15,12 @@ from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
 from node.runs.manifest import Run
 from node.runs.weights import weights_name
 from node.runtime import Node
+from node.storage.blobs import GUEST_BYTES_MAX
 from partition.plan.change import Change, encode_change, successor
 from partition.plan.history import History, extend, first_history
 from partition.plan.plan import Plan, encode_plan, plan_hash
 from sim.storage import MemoryStorage
-from tests.node.test_runs_hostile import ask, assert_refused, plan_of
+from tests.node.test_runs_hostile import ask, assert_refused, lease, plan_of, start
 from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm, train
 
 EVIL = b"weights that nobody trained"
@@ -127,6 +128,44 @@ def test_a_run_that_has_ended_is_still_listed_and_fetched_after_a_restart(tmp_pa
         fetch = Commands(node).handlers["runs.fetch"]
         await fetch({"run": run.text[:6], "out": str(out)}, ignore)
         assert out.read_bytes() == group.storages["c"].read(weights_name(run.text))
+
+    after_a_run(check)
+
+
+def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            victim, liar = group.nodes["a"], group.nodes["b"]
+            run = prepare(liar, small())
+            plan = plan_of(run, victim.peer)
+            await lease(liar, victim, run, plan)
+            assert await ask(liar, victim, start(liar, run.fact, plan)) == wire.Done()
+            huge = bytes(16 << 20)
+            liar.seams.storage.write(weights_name(run.text), huge)
+            end = wire.End(plan_hash(plan), "done", "", blake3(huge).hexdigest())
+            assert await ask(liar, victim, end) == wire.Done()
+            assert victim.seams.storage.read(weights_name(run.text)) is None
+            (over,) = [event for event in group.events["a"] if isinstance(event, RunEnded)]
+            assert "16777216 bytes offered, at most" in over.detail
+            assert not any(run.text in label for label in victim.runs.guests.labels)
+
+    simulate(scenario)
+
+
+def test_a_result_counts_as_a_guest_where_it_is_of_another_and_makes_room_for_newer_ones() -> None:
+    async def check(group: Swarm, run: Run, _: trio.Nursery) -> None:
+        holder = next(node for node in group.nodes.values() if run.text in node.runs.guests.labels)
+        assert holder is not group.nodes["c"]
+        assert run.text not in group.nodes["c"].runs.guests.labels
+        size = len(holder.seams.storage.read(weights_name(run.text)) or b"")
+        guests = holder.runs.guests
+        assert guests.bytes_here >= size > 0
+        others = holder.checkpoints.store.blobs.guest_bytes + guests.bytes_here - size
+        guests.admit("0" * 16, [], GUEST_BYTES_MAX - others)
+        assert holder.seams.storage.read(weights_name(run.text)) is None
+        holder.runs.note_guests()
+        assert holder.state.runs[run.text].result == "elsewhere"
+        assert holder.runs.is_over(run.id)
 
     after_a_run(check)
 

@@ -1,0 +1,45 @@
+"""A file that is written a piece at a time and takes its name only when it is whole."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from crypto.noise import Data
+
+
+class FileDraft:
+    """`node.seams.Draft`: writes to `half`, a new file beside what it is to become, and of this mode.
+
+    Called in the executor's threads, one call at a time. Raises OSError.
+    """
+
+    def __init__(self, half: Path, name: Callable[[Path], object], mode: int) -> None:
+        """`name` gives the whole file its name."""
+        self._half = half
+        self._name = name
+        self._file = os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
+
+    def write(self, data: Data) -> None:
+        """Append these bytes."""
+        self._file.write(data)
+
+    def commit(self) -> None:
+        """It is whole: have it on the disk, under its name."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._name(self._half)
+
+    def discard(self) -> None:
+        """Leave nothing of it, unless it was committed."""
+        with suppress(OSError):  # what is left in a buffer, on a full disk
+            self._file.close()
+        self._half.unlink(missing_ok=True)
+
+
+def draft_beside(path: Path) -> FileDraft:
+    """A draft of a person's own file, which may replace an older one."""
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    half.unlink(missing_ok=True)
+    return FileDraft(half, lambda whole: whole.replace(path), 0o666)
