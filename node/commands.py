@@ -144,7 +144,11 @@ class Commands:
         )
         window = window_of(run_file, graph, name)
         base = Path(str(arguments.get("path", name))).parent
-        dataset = await node.seams.executor.run(lambda: datasets.load(run_file.data, base, window=window))
+        if run_file.data == datasets.DIGITS_NAME:
+            dataset = await node.seams.executor.run(datasets.load_digits)
+        else:
+            path = datasets.path_of(run_file.data, base)
+            dataset = await node.runs.data.learn(path, window=window)
         created = node.seams.clock.wall()
         manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
         check = partial(check_values, graph, dataset, manifest.sizes_max, name, run_file.data)

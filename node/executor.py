@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import trio
 
 from node.runs.host import StageHost
+from node.runs.unpacking import unpack_fenced
+from node.seams import Arrays
 from node.storage.budget import ScratchBudget
 from partition.codec import Codec
 from partition.codecs.choice import Cost, calibrate
@@ -41,6 +43,10 @@ class RealExecutor:
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
         """Try every codec in a thread, by that thread's own time: some 0.1 s."""
         return await self.run(lambda: calibrate(time.thread_time, sample))
+
+    async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
+        """Have a fenced process read an npz; see `node.runs.unpacking` for what it raises."""
+        return await unpack_fenced(archive, out, allow_unfenced=allow_unfenced, budget=self._scratch)
 
     async def open_stage(self, specification: bytes) -> StageHost:
         """Start a stage process; see `StageHost.open` for what it raises."""

@@ -22,6 +22,7 @@ from partition.codec import Codec
 from partition.codecs.choice import Cost
 
 T = TypeVar("T")
+Arrays = tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]
 
 
 class Clock(Protocol):
@@ -199,6 +200,10 @@ class Executor(Protocol):
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
         """What every codec takes on this machine, tried on float32 numbers like those that travel."""
 
+    async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
+        """x and y of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they outlive
+        it. Raises `node.runs.npz.BadArchive`, or OSError: the disk is full."""
+
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
@@ -225,6 +230,9 @@ class Storage(Protocol):
     def open(self, name: str) -> IO[bytes] | None:
         """A blob of any size to be read in parts, as it is now, whatever becomes of its name meanwhile; to be
         closed. None where there is none."""
+
+    def temporary(self) -> IO[bytes]:
+        """An empty file without a name, to be written and mapped; gone once it is closed and unmapped."""
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""

@@ -1,6 +1,7 @@
 """The Storage seam of the simulation: blobs in memory, which survive a restart if their holder does."""
 
 import io
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +62,9 @@ class MemoryStorage:
     def open(self, name: str) -> IO[bytes] | None:
         blob = self._blobs.find(name)
         return None if blob is None else io.BytesIO(blob)
+
+    def temporary(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(buffering=0)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         blob = self._blobs.find(name)

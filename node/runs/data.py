@@ -9,20 +9,30 @@ import gzip
 import importlib.metadata
 import io
 import mmap
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from blake3 import blake3
 
 from node.errors import UsageError
+from node.runs.npz import BadArchive, unpack_here
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+FileName = Literal["text", "train.npz", "test.npz"]
+TEXT: FileName = "text"
+FOLDER: tuple[FileName, ...] = ("train.npz", "test.npz")
+
 DIGITS_NAME = "digits"
+HASH_BYTES = 1 << 20
+"""Read at once."""
 HELD_OUT = 5
 """One digit in five is kept from training."""
 TEXT_HELD_OUT = 10
@@ -105,57 +115,21 @@ def load_digits() -> Dataset:
 def load_folder(folder: Path) -> Dataset:
     """`train.npz` and `test.npz`, each with `x` (N, ...) numbers and `y` (N,) or (N, ...) class numbers.
 
+    In this process: a node has strangers' read elsewhere (`node.runs.data_files`).
+
     Raises:
         UsageError: what is missing or does not fit.
     """
-    arrays = []
-    for name in ("train.npz", "test.npz"):
-        arrays += _read_npz(folder / name, str(folder / name))
-    return _from_arrays(arrays, str(folder))
-
-
-def load_bytes(files: Mapping[Any, bytes], *, window: int) -> Dataset:
-    """The same from the bytes of its files: `text`, or `train.npz` and `test.npz`. Raises UsageError."""
-    if "text" in files:
-        return _from_text(np.frombuffer(files["text"], np.uint8), window, "the data")
-    arrays = []
-    for name in ("train.npz", "test.npz"):
-        arrays += _read_npz(io.BytesIO(files[name]), name)
-    return _from_arrays(arrays, "the data")
-
-
-def _from_arrays(arrays: list[Array], folder: str) -> Dataset:
-    train_x, train_y, test_x, test_y = arrays
-    for name, train, test in (("x", train_x, test_x), ("y", train_y, test_y)):
-        if train.shape[1:] != test.shape[1:]:
-            raise UsageError(
-                f"{folder}: {name} of train.npz holds samples of {train.shape[1:]}, "
-                f"of test.npz {test.shape[1:]}"
-            )
-    hasher = blake3()
-    for array in arrays:
-        hasher.update(repr((array.shape, array.dtype.str)).encode())
-        hasher.update(np.ascontiguousarray(array).data.cast("B"))
-    return Dataset(hasher.hexdigest(), train_x, train_y, test_x, test_y)
-
-
-def _read_npz(file: Path | io.BytesIO, path: str) -> list[Array]:
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            x, y = archive["x"], archive["y"]
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path}: no such file", "a data folder holds train.npz and test.npz; a text is one file"
-        ) from None
-    except Exception as error:  # numpy and zipfile raise a dozen kinds at what is no archive of arrays
-        raise UsageError(f"{path}: want arrays x and y ({error})") from None
-    if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
-        raise UsageError(f"{path}: want arrays x and y, found files of that name which are none")
-    if y.ndim < 1 or x.ndim < 2 or len(x) != len(y) or y.size == 0:
-        raise UsageError(f"{path}: want x (N, ...) and y (N,) or (N, ...), got {x.shape} and {y.shape}")
-    if y.dtype.kind not in "iu" or y.min() < 0 or x.dtype.kind not in "biuf":
-        raise UsageError(f"{path}: want numbers in x and class numbers from 0 in y")
-    return [x, y.astype(np.int64)]
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(file) for name, file in open_files(folder).items()}
+        arrays: list[Array] = []
+        for name in FOLDER:
+            out = stack.enter_context(tempfile.TemporaryFile(buffering=0))
+            try:
+                arrays += unpack_here(files[name], out)
+            except BadArchive as error:
+                raise UsageError(f"{folder / name}: {error}") from None
+        return from_arrays(arrays, digest_of(files, 0), str(folder))
 
 
 def load_text(path: Path, *, window: int) -> Dataset:
@@ -164,22 +138,77 @@ def load_text(path: Path, *, window: int) -> Dataset:
     Raises:
         UsageError: it cannot be read, or is too short for two samples.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            data = np.frombuffer(bytes(text), np.uint8)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not a text that can be read ({error})") from None
-    return _from_text(data, window, str(path))
+    with open_files(path)[TEXT] as file:
+        return from_text(read_text(file, may_map=False), digest_of({TEXT: file}, window), window, str(path))
 
 
-def _from_text(data: Array, window: int, path: str) -> Dataset:
-    count = (len(data) - 1) // window
+def open_files(path: Path) -> dict[FileName, IO[bytes]]:
+    """The files of data that lies at `path`, a text or a folder, to be closed. Raises UsageError."""
+    files: dict[FileName, IO[bytes]] = {}
+    names: tuple[FileName, ...] = (TEXT,) if path.is_file() else FOLDER
+    for name in names:
+        file = path if name == TEXT else path / name
+        try:
+            files[name] = file.open("rb", buffering=0)
+        except OSError as error:
+            for each in files.values():
+                each.close()
+            reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
+            raise UsageError(
+                f"{file}: {reason}", "a data folder holds train.npz and test.npz; a text is one file"
+            ) from None
+    return files
+
+
+def digest_of(files: Mapping[FileName, IO[bytes]], window: int) -> str:
+    """The hash of data: of the bytes of its files, so that it is known before anything is read in them."""
+    if TEXT in files:
+        whole = blake3(derive_key_context=f"peerloom text in windows of {window}")
+        _hash_into(whole, files[TEXT])
+    else:
+        whole = blake3(derive_key_context="peerloom folder of train.npz and test.npz")
+        for name in FOLDER:
+            each = blake3()
+            _hash_into(each, files[name])
+            whole.update(each.digest())
+    return whole.hexdigest()
+
+
+def _hash_into(hasher: blake3, file: IO[bytes]) -> None:
+    file.seek(0)
+    while chunk := file.read(HASH_BYTES):
+        hasher.update(chunk)
+
+
+def read_text(file: IO[bytes], *, may_map: bool) -> Array:
+    """The bytes of a text; mapped where nobody makes the file shorter. Raises OSError."""
+    if may_map and file.seek(0, os.SEEK_END):
+        with suppress(io.UnsupportedOperation):  # it is in memory already
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    file.seek(0)
+    return np.frombuffer(file.read(), np.uint8)
+
+
+def from_arrays(arrays: Sequence[Array], digest: str, where: str) -> Dataset:
+    """Data of x and y for training, x and y held out. Raises UsageError: they do not go together."""
+    train_x, train_y, test_x, test_y = arrays
+    for name, train, test in (("x", train_x, test_x), ("y", train_y, test_y)):
+        if train.shape[1:] != test.shape[1:]:
+            raise UsageError(
+                f"{where}: {name} of train.npz holds samples of {train.shape[1:]}, "
+                f"of test.npz {test.shape[1:]}"
+            )
+    return Dataset(digest, train_x, train_y, test_x, test_y)
+
+
+def from_text(data: Array, digest: str, window: int, where: str) -> Dataset:
+    """Data of the bytes of a text. Raises UsageError: it is too short."""
+    count = (len(data) - 1) // max(1, window)
     if count < 2:
-        raise UsageError(f"{path}: {len(data)} bytes of text are too few for samples of {window}")
+        raise UsageError(f"{where}: {len(data)} bytes of text are too few for samples of {window}")
     inputs = data[: count * window].reshape(count, window)
     labels = data[1 : count * window + 1].reshape(count, window)
     kept = count - max(1, count // TEXT_HELD_OUT)
-    digest = blake3(data.data, derive_key_context=f"peerloom text in windows of {window}").hexdigest()
     return Dataset(digest, inputs[:kept], labels[:kept], inputs[kept:], labels[kept:], TEXT_VALUES, window)
 
 

@@ -1,18 +1,23 @@
 """The files that data of runs comes from, by its hash: kept, handed to other trainers, fetched from them.
 
-Whoever takes over the feeding must have the data when the requester is gone. What came is read as data
-before it is believed: its hash is that of what it holds.
+Whoever takes over the feeding must have the data when the requester is gone. Its hash is that of its files'
+bytes, and compared before anything is read in them; then a fenced process unpacks the arrays into a file that
+is mapped (`node.runs.unpacking`), whether a person's own or a stranger's.
 """
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import IO
 
 from crypto.identity import PeerId
 from node.errors import Unreachable, UsageError
 from node.runs import data as datasets
+from node.runs.data import Dataset, FileName
 from node.runs.manifest import Manifest
+from node.runs.npz import BadArchive
 from node.runs.requests import FetchData, fetch
 from node.runs.uploads import FilePart, whole
 from node.seams import Seams
@@ -21,13 +26,21 @@ DATA_BYTES_MAX = 1 << 30
 """One file, of which a trainer holds all in memory while it fetches it."""
 FETCH_SECONDS_MAX = 300.0
 
-FileName = Literal["text", "train.npz", "test.npz"]
-_FOLDER: tuple[FileName, ...] = ("train.npz", "test.npz")
-
 
 def data_name(digest: str, name: FileName) -> str:
     """Where a node keeps a file of data, in its storage."""
     return f"data/{digest}/{name}"
+
+
+class _Files(ExitStack):
+    """Open files of data, closed together; `where` they lie in words for a person. `are_ours`: nobody else
+    changes them."""
+
+    def __init__(self, by_name: Mapping[FileName, IO[bytes]], where: str, *, are_ours: bool = False) -> None:
+        super().__init__()
+        self.by_name = {name: self.enter_context(file) for name, file in by_name.items()}
+        self.where = where
+        self.are_ours = are_ours
 
 
 class DataFiles:
@@ -46,26 +59,14 @@ class DataFiles:
         await self._seams.executor.run(partial(self._copy, digest, path))
 
     def _copy(self, digest: str, path: Path) -> None:
-        names: tuple[FileName, ...] = ("text",) if path.is_file() else _FOLDER
+        names: tuple[FileName, ...] = ("text",) if path.is_file() else datasets.FOLDER
         files = {name: path if name == "text" else path / name for name in names}
         if sum(file.stat().st_size for file in files.values()) <= DATA_BYTES_MAX:
             for name, file in files.items():
                 self._seams.storage.copy_in(data_name(digest, name), file)
 
-    async def read(self, digest: str, name: FileName) -> bytes | None:
-        """One of its files, None where it is not here."""
-        return await self._seams.executor.run(partial(self._read, digest, name))
-
-    def _read(self, digest: str, name: FileName) -> bytes | None:
-        part = self._open(digest, name)
-        if part is None:
-            return None
-        with part.file as file:
-            file.seek(0)
-            return file.read(part.length)
-
     async def open(self, digest: str, name: FileName) -> FilePart | None:
-        """The same, to be read and closed by the caller."""
+        """One of its files, to be read and closed by the caller; None where it is not here."""
         return await self._seams.executor.run(partial(self._open, digest, name))
 
     def _open(self, digest: str, name: FileName) -> FilePart | None:
@@ -78,49 +79,111 @@ class DataFiles:
         except OSError:
             return None
 
-    async def load(self, manifest: Manifest, holders: Sequence[PeerId]) -> datasets.Dataset:
-        """A run's data, from here or from another member. Raises UsageError or Unreachable."""
-        run = self._seams.executor.run
+    async def learn(self, path: Path, *, window: int) -> Dataset:
+        """Data of a person's own, before it is kept. Raises UsageError."""
+        files = await self._seams.executor.run(partial(datasets.open_files, path))
+        return await self._load(_Files(files, str(path)), window, allow_unfenced=True)
+
+    async def load(
+        self, manifest: Manifest, holders: Sequence[PeerId], *, allow_unfenced: bool = False
+    ) -> Dataset:
+        """A run's data, from here or from another member. Raises UsageError or Unreachable.
+
+        With `allow_unfenced` it is read even where no process can be fenced in for that.
+        """
         if manifest.data == datasets.DIGITS_NAME:
-            return await run(datasets.load_digits)
-        window = manifest.window
-        if (path := self._paths.get(manifest.data)) is not None:
-            return await run(lambda: datasets.load_path(path, window=window))
+            return await self._seams.executor.run(datasets.load_digits)
         reasons: list[str] = []
-        for peer in (self._seams.network.peer, *holders):
+        for peer in (None, self._seams.network.peer, *holders):
             try:
-                files = await self._files(manifest.data, peer)
-                dataset = await run(partial(datasets.load_bytes, files, window=window))
-                if dataset.digest != manifest.data:
-                    raise Unreachable("refused", "the data is another than the run's")
+                files = await self._files(manifest, peer)
+                if files is not None:
+                    return await self._load(
+                        files, manifest.window, wanted=manifest.data, allow_unfenced=allow_unfenced
+                    )
             except (Unreachable, UsageError) as error:
                 reasons.append(error.detail if isinstance(error, Unreachable) else str(error))
-                continue
-            for name, data in files.items():
-                await run(partial(self._seams.storage.write, data_name(manifest.data, name), data))
-            return dataset
         raise Unreachable("unknown", f"nobody handed over the run's data: {'; '.join(reasons[-3:])}")
 
-    async def _files(self, digest: str, peer: PeerId) -> dict[FileName, bytes]:
+    async def _load(
+        self, files: _Files, window: int, *, wanted: str | None = None, allow_unfenced: bool
+    ) -> Dataset:
+        """Data from its files, which are closed; `wanted` is its hash, compared before anything is read.
+
+        Raises:
+            Unreachable: it is other data. UsageError: it is none.
+        """
+        run, storage = self._seams.executor.run, self._seams.storage
+        arrays: list[datasets.Array] = []
+        with files:
+            try:
+                digest = await run(partial(datasets.digest_of, files.by_name, window))
+                if wanted not in (None, digest):
+                    raise Unreachable("refused", "the data is another than the run's")
+                if (text := files.by_name.get(datasets.TEXT)) is not None:
+                    data = await run(partial(datasets.read_text, text, may_map=files.are_ours))
+                    return datasets.from_text(data, digest, window, files.where)
+                for name in datasets.FOLDER:
+                    with await run(storage.temporary) as out:
+                        arrays += await self._seams.executor.unpack(
+                            files.by_name[name], out, allow_unfenced=allow_unfenced
+                        )
+            except BadArchive as error:
+                raise UsageError(f"{files.where}/{name}: {error}") from None
+            except OSError as error:
+                raise UsageError(f"{files.where}: {error.strerror or error}") from None
+        return datasets.from_arrays(arrays, digest, files.where)
+
+    async def _files(self, manifest: Manifest, peer: PeerId | None) -> _Files | None:
+        """The files that lie where a person said (None), that are kept here, or that another member has.
+
+        Raises:
+            Unreachable, UsageError: they are not there.
+        """
+        run, digest = self._seams.executor.run, manifest.data
+        if peer is None:
+            path = self._paths.get(digest)
+            if path is None:
+                return None
+            return _Files(await run(partial(datasets.open_files, path)), str(path))
         if peer != self._seams.network.peer:
+            await self._fetch(manifest, peer)
+        kept = await run(partial(self._open_kept, digest))
+        if kept is None:
+            raise Unreachable("unknown", "this data is not here")
+        return _Files(kept, "the data", are_ours=True)
 
-            async def one(name: FileName) -> bytes:
-                return await fetch(
-                    self._seams.network,
-                    peer,
-                    FetchData(digest, name),
-                    seconds=FETCH_SECONDS_MAX,
-                    bytes_max=DATA_BYTES_MAX,
-                )
-        else:
+    def _open_kept(self, digest: str) -> dict[FileName, IO[bytes]] | None:
+        storage = self._seams.storage
+        if (text := storage.open(data_name(digest, datasets.TEXT))) is not None:
+            return {datasets.TEXT: text}
+        found = {name: storage.open(data_name(digest, name)) for name in datasets.FOLDER}
+        files = {name: file for name, file in found.items() if file is not None}
+        if len(files) == len(found):
+            return files
+        for file in files.values():
+            file.close()
+        return None
 
-            async def one(name: FileName) -> bytes:
-                data = await self.read(digest, name)
-                if data is None:
-                    raise Unreachable("unknown", "this data is not here")
-                return data
+    async def _fetch(self, manifest: Manifest, peer: PeerId) -> None:
+        """Have the files here, with the hash that they should have. Raises Unreachable."""
+        run, digest = self._seams.executor.run, manifest.data
+
+        async def one(name: FileName) -> bytes:
+            return await fetch(
+                self._seams.network,
+                peer,
+                FetchData(digest, name),
+                seconds=FETCH_SECONDS_MAX,
+                bytes_max=DATA_BYTES_MAX,
+            )
 
         try:
-            return {"text": await one("text")}
+            files = {datasets.TEXT: await one(datasets.TEXT)}
         except Unreachable:
-            return {name: await one(name) for name in _FOLDER}
+            files = {name: await one(name) for name in datasets.FOLDER}
+        readable = {name: io.BytesIO(data) for name, data in files.items()}
+        if await run(partial(datasets.digest_of, readable, manifest.window)) != digest:
+            raise Unreachable("refused", "the data is another than the run's")
+        for name, data in files.items():
+            await run(partial(self._seams.storage.write, data_name(digest, name), data))

@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -79,6 +80,10 @@ class FolderStorage:
             return self.file(name).open("rb", buffering=0)
         except FileNotFoundError:
             return None
+
+    def temporary(self) -> IO[bytes]:
+        """An empty file without a name in the folder's file system."""
+        return tempfile.TemporaryFile(dir=self.path, buffering=0)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
         """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""

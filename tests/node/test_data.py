@@ -43,8 +43,9 @@ def test_arrays_that_are_no_data_are_named(tmp_path: Path, x: Any, y: Any, words
 
 
 def test_one_array_in_the_place_of_two_is_named(tmp_path: Path) -> None:
-    with (tmp_path / "train.npz").open("wb") as file:
-        np.save(file, np.zeros(3))
+    for name in ("train.npz", "test.npz"):
+        with (tmp_path / name).open("wb") as file:
+            np.save(file, np.zeros(3))
     with pytest.raises(UsageError, match="want arrays x and y"):
         load_folder(tmp_path)
 

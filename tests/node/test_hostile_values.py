@@ -88,11 +88,13 @@ X, Y = npy(np.zeros((4, 2))), npy(np.zeros(4, np.int64))
         b"\x80\x04.",
     ],
 )
-def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes) -> None:
-    good = npz(x_npy=X, y_npy=Y)
-    assert len(datasets.load_bytes({"train.npz": good, "test.npz": good}, window=0).train_labels) == 4
+def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes, tmp_path: Path) -> None:
+    for name in ("train.npz", "test.npz"):
+        (tmp_path / name).write_bytes(npz(x_npy=X, y_npy=Y))
+    assert len(datasets.load_folder(tmp_path).train_labels) == 4
+    (tmp_path / "train.npz").write_bytes(file)
     with pytest.raises(UsageError):
-        datasets.load_bytes({"train.npz": file, "test.npz": good}, window=0)
+        datasets.load_folder(tmp_path)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1e24, 1.7e308, float("inf"), float("nan"), -1.0, 2.0**63 - 1])

@@ -1,0 +1,243 @@
+"""npz files as strangers make them: what they take is bounded before it is given, and no node falls."""
+
+import gc
+import io
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.config import Memory
+from node.executor import RealExecutor
+from node.runs.npz import (
+    ENTRIES_MAX,
+    RATIO_FREE_BYTES,
+    RATIO_MAX,
+    Array,
+    BadArchive,
+    Layout,
+    Layouts,
+    check_layouts,
+    read_layouts,
+    unpack_here,
+)
+from node.storage.budget import ScratchBudget
+from tests.source import ROOT
+
+X, Y = np.arange(24, dtype=np.float32).reshape(4, 3, 2), np.array([0, 5, 2, 1])
+
+
+def npy(array: Any, *, allow_pickle: bool = False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.asanyarray(array), allow_pickle=allow_pickle)
+    return file.getvalue()
+
+
+def header(text: str, content: bytes = b"") -> bytes:
+    """An npy file with any header."""
+    data = text.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(data)) + data + content
+
+
+def archive(entries: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as whole:
+        for name, data in entries.items():
+            whole.writestr(f"{name}.npy", data)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> tuple[Array, Array]:
+    with tempfile.TemporaryFile(buffering=0) as out:
+        return unpack_here(io.BytesIO(data), out)
+
+
+def zeros(count: int) -> bytes:
+    """An npy file of so many float64."""
+    text = repr({"descr": "<f8", "fortran_order": False, "shape": (4, count // 4)})
+    return header(text, bytes(8 * count))
+
+
+BOMB = {"x": zeros(RATIO_FREE_BYTES // 8 + 4), "y": npy(Y)}
+NO_DATA: dict[str, bytes] = {
+    "labels that are raw bytes": archive({"x": npy(X), "y": npy(np.array([b"a", b"b", b"c", b"d"]))}),
+    "labels that are text": archive({"x": npy(X), "y": npy(np.array(["a", "b", "c", "d"]))}),
+    "objects": archive({"x": npy(X), "y": npy(np.array([1, None, 2, 3], object), allow_pickle=True)}),
+    "records": archive({"x": npy(X), "y": npy(np.zeros(4, [("a", "i4"), ("b", "i4")]))}),
+    "dates": archive({"x": npy(X), "y": npy(np.zeros(4, "M8[s]"))}),
+    "labels too large": archive({"x": npy(X), "y": npy(np.full(4, 2**63, np.uint64))}),
+    "negative labels": archive({"x": npy(X), "y": npy(np.array([0, 1, -1, 2]))}),
+    "labels that are no whole numbers": archive({"x": npy(X), "y": npy(np.array([0, np.nan, 1, 2]))}),
+    "complex inputs": archive({"x": npy(X.astype(complex)), "y": npy(Y)}),
+    "nothing": archive({"x": npy(X[:0]), "y": npy(Y[:0])}),
+    "samples without numbers": archive({"x": npy(X[:, :0]), "y": npy(Y)}),
+    "fewer labels than inputs": archive({"x": npy(X), "y": npy(Y[:3])}),
+    "no labels": archive({"x": npy(X)}),
+    "one array": npy(X),
+    "no bytes": b"",
+    "a bomb": archive(BOMB),
+    "a bomb in other words": archive(BOMB, zipfile.ZIP_LZMA),
+    "many arrays": archive({"x": npy(X), "y": npy(Y)} | {str(n): b"" for n in range(ENTRIES_MAX)}),
+    "a shape without numbers": archive(
+        {"x": header("{'descr': '<f8', 'fortran_order': False, 'shape': (4, 1099511627776)}"), "y": npy(Y)}
+    ),
+    "a negative shape": archive(
+        {"x": header("{'descr': '<f8', 'fortran_order': False, 'shape': (4, -1)}"), "y": npy(Y)}
+    ),
+    "a header that is a program": archive({"x": header("__import__('os').abort()"), "y": npy(Y)}),
+    "a header of brackets": archive({"x": header("(" * 900), "y": npy(Y)}),
+    "a header that is too long": archive({"x": header("{" + " " * 5_000 + "}"), "y": npy(Y)}),
+    "more than the header says": archive({"x": npy(X) + b"1234", "y": npy(Y)}),
+    "less than the header says": archive({"x": npy(X)[:-4], "y": npy(Y)}),
+}
+
+
+@pytest.mark.parametrize("data", NO_DATA.values(), ids=NO_DATA)
+def test_an_archive_that_is_no_data_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(BadArchive):
+        unpacked(data)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (X, Y),
+        (np.asfortranarray(X), np.asfortranarray(np.arange(8, dtype=np.uint8).reshape(4, 2))),
+        (X.astype(">f8"), Y.astype(">u2")),
+        (X > 3, Y.astype(np.int8)),
+        (np.arange(300_000, dtype=np.uint16).reshape(100_000, 3), np.arange(100_000, dtype=np.uint32)),
+    ],
+    ids=["plain", "fortran", "big-endian", "bool", "several chunks"],
+)
+def test_arrays_come_out_as_numpy_reads_them(x: Array, y: Array, method: int) -> None:
+    found_x, found_y = unpacked(archive({"x": npy(x), "y": npy(y)}, method))
+    np.testing.assert_array_equal(found_x, x)
+    np.testing.assert_array_equal(found_y, y)
+    assert (found_x.dtype.str, found_y.dtype.name) == (x.dtype.str, "int64")
+    assert not found_x.flags.writeable
+
+
+def test_two_arrays_of_one_name_are_refused() -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as whole:
+        whole.writestr("x.npy", npy(X))
+        whole.writestr("y.npy", npy(Y))
+        with pytest.warns(UserWarning, match="Duplicate"):
+            whole.writestr("x.npy", npy(X))
+    with pytest.raises(BadArchive):
+        unpacked(file.getvalue())
+
+
+def test_numbers_may_take_so_many_times_their_file_and_no_more() -> None:
+    sides = RATIO_FREE_BYTES // 8
+    layouts = Layouts(Layout("<f8", (4, sides), False), Layout("<i8", (4,), False))
+    needed = -(-layouts.unpacked_bytes // RATIO_MAX)
+    check_layouts(layouts, needed)
+    with pytest.raises(BadArchive, match="MiB of numbers"):
+        check_layouts(layouts, needed - 1)
+
+
+GOOD = archive({"x": npy(X), "y": npy(Y)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=8))
+def test_whatever_bytes_change_it_is_data_or_refused(changes: list[tuple[int, int]]) -> None:
+    data = bytearray(GOOD)
+    for place, value in changes:
+        data[place] = value
+    try:
+        layouts = read_layouts(io.BytesIO(bytes(data)))
+        x, y = unpacked(bytes(data))
+    except BadArchive:
+        return
+    assert (x.shape, y.shape) == (layouts.x.shape, layouts.y.shape)
+
+
+async def read_fenced(path: Path, data: bytes) -> tuple[Array, Array]:
+    await trio.Path(path).write_bytes(data)
+    with path.open("rb", buffering=0) as file, tempfile.TemporaryFile(buffering=0) as out:
+        return await RealExecutor().unpack(file, out, allow_unfenced=True)
+
+
+async def test_a_process_of_its_own_unpacks_what_is_mapped_here(tmp_path: Path) -> None:
+    x = np.random.default_rng(1).random((50_000, 8, 8)).astype(np.float32)  # more than it may write to a file
+    y = np.arange(50_000)
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        found_x, found_y = await read_fenced(tmp_path / "a.npz", archive({"x": npy(x), "y": npy(y)}, method))
+        np.testing.assert_array_equal(found_x, x)
+        np.testing.assert_array_equal(found_y, y)
+
+
+@pytest.mark.parametrize("name", ["labels that are raw bytes", "a bomb", "no bytes", "objects"])
+async def test_what_the_process_refuses_is_said_here(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadArchive) as error:
+        await read_fenced(tmp_path / "a.npz", NO_DATA[name])
+    assert str(error.value).isprintable()
+
+
+async def test_a_directory_as_large_as_its_archive_fells_only_the_process(tmp_path: Path) -> None:
+    """A million and more entries are gigabytes of objects, and it has a quarter of one."""
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0)
+    count = 1_500_000
+    directory = b"".join(entry + b"x" for _ in range(count))
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(directory), 0, 0)
+    with pytest.raises(BadArchive):
+        await read_fenced(tmp_path / "a.npz", directory + end)
+
+
+async def test_what_is_unpacked_counts_on_the_disk_until_nobody_looks_at_it(tmp_path: Path) -> None:
+    await trio.Path(tmp_path / "a.npz").write_bytes(GOOD)
+    budget = ScratchBudget(Memory(bytes=1 << 20), tmp_path)
+    small = ScratchBudget(Memory(bytes=10), tmp_path)
+    with (tmp_path / "a.npz").open("rb") as file, tempfile.TemporaryFile(buffering=0) as out:
+        x, y = await RealExecutor(scratch=budget).unpack(file, out, allow_unfenced=True)
+        assert budget.held_bytes >= x.nbytes + y.nbytes
+        del x
+        assert budget.held_bytes
+        del y
+        await trio.to_thread.run_sync(gc.collect)  # there: the thread holds its last result
+        assert not budget.held_bytes
+        with pytest.raises(OSError, match="scratch"):
+            await RealExecutor(scratch=small).unpack(file, out, allow_unfenced=True)
+        assert not small.held_bytes
+
+
+def test_the_process_ends_where_nobody_says_go_on(tmp_path: Path) -> None:
+    """Its node was killed: it must not stay, and has written nothing."""
+    (tmp_path / "a.npz").write_bytes(GOOD)
+    with (tmp_path / "a.npz").open("rb") as file, tempfile.TemporaryFile() as out:
+        descriptors = file.fileno(), out.fileno()
+        ended = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "node.runs.unpacking",
+                *map(str, descriptors),
+                str(os.getpid()),
+                "60",
+                "1",
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        assert ended.stdout.count(b"\n") == 1
+        assert os.fstat(out.fileno()).st_size == 0
