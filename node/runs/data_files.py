@@ -5,12 +5,14 @@ bytes, and compared before anything is read in them; then a fenced process unpac
 is mapped (`node.runs.unpacking`), whether a person's own or a stranger's.
 """
 
-import io
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO
+
+import trio
 
 from crypto.identity import PeerId
 from node.errors import Unreachable, UsageError
@@ -18,12 +20,17 @@ from node.runs import data as datasets
 from node.runs.data import Dataset, FileName
 from node.runs.manifest import Manifest
 from node.runs.npz import BadArchive
-from node.runs.requests import FetchData, fetch
+from node.runs.requests import FetchData, fetch_into
 from node.runs.uploads import FilePart, whole
 from node.seams import Seams
+from node.storage.blobs import NoRoom
+from node.storage.guests import Guests
 
 DATA_BYTES_MAX = 1 << 30
-"""One file, of which a trainer holds all in memory while it fetches it."""
+"""One file."""
+FETCHES_MAX = 4
+"""Data on its way here at once, in files without a name."""
+COPY_BYTES = 1 << 20
 FETCH_SECONDS_MAX = 300.0
 
 
@@ -46,8 +53,11 @@ class _Files(ExitStack):
 class DataFiles:
     """What is here, and how the rest comes here."""
 
-    def __init__(self, seams: Seams) -> None:
+    def __init__(self, seams: Seams, guests: Guests | None = None) -> None:
+        """What was fetched counts as one of the `guests`."""
         self._seams = seams
+        self._guests = guests
+        self._fetching = trio.CapacityLimiter(FETCHES_MAX)
         self._paths: dict[str, Path] = {}
 
     async def keep(self, digest: str, path: Path) -> None:
@@ -62,6 +72,8 @@ class DataFiles:
         names: tuple[FileName, ...] = ("text",) if path.is_file() else datasets.FOLDER
         files = {name: path if name == "text" else path / name for name in names}
         if sum(file.stat().st_size for file in files.values()) <= DATA_BYTES_MAX:
+            if self._guests is not None:
+                self._guests.release(digest)
             for name, file in files.items():
                 self._seams.storage.copy_in(data_name(digest, name), file)
 
@@ -167,23 +179,62 @@ class DataFiles:
 
     async def _fetch(self, manifest: Manifest, peer: PeerId) -> None:
         """Have the files here, with the hash that they should have. Raises Unreachable."""
-        run, digest = self._seams.executor.run, manifest.data
+        run, storage, digest = self._seams.executor.run, self._seams.storage, manifest.data
+        async with self._fetching:
+            with ExitStack() as stack:
+                files: dict[FileName, IO[bytes]] = {}
 
-        async def one(name: FileName) -> bytes:
-            return await fetch(
-                self._seams.network,
-                peer,
-                FetchData(digest, name),
-                seconds=FETCH_SECONDS_MAX,
-                bytes_max=DATA_BYTES_MAX,
-            )
+                async def one(name: FileName) -> None:
+                    file = stack.enter_context(await run(storage.temporary))
+                    await self._fetch_file(digest, name, peer, file)
+                    files[name] = file
 
-        try:
-            files = {datasets.TEXT: await one(datasets.TEXT)}
-        except Unreachable:
-            files = {name: await one(name) for name in datasets.FOLDER}
-        readable = {name: io.BytesIO(data) for name, data in files.items()}
-        if await run(partial(datasets.digest_of, readable, manifest.window)) != digest:
-            raise Unreachable("refused", "the data is another than the run's")
-        for name, data in files.items():
-            await run(partial(self._seams.storage.write, data_name(digest, name), data))
+                try:
+                    try:
+                        await one(datasets.TEXT)
+                    except Unreachable:
+                        for name in datasets.FOLDER:
+                            await one(name)
+                    if await run(partial(datasets.digest_of, files, manifest.window)) != digest:
+                        raise Unreachable("refused", "the data is another than the run's")
+                    await run(partial(self._put, digest, files))
+                except NoRoom as error:
+                    raise Unreachable("refused", f"no room for it: {error}") from None
+                except OSError as error:
+                    raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+
+    async def _fetch_file(self, digest: str, name: FileName, peer: PeerId, file: IO[bytes]) -> None:
+        async def take(chunk: bytes) -> None:
+            await self._seams.executor.run(partial(_write_all, file, chunk))
+
+        await fetch_into(
+            take,
+            self._seams.network,
+            peer,
+            FetchData(digest, name),
+            seconds=FETCH_SECONDS_MAX,
+            bytes_max=DATA_BYTES_MAX,
+        )
+
+    def _put(self, digest: str, files: Mapping[FileName, IO[bytes]]) -> None:
+        """Keep what was fetched, as a guest. Raises NoRoom or OSError."""
+        names = {name: data_name(digest, name) for name in files}
+        if self._guests is not None:
+            size = sum(file.seek(0, os.SEEK_END) for file in files.values())
+            self._guests.admit(digest, list(names.values()), size)
+        for name, file in files.items():
+            draft = self._seams.storage.draft(names[name])
+            try:
+                file.seek(0)
+                while chunk := file.read(COPY_BYTES):
+                    draft.write(chunk)
+                draft.commit()
+            finally:
+                draft.discard()
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """Files without a buffer may take less than they are given."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

@@ -112,7 +112,7 @@ class Runs:
         self.stopping = Stopping(self)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
-        self.data = DataFiles(seams)
+        self.data = DataFiles(seams, guests)
         self._decliners = Decliners()
         self._requests = Requests(self)
         self.links = Links(

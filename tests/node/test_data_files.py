@@ -67,6 +67,9 @@ def test_data_is_handed_over_whole_and_kept(tmp_path: Path) -> None:
         there = await a.runs.data.load(manifest(data=here.digest), [b.peer])
         np.testing.assert_array_equal(there.train_inputs, here.train_inputs)
         np.testing.assert_array_equal(there.test_labels, here.test_labels)
+        assert here.digest in a.runs.guests.labels
+        assert a.runs.guests.bytes_here == sum(map(len, files_of(tmp_path).values()))
+        assert b.runs.guests.labels == ()  # its own
         group.kill("b")
         again = await a.runs.data.load(manifest(data=here.digest), [])
         assert again.digest == here.digest
@@ -84,6 +87,19 @@ def test_other_data_than_was_asked_for_is_never_read(tmp_path: Path) -> None:
             await DataFiles(seams).load(manifest(data="0" * 64), [b.peer])
         assert executor.unpacked == 0
         assert seams.storage.sizes("data") == {}
+
+    two_nodes(test)
+
+
+def test_data_for_which_there_is_no_room_is_not_kept(tmp_path: Path) -> None:
+    async def test(_: Swarm, a: Node, b: Node) -> None:
+        save(tmp_path)
+        here = load_folder(tmp_path)
+        await b.runs.learn_data(here.digest, tmp_path)
+        a.checkpoints.store.blobs.guest_bytes_max = 100
+        with pytest.raises(Unreachable, match="no room for it"):
+            await a.runs.data.load(manifest(data=here.digest), [b.peer])
+        assert a.seams.storage.sizes("data") == {}
 
     two_nodes(test)
 
