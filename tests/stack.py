@@ -299,6 +299,15 @@ def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
     assert (squares / norm) ** 0.5 <= 1e-5
 
 
+def is_equal(result: Tensors, expected: Tensors, dtype: str) -> bool:
+    """Whether `assert_equal` holds."""
+    try:
+        assert_equal(result, expected, dtype)
+    except AssertionError:
+        return False
+    return True
+
+
 def simulate(scenario: Callable[[], Awaitable[None]]) -> None:
     """Run under a clock that jumps."""
     run_virtually(scenario)

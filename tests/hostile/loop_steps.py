@@ -7,6 +7,7 @@ and the time it was ready and the kernel ran others. A thread that samples the l
 where in the program a long step was.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -29,9 +30,13 @@ SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__
 
 @dataclass(frozen=True)
 class Step:
-    """`cpu_seconds` it computed, `waited_seconds` it stood still besides; `messages` are those at hand."""
+    """`cpu_seconds` it computed, `garbage_seconds` of them collecting garbage; `waited_seconds` it stood.
+
+    `messages` are those at hand.
+    """
 
     cpu_seconds: float
+    garbage_seconds: float
     waited_seconds: float
     task: str
     places: tuple[str, ...] = ()
@@ -41,8 +46,8 @@ class Step:
         about = f" [{', '.join(self.messages)}]" if self.messages else ""
         places = " < ".join(self.places)
         return (
-            f"{1e3 * self.cpu_seconds:.0f} ms (and {1e3 * self.waited_seconds:.0f} ms waited) in"
-            f" {self.task}{about}: {places}"
+            f"{1e3 * self.cpu_seconds:.0f} ms ({1e3 * self.garbage_seconds:.0f} of them for garbage, and"
+            f" {1e3 * self.waited_seconds:.0f} ms waited) in {self.task}{about}: {places}"
         )
 
 
@@ -55,7 +60,7 @@ class LoopSteps(trio.abc.Instrument):
     def __init__(self) -> None:
         self.count = 0
         self.longest: list[Step] = []
-        self._begun = self._cpu_begun = self._ready_begun = 0.0
+        self._begun = self._cpu_begun = self._ready_begun = self._garbage_seconds = 0.0
         self._number = 0
         self._seen: tuple[int, tuple[str, ...], tuple[str, ...]] = (0, (), ())
         self._is_stepping = False
@@ -69,10 +74,16 @@ class LoopSteps(trio.abc.Instrument):
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         except OSError:
             self._file = None
+        gc.callbacks.append(self._collect)
         threading.Thread(target=self._look, daemon=True).start()
 
     def after_run(self) -> None:
         self._over.set()
+        gc.callbacks.remove(self._collect)
+
+    def _collect(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() == self._thread:
+            self._garbage_seconds += time.thread_time() * (1 if phase == "stop" else -1)
 
     def _ready_seconds(self) -> float:
         """For how long the thread could have run and did not, so far."""
@@ -81,6 +92,7 @@ class LoopSteps(trio.abc.Instrument):
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self._number += 1
         self._ready_begun = self._ready_seconds()
+        self._garbage_seconds = 0.0
         self._cpu_begun = time.thread_time()
         self._begun = time.perf_counter()
         self._is_stepping = True
@@ -95,7 +107,7 @@ class LoopSteps(trio.abc.Instrument):
         waited_seconds = max(0.0, seconds - cpu_seconds - (self._ready_seconds() - self._ready_begun))
         number, places, messages = self._seen
         seen = (places, messages) if number == self._number else ((), ())
-        self.longest.append(Step(cpu_seconds, waited_seconds, task.name, *seen))
+        self.longest.append(Step(cpu_seconds, self._garbage_seconds, waited_seconds, task.name, *seen))
         self.longest.sort(key=lambda step: -step.cpu_seconds)
         del self.longest[KEPT_MAX:]
 

@@ -123,7 +123,8 @@ class MemberScene:
                 run_begun = now
                 self._begin_run()
             elif now - run_begun > HONEST_SECONDS_MAX:
-                found.unfinished.append(f"not over after {HONEST_SECONDS_MAX:.0f} s")
+                events = "\n".join(self._victims[REQUESTER].ask("told"))
+                found.unfinished.append(f"not over after {HONEST_SECONDS_MAX:.0f} s:\n{events}")
                 break
         found.seconds = time.monotonic() - begun
         found.sent = self._insider.ask("sent")

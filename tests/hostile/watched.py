@@ -1,7 +1,8 @@
 """A victim's process: a whole node as the daemon has it, whose event loop is timed; it may ask for runs.
 
 It answers one word at a time on its line: `figures`, what it has used so far; `heard`, what everybody in its
-runs knows of them; `train`, begin a run; `trained`, what became of that, None while it goes on.
+runs knows of them; `told`, its latest events of runs; `train`, begin a run; `trained`, what became of that,
+None while it goes on.
 """
 
 import os
@@ -16,7 +17,7 @@ import trio
 
 from crypto.encoding import encode
 from node import config, containment
-from node.events import RunEnded
+from node.events import Event, RunEnded
 from node.runs.manifest import Manifest, make_run
 from node.runs.models import graph_name
 from node.runs.placement import NotPlaced
@@ -30,6 +31,9 @@ HOST = "127.0.0.1"
 SWARM = "hostile members"
 HEARD_MAX = 100
 """Messages that it has sent in runs, the latest, as a member would have had them."""
+
+TOLD_MAX, TOLD_LENGTH_MAX = 40, 300
+"""Events of runs that are kept."""
 
 
 def settings(name: str, folder: Path, **resources: Any) -> config.Config:
@@ -75,6 +79,7 @@ class _Watched:
         self._join = join
         self._steps = steps
         self._heard: deque[bytes] = deque(maxlen=HEARD_MAX)
+        self._told: deque[str] = deque(maxlen=TOLD_MAX)
         self._trained: dict[str, Any] | None = None
         self._process = psutil.Process()
 
@@ -84,6 +89,7 @@ class _Watched:
             join=[self._join] if self._join is not None else [],
             capacity=capacity(),
             observe=self._observe,
+            report=self._report,
         )
         async with made as node, trio.open_nursery() as nursery:
             self._connection.send((node.network.addresses[0].short, node.peer))
@@ -95,6 +101,8 @@ class _Watched:
                         self._connection.send(self._figures(node))
                     case "heard":
                         self._connection.send(self._what_is_known(node))
+                    case "told":
+                        self._connection.send(list(self._told))
                     case "trained":
                         self._connection.send(self._trained)
                     case ("train", bytes(wanted), bytes(graph)):
@@ -102,6 +110,11 @@ class _Watched:
                         nursery.start_soon(self._train, node, wanted, graph)
                         self._connection.send("begun")
             nursery.cancel_scope.cancel()
+
+    def _report(self, event: Event) -> None:
+        """Of runs, for whoever asks why one does not end."""
+        if hasattr(event, "run"):
+            self._told.append(str(event)[:TOLD_LENGTH_MAX])
 
     def _observe(self, event: object) -> None:
         """Messages of runs alone: events of the cores have no wire form."""
