@@ -18,6 +18,7 @@ import trio
 from crypto.encoding import encode
 from node import config, containment
 from node.events import Event, RunEnded
+from node.process import spare_imports
 from node.runs.manifest import Manifest, make_run
 from node.runs.models import graph_name
 from node.runs.placement import NotPlaced
@@ -65,6 +66,7 @@ def be_watched(connection: Connection, folder: Path, name: str, join: str | None
     """The whole of the process: sends its address and peer, then answers until it is told to leave."""
     folder.mkdir()
     containment.write_log(folder)
+    spare_imports()  # as the daemon does
     steps = LoopSteps()
     trio.run(_Watched(connection, folder, name, join, steps).run, instruments=[steps])
 
