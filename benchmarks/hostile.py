@@ -143,7 +143,7 @@ def by_member(flags: argparse.Namespace) -> int:
         }
         for name in found.grown_bytes
     ]
-    rows += [{"honest_run": outcome} for outcome in found.outcomes]
+    rows += [{"honest_run": outcome} for outcome in found.outcomes] + [{"put_off": found.put_off}]
     rows += [{"said": said, "times": times} for said, times in sorted(found.sent.items())]
     step = found.longest_step
     goals = [

@@ -22,7 +22,7 @@ from node.runs.manifest import Manifest
 from tests.hostile.insider_process import be_insider
 from tests.hostile.loop_steps import Step
 from tests.hostile.scene import READY_SECONDS, Far, start
-from tests.hostile.watched import be_watched, log_of
+from tests.hostile.watched import NOT_PLACED, be_watched, log_of
 from tests.stack import Model, Tensors, manifest
 
 NAMES = ("a", "b", "c", "d")
@@ -45,7 +45,8 @@ class Found:
     """What became of it, by victim.
 
     `grown_bytes` is the most that a victim's own process grew by, `failures` is what its node contained,
-    `logs` with tracebacks. `outcomes` are those of the honest runs, `results` their weights.
+    `logs` with tracebacks. `outcomes` are those of the honest runs, `results` their weights; `put_off`
+    counts how often one found no place and was asked for again.
     """
 
     seconds: float = 0.0
@@ -61,6 +62,7 @@ class Found:
     outcomes: list[str] = field(default_factory=list)
     results: list[Tensors] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+    put_off: int = 0
 
     def note(self, trained: Mapping[str, Any]) -> None:
         """An honest run has ended."""
@@ -116,7 +118,10 @@ class MemberScene:
                 break
             self._tell_what_is_known()
             trained = self._victims[REQUESTER].ask("trained")
-            if trained is not None:
+            if trained is not None and trained["outcome"] == NOT_PLACED:
+                found.put_off += 1
+                self._begin_run()  # the hostile peer's own runs have the slots, for a while
+            elif trained is not None:
                 found.note(trained)
                 if now - begun >= seconds:
                     break

@@ -30,6 +30,8 @@ from tests.hostile.loop_steps import LoopSteps
 
 HOST = "127.0.0.1"
 SWARM = "hostile members"
+NOT_PLACED = "not placed"
+"""What became of a run that found no free slots."""
 HEARD_MAX = 100
 """Messages that it has sent in runs, the latest, as a member would have had them."""
 
@@ -151,7 +153,7 @@ class _Watched:
             try:
                 await node.runs.submit(run)
             except NotPlaced as error:
-                self._trained = {"outcome": "not placed", "detail": str(error), "weights": None}
+                self._trained = {"outcome": NOT_PLACED, "detail": str(error), "weights": None}
                 return
             async for event in events:
                 if isinstance(event, RunEnded) and event.run == run.text:
