@@ -34,6 +34,7 @@ ELSEWHERE = {
     "node.storage.blobs": "this node's own disk",
     "node.runs.slot": "this node's own disk",
     "node.runs.archive": "this node's own disk",
+    "node.storage.guests": "this node's own disk",
     "node.runs.chain": "this node's own disk",
     "node.runs.models": "this node's own disk",
     "node.runs.host": "answers of a stage's process: tests.partition.hostile_stage",
