@@ -36,8 +36,8 @@ from tests.hostile.watched import HOST, SWARM, capacity, settings, word
 
 NAME = "m"
 OWN_RUN_SECONDS_MAX = 30.0
-PAUSE_SECONDS = 0.5
-"""Between two runs of its own."""
+PAUSE_SECONDS = 5.0
+"""Between two runs of its own: each that is placed starts a process that loads torch, seconds of a core."""
 
 
 def be_insider(
@@ -77,8 +77,8 @@ async def _be_insider(
             match said:
                 case ("speak", victims, idle):
                     nursery.start_soon(_speak, insider, victims)
-                    nursery.start_soon(_have_runs, node, insider, values, idle)
-                    nursery.start_soon(_train, node, msgspec.msgpack.decode(wanted, type=Manifest))
+                    own = msgspec.msgpack.decode(wanted, type=Manifest)
+                    nursery.start_soon(_have_runs, node, insider, values, idle, own)
                     connection.send("ready")
                 case ("hear", messages, runs):
                     _hear(values.known, signer, messages, runs)
@@ -93,28 +93,28 @@ async def _speak(insider: Insider, victims: Sequence[PeerId]) -> None:
         await insider.round(victims)
 
 
-async def _have_runs(node: Node, insider: Insider, values: Values, idle: PeerId) -> None:
-    """One victim is a member of one hostile run after the other."""
+async def _have_runs(node: Node, insider: Insider, values: Values, idle: PeerId, wanted: Manifest) -> None:
+    """One after the other, so that others find slots too: by raw messages, then as an honest requester does,
+    while the same peer says everything else beside it."""
+    number = 0
     while True:
         with suppress(StreamClosed, Unreachable):
             await take_in(insider, values, node.signer, idle)
         await trio.sleep(PAUSE_SECONDS)
+        number += 1
+        await _train(node, msgspec.structs.replace(wanted, seed=number, stages=1, replicas=1))
+        await trio.sleep(PAUSE_SECONDS)
 
 
 async def _train(node: Node, wanted: Manifest) -> None:
-    """As an honest requester does, while the same peer says everything else beside it."""
-    number = 0
-    while True:
-        number += 1
-        run = make_run(node.signer, msgspec.structs.replace(wanted, seed=number, stages=1, replicas=1))
-        with node.watch() as events, trio.move_on_after(OWN_RUN_SECONDS_MAX), suppress(NotPlaced):
-            await node.runs.submit(run)
-            async for event in events:
-                if isinstance(event, RunEnded):
-                    break
-        for member in list(node.runs.members.values()):
-            await member.end("failed", "enough", "")
-        await trio.sleep(PAUSE_SECONDS)
+    run = make_run(node.signer, wanted)
+    with node.watch() as events, trio.move_on_after(OWN_RUN_SECONDS_MAX), suppress(NotPlaced):
+        await node.runs.submit(run)
+        async for event in events:
+            if isinstance(event, RunEnded):
+                break
+    for member in list(node.runs.members.values()):
+        await member.end("failed", "enough", "")
 
 
 def _hear(known: Known, signer: IdentitySigner, messages: Sequence[bytes], runs: Sequence[Any]) -> None:
