@@ -14,15 +14,20 @@ A signature is checked only where the fact would change something, and only chec
 or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from functools import lru_cache
 from math import inf
 from random import Random
 
+from crypto.buckets import prefix_of
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
+from gossip.candidates import Candidate, Candidates
 from gossip.dissemination import Dissemination
+from gossip.intake import CHECK_COST, READ_COST, Intake, Job
 from gossip.member import (
     Event,
+    FactsRefused,
     MemberChanged,
     MemberDown,
     MemberForgotten,
@@ -35,9 +40,11 @@ from gossip.member import (
     Status,
 )
 from gossip.messages import (
+    MEMBERS_MAX,
     SILENCE_MILLISECONDS_MAX,
     AliveBody,
     Announced,
+    Body,
     DeadBody,
     LeftBody,
     SuspectBody,
@@ -58,6 +65,12 @@ from gossip.table import MemberTable, Row, Verdict
 OUTSIDERS_REFUTED_MAX = 2
 """Accusations of us refuted in one probe interval whose authors we do not list, but which may list us; and of
 those who accuse too often."""
+SHARES = 4
+"""Once the list is half full, one source has at most so small a part of it: one introducer, or one network
+(an IPv4 address, a /64) of those that came by themselves, as they say. Until then an honest first seed may
+tell of a thousand."""
+SHARE_MIN = 64
+"""One machine may always have so many, however short the list."""
 DOUBTED_MAX = 16
 """Members probed at once because one Sync calls them dead; the round of probes finds the others."""
 
@@ -66,8 +79,9 @@ class Beliefs:
     """The member list of one peer, kept by the facts it hears."""
 
     __slots__ = (
-        "_credit", "_events", "_farewell", "_settings", "_signer", "_suspicions", "health", "misled",
-        "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "table"
+        "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
+        "health", "intake", "misled",
+        "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
 
     def __init__(
@@ -91,8 +105,12 @@ class Beliefs:
         self.table = MemberTable(Row(self._announced(profile, incarnation), now, found_through=None), rng)
         self.health = LocalHealth(settings.health_max)
         self.queue = Dissemination()
+        self.candidates = Candidates(settings.members_max)
+        self.intake = Intake(self._steps)
+        # Signatures checked so far.
+        self._checks = 0
         self.queue.put(self.peer, self.me.said.fact)
-        self._suspicions: dict[PeerId, Suspicion] = {}
+        self.suspicions: dict[PeerId, Suspicion] = {}
         self._credit = Credit(LEAK_INTERVALS * settings.probe_interval_seconds)
         # Who sent us, last of all, an accusation that we refuted before.
         self.misled: PeerId | None = None
@@ -119,7 +137,7 @@ class Beliefs:
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
         self._farewell = left
-        self._suspicions.clear()
+        self.suspicions.clear()
         self._reckon()
         return left
 
@@ -136,17 +154,17 @@ class Beliefs:
         fact = sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
         if row.status is Status.ALIVE:
             self._begin_suspicion(now, row, fact, silence)
-        elif self._suspicions[row.peer].wants(self.peer):
+        elif self.suspicions[row.peer].wants(self.peer):
             self._confirm(row.peer, fact)
-        self._suspicions[row.peer].is_observed = True
+        self.suspicions[row.peer].is_observed = True
         self._reckon()
 
     def bury_expired(self, now: float) -> list[Row]:
         """Give up every suspect whose time to refute is over. Returns those to probe before, whose answers
         only others have missed: of each is then said that it answered (`spare`) or not (`miss`)."""
         unseen = []
-        for peer in [peer for peer, suspicion in self._suspicions.items() if suspicion.due <= now]:
-            row, suspicion = self.table.rows[peer], self._suspicions[peer]
+        for peer in [peer for peer, suspicion in self.suspicions.items() if suspicion.due <= now]:
+            row, suspicion = self.table.rows[peer], self.suspicions[peer]
             if suspicion.is_observed:
                 self._bury(now, row, suspicion.condemnation)
             else:
@@ -157,14 +175,14 @@ class Beliefs:
 
     def miss(self, peer: PeerId) -> None:
         """A suspect has not answered this peer either."""
-        suspicion = self._suspicions.get(peer)
+        suspicion = self.suspicions.get(peer)
         if suspicion is not None:
             suspicion.is_observed, suspicion.is_checked = True, False
             self._reckon()
 
     def spare(self, now: float, peer: PeerId) -> None:
         """A member has answered this peer: what others say of it does not bury it."""
-        suspicion = self._suspicions.get(peer)
+        suspicion = self.suspicions.get(peer)
         if suspicion is not None:
             suspicion.spare(now)
             self._reckon()
@@ -175,13 +193,13 @@ class Beliefs:
             return []
         return [
             peer
-            for peer, suspicion in self._suspicions.items()
+            for peer, suspicion in self.suspicions.items()
             if suspicion.confirmed_by <= now or suspicion.accuser == self.peer
         ]
 
     def excuse(self, seconds: float) -> None:
         """Give every suspect back the time in which this peer stalled."""
-        for suspicion in self._suspicions.values():
+        for suspicion in self.suspicions.values():
             suspicion.excuse(seconds)
         self._reckon()
 
@@ -227,65 +245,128 @@ class Beliefs:
         """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
 
         In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
-        network that was split: it does not bury, it makes us look. Returns whom to probe at once.
+        network that was split: it does not bury, it makes us look. Returns whom to probe at once. What is
+        more than one slice is left to `learn_on`.
         """
         self.misled = None
         if not facts:
             return []
-        claims = []
+        job = Job(sender, facts, synced, passed_on, now)
+        return job.doubted[:DOUBTED_MAX] if self.intake.do(job) else []
+
+    def learn_on(self, now: float) -> list[PeerId]:
+        """Take in the next slice of what waits; whom to probe at once."""
+        job, error = self.intake.go_on(now)
+        if error is not None and job is not None:
+            self._events.append(FactsRefused(job.sender, str(error)))
+        return [] if job is None else job.doubted[:DOUBTED_MAX]
+
+    def _steps(self, job: Job) -> Generator[int]:
+        """Read all facts, then believe them; what each costs."""
+        claims: list[tuple[Fact, Body]] = []
         rows = self.table.rows
-        for fact in facts:
+        for fact in job.facts:
             # Most of what arrives is known to the byte, and would change nothing.
             known = rows.get(PeerId(fact.author))
             if known is None or known.said.fact != fact:
                 claims.append((fact, read_body(fact)))
+                yield READ_COST
         if not claims:
-            return []
+            return
         accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
-        outdated = any(
-            body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused
-        )
-        self.misled = sender if outdated else None
+        if any(body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused):
+            self.misled = job.sender
         buried = {
             subject_of(fact, body): body.incarnation
             for fact, body in claims
             if isinstance(body, DeadBody | LeftBody)
         }
-        doubted: list[PeerId] = []
         # Alive first: it makes accusers known, and brings the incarnation that is accused.
         for fact, body in claims:
             if isinstance(body, AliveBody):
-                subject = PeerId(fact.author)
+                subject, before = PeerId(fact.author), self._checks
                 # Who was dead before we came is not news. A false claim only undoes its sender's own words.
-                if subject in self.table.rows or body.incarnation > buried.get(subject, -1):
-                    self._hear_alive(now, sender, fact, body, passed_on)
+                if subject in rows or body.incarnation > buried.get(subject, -1):
+                    self._hear_alive(job.now, job.sender, fact, body, job.passed_on)
+                    yield READ_COST + CHECK_COST * (self._checks - before)
         for fact, body in claims:
+            before = self._checks
             if isinstance(body, LeftBody):
-                self._hear_left(now, fact, body)
+                self._hear_left(job.now, fact, body)
             elif isinstance(body, SuspectBody | DeadBody):
-                self._hear_accusation(now, fact, body, doubted if synced else None)
-        return doubted[:DOUBTED_MAX]
+                self._hear_accusation(job.now, fact, body, job.doubted if job.synced else None)
+            yield READ_COST + CHECK_COST * (self._checks - before)
+
+    def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
+        """List all of whom these facts speak, at once: local code vouches for them. They are no news."""
+        for fact in facts:
+            body = read_body(fact)
+            if isinstance(body, AliveBody) and fact.author not in self.table.rows:
+                self._check(fact, body)
+                self._list(now, Candidate(read_alive(fact, body), teller, passed_on=False))
+
+    def admit(self, now: float, peer: PeerId) -> None:
+        """A candidate has answered: list it."""
+        candidate = self.candidates.pop(peer)
+        if candidate is not None and peer not in self.table.rows and self.scope.holds(peer):
+            self._list(now, candidate)
+
+    def _list(self, now: float, candidate: Candidate) -> None:
+        said, introducer = candidate.said, candidate.introducer
+        if not (self._may_have_room() and self._has_share(said, introducer)):
+            return
+        self._make_room()
+        self.table.insert(Row(said, now, introducer))
+        self._events.append(_up(said, introducer))
+        if candidate.passed_on:
+            self.queue.put(said.peer, said.fact)
+
+    def _has_share(self, said: Announced, introducer: PeerId) -> bool:
+        """Whether the source of a newcomer has not more than its share of a list that fills."""
+        most = self._settings.members_max
+        if len(self.table.rows) < most // 2:
+            return True
+        source = _source(said, introducer)
+        rows = (row for row in self.table.rows.values() if row.found_through is not None)
+        found = sum(_source(row.said, row.found_through) == source for row in rows if row.found_through)
+        return found < max(SHARE_MIN, most // SHARES)
 
     def _hear_alive(self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool) -> None:
         peer = PeerId(fact.author)
         row = self.table.rows.get(peer)
         if peer == self.peer:
             self._hear_of_earlier_self(fact, body)
+        elif row is None:
+            self._hear_of_stranger(now, sender, fact, body, passed_on)
+        elif body.incarnation > row.incarnation:
+            said = read_alive(fact, body)
+            self._check(fact, body)
+            self._hear_again(now, sender, row, said)
+            if passed_on:
+                self.queue.put(peer, fact)
+
+    def _hear_of_stranger(
+        self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
+    ) -> None:
+        """List one that speaks for itself; one of whom another tells must answer a ping first."""
+        peer = PeerId(fact.author)
+        known = self.candidates.get(peer)
+        if known is not None and body.incarnation <= known.said.incarnation:
             return
-        if row is not None and body.incarnation <= row.incarnation:
+        if not (self.scope.holds(peer) and self._may_have_room()):
             return
-        if row is None and not (self.scope.holds(peer) and self._may_have_room()):
+        speaks = sender == peer
+        if not (speaks or known is not None or self.candidates.takes(sender)):
             return
         said = read_alive(fact, body)
-        check_body(self._signer, fact, body)
-        if row is None:
-            self._make_room()
-            self.table.insert(Row(said, now, sender))
-            self._events.append(_up(said, sender))
+        self._check(fact, body)
+        if speaks:
+            self.candidates.pop(peer)
+            self._list(now, Candidate(said, sender, passed_on))
+        elif known is not None:
+            known.said = said
         else:
-            self._hear_again(now, sender, row, said)
-        if passed_on:
-            self.queue.put(peer, fact)
+            self.candidates.put(Candidate(said, sender, passed_on))
 
     def _hear_again(self, now: float, sender: PeerId, row: Row, said: Announced) -> None:
         changed = said.profile != row.profile
@@ -294,7 +375,7 @@ class Beliefs:
         back = status in (Status.DEAD, Status.LEFT)
         if status is not Status.ALIVE:
             self.table.judge(row, now, None, found_through=sender if back else None)
-            suspicion = self._suspicions.get(said.peer)
+            suspicion = self.suspicions.get(said.peer)
             for accuser in suspicion.accusers if suspicion is not None else ():
                 self._credit.refuted(accuser, now)
             self._end_suspicion(said.peer)
@@ -311,6 +392,10 @@ class Beliefs:
 
     def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
         row = self.table.rows.get(PeerId(fact.author))
+        candidate = self.candidates.get(PeerId(fact.author)) if row is None else None
+        if candidate is not None and body.incarnation >= candidate.said.incarnation:
+            self._check(fact, body)
+            self.candidates.pop(candidate.peer)
         if row is None or body.incarnation < row.incarnation:
             return
         if row.peer == self.peer:
@@ -318,7 +403,7 @@ class Beliefs:
             return
         if row.status is Status.LEFT and body.incarnation == row.incarnation:
             return
-        check_body(self._signer, fact, body)
+        self._check(fact, body)
         if row.status is not Status.LEFT:
             self._events.append(MemberLeft(row.peer))
         self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
@@ -349,7 +434,7 @@ class Beliefs:
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
         if not is_trusted and self.outsiders_refuted >= OUTSIDERS_REFUTED_MAX:
             return
-        check_body(self._signer, fact, body)
+        self._check(fact, body)
         if is_trusted:
             self.health.worsen()
         else:
@@ -361,18 +446,18 @@ class Beliefs:
 
     def _hear_of_other(self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody) -> None:
         """Suspect a member, confirm that, or let it end as early as it may."""
-        accuser, suspicion = PeerId(fact.author), self._suspicions.get(row.peer)
+        accuser, suspicion = PeerId(fact.author), self.suspicions.get(row.peer)
         is_confirmed = suspicion is not None and suspicion.wants(accuser)
         is_condemned = isinstance(body, DeadBody) and (suspicion is None or suspicion.condemnation is None)
         if suspicion is not None and not (is_confirmed or is_condemned):
             return
-        check_body(self._signer, fact, body)
+        self._check(fact, body)
         if suspicion is None:
             self._begin_suspicion(now, row, fact, body.silence_milliseconds)
         elif is_confirmed:
             self._confirm(row.peer, fact)
         if is_condemned:
-            self._suspicions[row.peer].condemn(now, fact)
+            self.suspicions[row.peer].condemn(now, fact)
             self.queue.put(row.peer, fact, beside=True)
             self._reckon()
 
@@ -385,8 +470,12 @@ class Beliefs:
             return
         if body.incarnation < self.me.incarnation:
             return
-        check_body(self._signer, fact, body)
+        self._check(fact, body)
         self.announce(self.me.profile, above=body.incarnation)
+
+    def _check(self, fact: Fact, body: Body) -> None:
+        self._checks += 1
+        check_body(self._signer, fact, body)
 
     def _begin_suspicion(self, now: float, row: Row, fact: Fact, silence: int) -> None:
         live = self.table.live
@@ -395,7 +484,7 @@ class Beliefs:
         wanted = wanted if live - 2 >= wanted else 0
         shortest, longest = self._settings.suspicion_bounds_seconds(live)
         accuser = PeerId(fact.author)
-        self._suspicions[row.peer] = Suspicion(
+        self.suspicions[row.peer] = Suspicion(
             now,
             accuser,
             shortest,
@@ -405,7 +494,7 @@ class Beliefs:
             ahead_seconds=self._settings.probe_interval_seconds,
             check_seconds=self._settings.probe_timeout_seconds,
         )
-        self._suspicions[row.peer].is_observed = accuser == self.peer
+        self.suspicions[row.peer].is_observed = accuser == self.peer
         self._reckon()
         self.table.unanswered(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
@@ -415,7 +504,7 @@ class Beliefs:
         self.queue.put(row.peer, fact)
 
     def _confirm(self, peer: PeerId, fact: Fact) -> None:
-        self._suspicions[peer].confirm(PeerId(fact.author))
+        self.suspicions[peer].confirm(PeerId(fact.author))
         self._reckon()
         self.queue.put(peer, fact, beside=True)
 
@@ -433,11 +522,11 @@ class Beliefs:
         self.queue.put(row.peer, fact)
 
     def _end_suspicion(self, peer: PeerId) -> None:
-        if self._suspicions.pop(peer, None) is not None:
+        if self.suspicions.pop(peer, None) is not None:
             self._reckon()
 
     def _reckon(self) -> None:
-        dues = (suspicion.due for suspicion in self._suspicions.values())
+        dues = (suspicion.due for suspicion in self.suspicions.values())
         self.suspicion_deadline = min(dues, default=inf)
 
     def _may_have_room(self) -> bool:
@@ -452,7 +541,7 @@ class Beliefs:
     def forget_outside(self) -> None:
         """Drop those who stand outside of our scope, which has become narrower."""
         for peer in self.table.keep(self.scope.holds):
-            self._suspicions.pop(peer, None)
+            self.suspicions.pop(peer, None)
             self.queue.drop(peer)
             self._events.append(MemberForgotten(peer))
         self._reckon()
@@ -474,6 +563,17 @@ class Beliefs:
 def _up(said: Announced, sender: PeerId) -> MemberUp:
     profile = said.profile
     return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
+
+
+def _source(said: Announced, found_through: PeerId) -> object:
+    """Who answers for a member: its introducer, or where it came from if that was itself."""
+    if found_through != said.peer or not said.profile.addresses:
+        return found_through
+    address = said.profile.addresses[0]
+    return address.host if address.kind == "dns" else _network_of(address.host)
+
+
+_network_of = lru_cache(maxsize=MEMBERS_MAX)(prefix_of)
 
 
 def _milliseconds(seconds: float) -> int:

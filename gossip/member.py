@@ -143,6 +143,23 @@ class NeighboursWanted:
 
 
 @dataclass(frozen=True)
+class CandidateFound:
+    """A stranger of whom a member told is to be probed, at these addresses, before it is listed."""
+
+    peer: PeerId
+    addresses: tuple[Address, ...]
+    introducer: PeerId
+
+
+@dataclass(frozen=True)
+class FactsRefused:
+    """What `sender` told, a while ago, was forged or malformed."""
+
+    sender: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
 class SelfAccused:
     """`accuser` suspected or buried this very peer; `incarnation` is the new one that refutes it."""
 
@@ -161,4 +178,6 @@ Event = (
     | MemberForgotten
     | SelfAccused
     | NeighboursWanted
+    | CandidateFound
+    | FactsRefused
 )

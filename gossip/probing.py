@@ -7,6 +7,7 @@ with mute relays that the fault may be its own.
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from crypto.identity import PeerId
 
@@ -29,8 +30,8 @@ class Probe:
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
     nacked: tuple[PeerId, ...] = ()
-    is_last: bool = False
-    """Whether it decides over a suspect whom others accused: it goes through no relay."""
+    kind: Literal["round", "last", "candidate"] = "round"
+    """Whether it decides over a suspect whom others accused, or shows whether a candidate exists."""
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""

@@ -7,7 +7,7 @@ believe stands in `gossip.beliefs`, numbers in `gossip.settings`.
 Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
 it is pinged through relays; unanswered again, it is suspected, which gossip spreads. It may refute
 by a higher incarnation; else it is dead to all. Whoever comes as a stranger or from the dead is
-asked for its facts.
+asked for its facts; one of whom others tell is pinged before it is listed (`gossip.candidates`).
 
 Given `place`, which says where in the key space a peer stands, it lists only the neighbourhood of its own
 key, as in a public swarm: then it answers probes from outside, and passes on only what is inside.
@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from random import Random
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
+from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.exchange import Exchange
 from gossip.exchange import Sends as Sends
-from gossip.member import Event, Member, Profile, Status
+from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
+from gossip.member import CandidateFound, Event, Member, Profile, Status
 from gossip.messages import (
     Ack,
     Compare,
@@ -61,8 +63,22 @@ class Swim:
     """
 
     __slots__ = (
-        "_beliefs", "_exchange", "_flight", "_gossip_at", "_health", "_left", "_settings", "_table",
-        "_tick_at", "deadline", "events", "peer", "scope"
+        "_beliefs",
+        "_candidates",
+        "_exchange",
+        "_flight",
+        "_gossip_at",
+        "_health",
+        "_left",
+        "_probe_at",
+        "_settings",
+        "_slice_at",
+        "_table",
+        "_tick_at",
+        "deadline",
+        "events",
+        "peer",
+        "scope"
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +103,7 @@ class Swim:
         )
         self._beliefs = Beliefs(signer, profile, settings, rng, incarnation, now, self.events, self.scope)
         self._table = self._beliefs.table
+        self._candidates = self._beliefs.candidates
         self._health = self._beliefs.health
         self._flight = Flight(rng.getrandbits(31))
         # Random phases, so that peers started together do not probe and sync in step.
@@ -94,6 +111,7 @@ class Swim:
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
         self._gossip_at = float("inf")
+        self._slice_at = self._probe_at = 0.0
         self._left = False
         self.deadline = 0.0
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
@@ -109,6 +127,16 @@ class Swim:
         """What is held of everyone listed, this peer included: `members` at a hundredth of its cost."""
         return {row.peer: row.status for row in self._table.rows.values()}
 
+    def member(self, peer: PeerId) -> Member | None:
+        """What is held of one, None where it is not listed."""
+        row = self._table.rows.get(peer)
+        return None if row is None else row.snapshot()
+
+    def status(self, peer: PeerId) -> Status | None:
+        """The same, and no more than its status."""
+        row = self._table.rows.get(peer)
+        return None if row is None else row.status
+
     @property
     def live(self) -> int:
         """How many are listed as live, this peer included."""
@@ -121,6 +149,8 @@ class Swim:
         return {
             "members": (len(self._table.rows), most),
             "news": (len(self._beliefs.queue), most * (2 + self._settings.confirmations)),
+            "candidates": (len(self._candidates), most),
+            "intake": (len(self._beliefs.intake), JOBS_MAX),
             "relays": (len(self._flight.relays), RELAYS_MAX),
         }
 
@@ -132,6 +162,13 @@ class Swim:
         sends = self._exchange.join(now, peers)
         self._plan()
         return sends
+
+    def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
+        """List at once those of whom these facts speak, as if `teller` had told: local code knows that they
+        are there. Raises RemoteProtocolError."""
+        self._beliefs.acquaint(now, teller, facts)
+        self._exchange.narrow_if_crowded(now)
+        self._plan()
 
     def update(self, now: float, profile: Profile) -> Sends:
         """Announce another name, address or metadata."""
@@ -151,6 +188,8 @@ class Swim:
         self._left = True
         self._flight.probes.clear()
         self._flight.relays.clear()
+        self._candidates.clear()
+        self._beliefs.intake.clear()
         self._tick_at = self._exchange.due = float("inf")
         self._arm_gossip(now)
         self._plan()
@@ -176,7 +215,7 @@ class Swim:
             if isinstance(message, Ping):
                 return [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
             return []
-        if not self._beliefs.queue.waits:
+        if not self._beliefs.queue.waits and not self._candidates.rows:
             # By far the commonest: there is no news, neither here nor there.
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
@@ -195,9 +234,14 @@ class Swim:
             self._plan()
 
     def _take(self, now: float, sender: PeerId, message: Message) -> Sends:
+        if sender in self._candidates.rows:
+            self._beliefs.admit(now, sender)
         if isinstance(message, _SYNCS):
             self._refuse_if_scoped_otherwise(message)
+            was_idle = not self._beliefs.intake
             sends, doubted = self._exchange.receive_sync(now, sender, message)
+            if was_idle and self._beliefs.intake:
+                self._slice_at = now + SLICE_PAUSE_SECONDS
             for peer in doubted:
                 sends += self.hint_suspect(now, peer)
         else:
@@ -205,8 +249,10 @@ class Swim:
                 self._refuse_if_scoped_otherwise(message)
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
-        if message.facts:
+        if message.facts or self._candidates.rows:
             self._exchange.narrow_if_crowded(now)
+        if self._candidates.rows and self._probe_at <= now:
+            sends += self._probe_candidates(now)
         if self._beliefs.queue.waits:
             self._arm_gossip(now)
         return sends
@@ -232,9 +278,11 @@ class Swim:
         probe = self._flight.probes.get(number)
         if probe is not None and (sender == probe.target or sender in probe.relays):
             del self._flight.probes[number]
+            if probe.kind == "candidate":
+                self._beliefs.admit(now, probe.target)
             self._health.better()
             self._table.answered(probe.target)
-            if sender == probe.target:
+            if self._beliefs.suspicions and sender == probe.target:
                 self._beliefs.spare(now, sender)
         relays = self._flight.relays
         relay = relays.get(number) if relays else None
@@ -269,16 +317,29 @@ class Swim:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
             for row in self._beliefs.bury_expired(now):
-                sends += self._probe(now, row, is_last=True)
+                sends += self._probe_last(now, row)
+        if self._beliefs.intake.jobs and self._slice_at <= now:
+            sends += self._learn_on(now)
         if self._tick_at <= now:
             sends += self._tick(now)
         if self._exchange.due <= now:
             sends += self._exchange.sync(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
+        if self._candidates.rows and self._probe_at <= now:
+            sends += self._probe_candidates(now)
         if self._beliefs.queue.waits:
             self._arm_gossip(now)
         self._plan()
+        return sends
+
+    def _learn_on(self, now: float) -> Sends:
+        """One more slice of what a large message says."""
+        sends: Sends = []
+        for peer in self._beliefs.learn_on(now):
+            sends += self.hint_suspect(now, peer)
+        self._slice_at = now + SLICE_PAUSE_SECONDS
+        self._exchange.narrow_if_crowded(now)
         return sends
 
     def _wake_relays(self, now: float) -> Sends:
@@ -308,15 +369,18 @@ class Swim:
         return tuple(self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != target))
 
     def _fail(self, now: float, probe: Probe) -> None:
+        if probe.kind == "candidate":
+            self._candidates.retry(probe.target)
+            return
         row = self._table.rows.get(probe.target)
-        if not probe.is_last:
+        if probe.kind == "round":
             # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
             self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         if row is not None:
             self._table.unanswered(probe.target, probe.sent_at)
         # A higher incarnation since then is a sign of life.
         if row is not None and row.live and row.incarnation == probe.incarnation:
-            if probe.is_last:
+            if probe.kind == "last":
                 self._beliefs.miss(probe.target)
             else:
                 self._beliefs.accuse(now, row)
@@ -333,14 +397,49 @@ class Swim:
                 sends += self.hint_suspect(now, suspect)
         return sends
 
-    def _probe(self, now: float, row: Row, *, is_last: bool = False) -> Sends:
+    def _probe(self, now: float, row: Row) -> Sends:
         peer, patience = row.peer, self._health.multiplier
-        timeout_seconds = self._settings.probe_timeout_seconds * patience
-        end_seconds = timeout_seconds if is_last else self._settings.probe_interval_seconds * patience
-        probe = Probe(peer, row.incarnation, now, now + timeout_seconds, now + end_seconds, end_seconds)
-        probe.is_last = probe.relayed = is_last
+        end_seconds = self._settings.probe_interval_seconds * patience
+        timeout_at = now + self._settings.probe_timeout_seconds * patience
+        probe = Probe(peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds)
         number = self._flight.add_probe(probe)
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
+
+    def _probe_last(self, now: float, row: Row) -> Sends:
+        """Ask a suspect ourselves, and nobody else: it has long been asked by others."""
+        seconds = self._settings.probe_timeout_seconds * self._health.multiplier
+        probe = Probe(row.peer, row.incarnation, now, now + seconds, now + seconds, seconds, kind="last")
+        probe.relayed = True
+        number = self._flight.add_probe(probe)
+        return [(row.peer, Ping(number, self._beliefs.facts_for(row.peer)))]
+
+    def _probe_candidates(self, now: float) -> Sends:
+        """Ask as many as may be asked at once; each hears who asks, and so lists us without asking."""
+        sends: Sends = []
+        for _ in range(PROBED_AT_ONCE_MAX):
+            candidate = self._candidates.next()
+            if candidate is None:
+                return sends
+            peer, said = candidate.peer, candidate.said
+            if candidate.tries == 1:
+                self.events.append(CandidateFound(peer, said.profile.addresses, candidate.introducer))
+            timeout_seconds = self._settings.probe_timeout_seconds
+            # Through relays only where it does not answer: whoever told of it may have a path that we lack.
+            is_direct = candidate.tries == 1
+            end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
+            probe = Probe(
+                peer,
+                said.incarnation,
+                now,
+                now + timeout_seconds,
+                now + end_seconds,
+                end_seconds,
+                relayed=is_direct,
+                kind="candidate",
+            )
+            sends.append((peer, Ping(self._flight.add_probe(probe), self._beliefs.me.facts)))
+        self._probe_at = now + SLICE_PAUSE_SECONDS
+        return sends
 
     def _gossip(self, now: float) -> Sends:
         self._gossip_at = float("inf")
@@ -367,6 +466,10 @@ class Swim:
             due = self._gossip_at
         if beliefs.suspicion_deadline < due:
             due = beliefs.suspicion_deadline
+        if beliefs.intake.jobs and self._slice_at < due:
+            due = self._slice_at
+        if self._candidates.rows and self._candidates.is_due and self._probe_at < due:
+            due = self._probe_at
         if (flight.probes or flight.relays) and (in_flight := flight.deadline) < due:
             due = in_flight
         self.deadline = due

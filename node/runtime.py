@@ -323,7 +323,7 @@ class Node:
             self.signer,
             offers=self._offers,
             live=lambda: self.membership.live,
-            gone=lambda: [member.peer for member in self.membership.members if not member.live],
+            gone=lambda: self.membership.gone,
             accepts=self._accepts,
             publish=self._publish,
             refuse=self._refuse,

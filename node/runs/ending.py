@@ -51,7 +51,7 @@ async def collect_result(
     for _ in range(DECLINES_MAX):
         try:
             graph = await service.models.get(run.manifest.graph_hash, plan.members)
-            data = await collect(run, graph, plan, service.live(), me, own, seams)
+            data = await collect(run, graph, plan, tuple(service.live()), me, own, seams)
             await _admit(service, run, len(data))
             return await seams.executor.run(partial(keep, seams.storage, run.text, data)), None
         except Unreachable as error:

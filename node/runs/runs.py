@@ -6,7 +6,7 @@ run that nobody speaks of any more is given up by silence, so that a lease canno
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ class Runs:
         signer: Signer,
         *,
         offers: Callable[[], Sequence[Offer]],
-        live: Callable[[], Sequence[PeerId]],
-        gone: Callable[[], Sequence[PeerId]],
+        live: Callable[[], Collection[PeerId]],
+        gone: Callable[[], Collection[PeerId]],
         accepts: Callable[[Run], str | None],
         publish: Callable[[Event], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],

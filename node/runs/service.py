@@ -1,6 +1,6 @@
 """What the parts of a run's membership need of the node: the shape of `node.runs.runs.Runs`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from crypto.errors import RemoteProtocolError
@@ -32,8 +32,8 @@ class Service(Protocol):
     models: Models
     guests: Guests
     machine: Machine
-    live: Callable[[], Sequence[PeerId]]
-    gone: Callable[[], Sequence[PeerId]]
+    live: Callable[[], Collection[PeerId]]
+    gone: Callable[[], Collection[PeerId]]
     offers: Callable[[], Sequence[Offer]]
     publish: Callable[[Event], None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]

@@ -5,7 +5,7 @@ stop and hands it on. Whoever was away hears of it when it asks how the chain of
 nobody's word: this node closes its stage at once, and the others go on without it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,7 +74,7 @@ class Service(Protocol):
     signer: Signer
     members: dict[bytes, RunMember]
     archive: ArchiveShell
-    live: Callable[[], Sequence[PeerId]]
+    live: Callable[[], Collection[PeerId]]
 
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...

@@ -209,7 +209,7 @@ class Succession:
 
         That includes whom this node has not heard of yet: news of a newcomer takes some rounds of gossip.
         """
-        alive, gone = set(self.live()), set(self.gone())
+        alive, gone = self.live(), self.gone()
         is_new = self.monotonic() < self.began + UNMET_SECONDS
         known = {self.signer.peer, *self.chain.core.acquainted}
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
@@ -276,8 +276,12 @@ class Succession:
         return (
             asking.plan.parent == self.chain.core.head_hash
             and set(asking.change.lost) == set(view.plan.roster) & view.absent
-            and set(asking.newcomers) <= set(self.live()) - self.leaving
+            and self._may_all_come(asking.newcomers)
         )
+
+    def _may_all_come(self, newcomers: Collection[PeerId]) -> bool:
+        live = self.live()
+        return all(peer in live and peer not in self.leaving for peer in newcomers)
 
     async def _ask_newcomers(self, asking: _Asking) -> None:
         with asking.scope:

@@ -1,6 +1,7 @@
 """Who is here: the SWIM core driven over datagrams, and its events told to the rest of the node."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
 from random import Random
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from gossip import member as core
-from gossip.messages import MESSAGE_BYTES_MAX, Message
+from gossip.messages import MEMBERS_MAX, MESSAGE_BYTES_MAX, Message
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL, Swim
 from node import events
@@ -61,6 +62,7 @@ def encode_metadata(capacity: Capacity, *, accepts_runs: bool) -> bytes:
     )
 
 
+@lru_cache(maxsize=MEMBERS_MAX)
 def read_metadata(data: bytes) -> Metadata | None:
     """A member's claim, None where this version cannot read it."""
     try:
@@ -68,6 +70,30 @@ def read_metadata(data: bytes) -> Metadata | None:
     except RemoteProtocolError:
         return None
     return metadata
+
+
+class Listed(Collection[PeerId]):
+    """Peers of some statuses, by peer id. Whether one is among them is asked at every event, so no list is
+    made for that."""
+
+    def __init__(self, swim: Swim, statuses: frozenset[core.Status]) -> None:
+        self._swim = swim
+        self._statuses = statuses
+
+    def __contains__(self, peer: object) -> bool:
+        return isinstance(peer, bytes) and self._swim.status(PeerId(peer)) in self._statuses
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(sorted(peer for peer, held in self._swim.statuses.items() if held in self._statuses))
+
+    def __len__(self) -> int:
+        if self._statuses == _LIVE:
+            return self._swim.live
+        return sum(1 for _ in self)
+
+
+_LIVE = frozenset({core.Status.ALIVE, core.Status.SUSPECT})
+_GONE = frozenset({core.Status.DEAD, core.Status.LEFT})
 
 
 class Membership:
@@ -98,6 +124,7 @@ class Membership:
         self._met = met
         self._gone = gone
         self._forgotten = forgotten
+        self._refuse = refuse
         self._observe = observe
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
@@ -116,9 +143,14 @@ class Membership:
         self.run = self._driver.run
 
     @property
-    def live(self) -> tuple[PeerId, ...]:
-        """Who is believed alive, this node included, by peer id."""
-        return tuple(member.peer for member in self._swim.members if member.live)
+    def live(self) -> "Listed":
+        """Those believed alive, this node included: looked at when it is used."""
+        return Listed(self._swim, _LIVE)
+
+    @property
+    def gone(self) -> "Listed":
+        """Those listed as dead, or as having left."""
+        return Listed(self._swim, _GONE)
 
     @property
     def members(self) -> tuple[core.Member, ...]:
@@ -167,9 +199,13 @@ class Membership:
                 self._gone(event.peer)
             case core.MemberForgotten():
                 self._forgotten(event.peer)
+            case core.CandidateFound():
+                self._network.learn(event.peer, event.addresses)  # it is to be pinged there
+            case core.FactsRefused():
+                self._refuse(event.sender, RemoteProtocolError(event.reason))
 
     def _joined(self, event: core.MemberUp | core.MemberChanged) -> events.MemberJoined:
-        known = next((member for member in self._swim.members if member.peer == event.peer), None)
+        known = self._swim.member(event.peer)
         through = known.found_through if known is not None else None
         return events.MemberJoined(
             at=self._clock.wall(),
@@ -186,10 +222,8 @@ class Membership:
         return "itself" if through == peer else self._name_of(through)
 
     def _name_of(self, peer: PeerId) -> str:
-        for member in self._swim.members:
-            if member.peer == peer:
-                return member.name
-        return short_peer(peer)
+        known = self._swim.member(peer)
+        return short_peer(peer) if known is None else known.name
 
     def _capacity(self, data: bytes) -> events.CapacityMeasured | None:
         metadata = read_metadata(data)

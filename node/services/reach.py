@@ -8,7 +8,7 @@ asker. Datagrams under the same name are sent back as they came, so that a path 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from random import Random
 from typing import Annotated
 
@@ -125,7 +125,7 @@ class Reach:
     async def run(
         self,
         rng: Random,
-        peers: Callable[[], Sequence[PeerId]],
+        peers: Callable[[], Collection[PeerId]],
         changed: Callable[[bool | None, int, tuple[Address, ...]], None],
     ) -> None:
         """Ask some of `peers` now and then, until cancelled.

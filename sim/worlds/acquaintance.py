@@ -90,7 +90,10 @@ class Acquaintance:
         def learn(core: Any, now: float) -> Sends:
             if self._scoped:
                 core.scope.depth = depth
-            core.receive(now, teller, everything)
+            if hasattr(core, "acquaint"):
+                core.acquaint(now, teller, told)  # it would ask each first whether it is there
+            else:
+                core.receive(now, teller, everything)
             return []
 
         self._ground.command(life, SWIM, learn)

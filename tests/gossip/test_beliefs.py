@@ -26,7 +26,7 @@ from gossip.messages import (
 )
 from gossip.settings import Settings
 from gossip.suspicion import ACCUSERS_MAX, LEAK_INTERVALS, REFUTED_MAX, Credit
-from gossip.swim import Swim
+from gossip.swim import Sends, Swim
 
 ME, ANN, BOB, EVE = (Identity(bytes([number]) * 32) for number in range(1, 5))
 
@@ -46,24 +46,32 @@ class Peer:
         signer = IdentitySigner(ME, "test")
         self.core = Swim(signer, Profile("me", ()), Settings(**settings), Random(1), 5, 0.0)
         self.now = 1.0
-        self.hear(alive(ANN), alive(BOB))
+        self.answering: Collection[PeerId] = ()
+        self.hear(alive(ANN), sender=ANN)
+        self.hear(alive(BOB))
         self.core.events.clear()
 
     def hear(self, *facts: Fact, sender: Identity = BOB) -> None:
-        self.core.receive(self.now, sender.peer, Gossip(facts))
+        self.answer(self.core.receive(self.now, sender.peer, Gossip(facts)))
+
+    def answer(self, sends: Sends) -> None:
+        """What becomes of these pings."""
+        for receiver, sent in sends:
+            if isinstance(sent, Ping) and receiver in self.answering:
+                self.core.receive(self.now, receiver, Ack(sent.number))
 
     def wait(self, seconds: float = 30.0, answering: Collection[PeerId] = (BOB.peer,)) -> None:
         """Let time pass, in which these answer pings, and say nothing else."""
-        until = self.now + seconds
+        until, self.answering = self.now + seconds, answering
         while self.core.deadline <= until:
             self.now = self.core.deadline
-            for receiver, sent in self.core.wake(self.now):
-                if isinstance(sent, Ping) and receiver in answering:
-                    self.core.receive(self.now, receiver, Ack(sent.number))
+            self.answer(self.core.wake(self.now))
         self.now = until
 
     def sync(self, *facts: Fact, sender: Identity = BOB) -> list[Any]:
-        return [message for _, message in self.core.receive(1.0, sender.peer, Sync(False, facts))]
+        sends = self.core.receive(self.now, sender.peer, Sync(False, facts))
+        self.answer(sends)
+        return [message for _, message in sends]
 
     def status(self, identity: Identity) -> Status | None:
         return {member.peer: member.status for member in self.core.members}.get(identity.peer)
@@ -229,6 +237,7 @@ def test_a_dead_fact_in_a_sync_makes_us_look_and_does_not_bury() -> None:
 
 def test_who_was_dead_before_we_came_is_no_news() -> None:
     peer = Peer()
+    peer.answering = {EVE.peer}
     peer.sync(alive(EVE, 7), say(BOB, DeadBody(EVE.peer, 7, 0)))
     assert peer.status(EVE) is None
     peer.sync(alive(EVE, 8), say(BOB, DeadBody(EVE.peer, 7, 0)))
@@ -237,6 +246,7 @@ def test_who_was_dead_before_we_came_is_no_news() -> None:
 
 def test_a_full_list_takes_nobody_new_until_somebody_has_gone() -> None:
     peer = Peer(members_max=3)
+    peer.answering = {EVE.peer}
     peer.hear(alive(EVE))
     assert peer.status(EVE) is None
     peer.hear(say(ANN, LeftBody(5)))
@@ -253,7 +263,7 @@ def test_a_long_profile_loses_its_last_addresses_and_fits_a_message() -> None:
     assert 1 <= len(body.addresses) < 8
     assert all("/p2p/" not in address for address in body.addresses)
     peer = Peer()
-    peer.hear(say(EVE, body))
+    peer.hear(say(EVE, body), sender=EVE)
     member = next(member for member in peer.core.members if member.peer == EVE.peer)
     assert [str(address.of(None)) for address in member.addresses] == list(body.addresses)
     assert all(address.peer == EVE.peer for address in member.addresses)
