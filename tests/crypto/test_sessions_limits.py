@@ -7,7 +7,7 @@ import pytest
 from crypto.buckets import Bucket, prefix_of
 from crypto.identity import Identity, PeerId
 from crypto.sessions import handshakes, limits, memories, table
-from crypto.sessions.core import Sessions
+from crypto.sessions.core import WAKEN_MAX, Sessions
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
 from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS
@@ -379,6 +379,18 @@ def test_where_no_other_asks_one_network_has_all_handshakes() -> None:
     come_with_cookies(bob, 0.0, crowd, first=5_000)
     flood(bob, 1.0, 250, first=20_000)
     assert come_with_cookies(bob, 1.0, crowd[:250], first=7_000) == limits.SHOWN_RATE
+
+
+def test_many_peers_that_do_not_answer_are_looked_after_a_few_at_a_time() -> None:
+    node = Node(1)
+    for number in range(100, 200):
+        node.sessions.send(0.0, Identity(number.to_bytes(32, "big")).peer, PING, b"")
+    now, again = 20.0, 0
+    while node.sessions.deadline <= now:
+        packets = node.sessions.wake(now)
+        assert len(packets) <= WAKEN_MAX
+        again += 1
+    assert again >= 100 // WAKEN_MAX
 
 
 def test_what_waits_for_all_peers_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
