@@ -25,6 +25,7 @@ from partition.plan.plan import (
     NOTHING,
     REPLICAS_MAX,
     ROSTER_MAX,
+    STEPS_MAX,
     TRAINERS_MAX,
     Plan,
     StagePlan,
@@ -151,7 +152,7 @@ changes = st.builds(
     admitted=some,
     trainers=some,
     restored=st.just(NOTHING) | st.just(CHECKPOINT),
-    step=st.just(0) | st.integers(0, 2**63 - 1),
+    step=st.just(0) | st.integers(0, STEPS_MAX),
 )
 
 

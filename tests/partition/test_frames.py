@@ -24,6 +24,7 @@ from partition.codec import (
     unpack,
 )
 from partition.model.graph import TENSORS_MAX
+from partition.plan.plan import STEPS_MAX
 from partition.steps import frames
 from partition.steps.frames import (
     FRAME_PURPOSE,
@@ -96,7 +97,7 @@ def test_the_largest_numbers_fit_a_header() -> None:
     huge = 2**63 - 1
     tensors = (TensorHeader("bfloat16", (SIDE_MAX,) * DIMENSIONS_MAX),) * TENSORS_MAX
     frame = signed_by_alice(
-        step=huge, attempt=huge, microbatch=huge, sizes=(SIDE_MAX,) * SIZES_MAX, tensors=tensors
+        step=STEPS_MAX, attempt=huge, microbatch=huge, sizes=(SIDE_MAX,) * SIZES_MAX, tensors=tensors
     )
     assert opened_by_bob(frame, bytes(8 * TENSORS_MAX)).header.microbatch == huge
 
