@@ -1,6 +1,7 @@
 """The node: network, services, runs, and the command line. `import node` costs nothing until used.
 
 async with node.Node(join=["10.0.0.5:9747"]) as me: ...      under trio
+with node.sync(join=["10.0.0.5:9747"]) as me: ...            blocking: scripts, notebooks
 node.run(node.Config.load("node.toml"))                      the daemon, = python -m node
 """
 
@@ -8,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from node.config import Config as Config
+    from node.library.sync import sync as sync
     from node.process import main as run
     from node.runtime import Node as Node
 
-__all__ = ["Config", "Node", "run"]
+__all__ = ["Config", "Node", "run", "sync"]
 
 _HOMES = {
     "Config": ("node.config", "Config"),
     "Node": ("node.runtime", "Node"),
     "run": ("node.process", "main"),
+    "sync": ("node.library.sync", "sync"),
 }
 
 

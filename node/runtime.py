@@ -8,7 +8,7 @@ fold of all of them, and whoever wants to watch subscribes.
 """
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -43,6 +43,7 @@ from node.events import (
     StrangerRefused,
 )
 from node.executor import RealExecutor
+from node.library.surface import EVENTS_KEPT_MAX, Surface
 from node.runs.admission import Machine
 from node.runs.blobs import BlobServer
 from node.runs.checkpoints import Checkpoints
@@ -80,7 +81,7 @@ INTERFACES_SECONDS = 20.0
 CAPACITY_PURPOSE = "capacity"
 
 
-class Node:
+class Node(Surface):
     """A node of a swarm: joins, keeps its place, and takes part in runs.
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
@@ -127,6 +128,7 @@ class Node:
         self._observe = observe or _ignore
         self._make_swim = swim
         self._make_kademlia = kademlia
+        self._recent: deque[Event] = deque(maxlen=EVENTS_KEPT_MAX)
         self._watchers: list[trio.MemorySendChannel[Event]] = []
         self._refused: Counter[str] = Counter()
         self._stack = AsyncExitStack()
@@ -381,6 +383,7 @@ class Node:
                 self._report(event)
         except Exception as error:
             note(error, f"the screen at a {type(event).__name__}")
+        self._recent.append(event)
         for watcher in self._watchers:
             try:
                 watcher.send_nowait(event)

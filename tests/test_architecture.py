@@ -26,7 +26,7 @@ FLOORS = (
     ("state", "transport", "storage"),
     ("services",),
     ("runs",),
-    ("control", "executor", "commands", "runtime", "process"),
+    ("control", "executor", "commands", "library", "runtime", "process"),
     ("cli", "__main__"),
 )
 

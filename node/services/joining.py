@@ -108,7 +108,15 @@ class Joining:
                 nursery.start_soon(attempt, index, address)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 
+    async def try_one(self, address: Address) -> JoinTried:
+        """Dial an address once, and tell of it; what became of it. The peer of an address that led here is
+        None."""
+        return await self._dial(address, "")
+
     async def _try(self, address: Address, *, found_by: str = "") -> PeerId | None:
+        return (await self._dial(address, found_by)).peer
+
+    async def _dial(self, address: Address, found_by: str) -> JoinTried:
         begun = self._clock.monotonic()
         peer, outcome, detail = None, "ok", ""
         try:
@@ -119,19 +127,18 @@ class Joining:
             peer, outcome, detail = None, "self", "this is this node's own address"
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
+        tried = JoinTried(
+            at=self._clock.wall(),
+            address=address.short,
+            outcome=outcome,
+            detail=detail,
+            peer=peer,
+            seconds=self._clock.monotonic() - begun,
+            found_by=found_by,
+        )
         if found_by and outcome != "ok":
             # What a stranger's beacon says is no news before somebody answers there.
             self._counters["beacons_led_nowhere"] += 1
-            return peer
-        self._publish(
-            JoinTried(
-                at=self._clock.wall(),
-                address=address.short,
-                outcome=outcome,
-                detail=detail,
-                peer=peer,
-                seconds=self._clock.monotonic() - begun,
-                found_by=found_by,
-            )
-        )
-        return peer
+        else:
+            self._publish(tried)
+        return tried

@@ -262,6 +262,21 @@ def lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process holds the data folder `path` now; a folder that is not there is held by nobody."""
+    try:
+        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _in_use(path: Path, holder: bytes) -> UsageError:
     process = f"process {holder.decode()}" if holder.isdigit() else "another process"
     return UsageError(

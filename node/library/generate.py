@@ -1,0 +1,135 @@
+"""Write `node/library/blocking.py` from `node/library/surface.py`: its public methods in blocking form.
+
+    python -m node.library.generate
+
+A development tool; a test holds that the file is what this makes.
+"""
+
+import ast
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+LINE_LENGTH_MAX = 110
+HEADER = '''"""The public surface in blocking form. Generated from `node/library/surface.py`: do not edit.
+
+Write it anew with `python -m node.library.generate`.
+"""
+'''
+
+
+def generate() -> str:
+    """Return the text of `blocking.py`."""
+    text = (FOLDER / "surface.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    surface = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Surface")
+    methods = [
+        _method(member)
+        for member in surface.body
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and not member.name.startswith("_")
+    ]
+    body = "\n".join(methods)
+    used = {node.id for node in ast.walk(ast.parse("class _:\n" + body)) if isinstance(node, ast.Name)}
+    imports = _imports(tree, used | {"Iterator"} if "Iterator[" in body else used)
+    return (
+        f"{HEADER}\n{imports}\n\n\nclass BlockingSurface:\n"
+        '    """What `Surface` offers, for any other thread. Each call may raise PortalClosed."""\n\n'
+        "    def __init__(self, portal: Portal[Any], of: Surface) -> None:\n"
+        "        self._portal = portal\n"
+        f"        self._of = of\n\n{body}"
+    )
+
+
+def _imports(tree: ast.Module, used: set[str]) -> str:
+    standard: dict[str, list[str]] = {}
+    modules: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names if alias.name in used]
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if name in used:
+                    whole = alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
+                    standard.setdefault(node.module, []).append(whole)
+    standard.setdefault("typing", []).append("Any")
+    if "Iterator" in used:
+        standard.setdefault("collections.abc", []).append("Iterator")
+    standard["node.library.portal"] = ["Portal"]
+    standard["node.library.surface"] = ["Surface"]
+
+    groups: list[list[str]] = [[f"import {name}" for name in sorted(modules)], [], []]
+    for module in sorted(standard):
+        root = module.split(".")[0]
+        place = 2 if root in ("crypto", "dht", "gossip", "partition", "node") else 1 if root == "numpy" else 0
+        names = ", ".join(sorted(set(standard[module]), key=_import_order))
+        groups[place].append(f"from {module} import {names}")
+    return "\n\n".join("\n".join(group) for group in groups if group)
+
+
+def _import_order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then the rest, as ruff sorts them."""
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, name
+
+
+def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    is_property = any(ast.unparse(each) == "property" for each in method.decorator_list)
+    returns = ast.unparse(method.returns) if method.returns is not None else "None"
+    is_stream = returns.startswith("AsyncIterator[")
+    returns = returns.replace("AsyncIterator[", "Iterator[", 1)
+    taken = [*method.args.posonlyargs, *method.args.args][1:]
+    if method.args.vararg or method.args.kwarg or method.args.kwonlyargs:
+        raise ValueError(f"{method.name}: public methods take plain arguments, so that both forms agree")
+    call = "".join(f", {argument.arg}" for argument in taken)
+    if is_property:
+        body = f"return self._portal.call_sync(lambda: self._of.{method.name})"
+    elif is_stream:
+        body = f"return self._portal.iterate(self._of.{method.name}{call})"
+    else:
+        kind = "run" if isinstance(method, ast.AsyncFunctionDef) else "call_sync"
+        body = f"self._portal.{kind}(self._of.{method.name}{call})"
+        if returns != "None":
+            body = f"return {body}"
+    lines = ["    @property"] if is_property else []
+    lines += _signature(method.name, _parameters(method, taken), returns)
+    lines += _docstring(method)
+    lines += [f"        {body}", ""]
+    return "\n".join(lines)
+
+
+def _parameters(method: ast.FunctionDef | ast.AsyncFunctionDef, taken: list[ast.arg]) -> list[str]:
+    defaults = method.args.defaults
+    first = len(taken) - len(defaults)
+    parameters = ["self"]
+    for place, argument in enumerate(taken):
+        text = argument.arg + (f": {ast.unparse(argument.annotation)}" if argument.annotation else "")
+        if place >= first:
+            text += f" = {ast.unparse(defaults[place - first])}"
+        parameters.append(text.replace("'", '"'))
+    return parameters
+
+
+def _signature(name: str, parameters: list[str], returns: str) -> list[str]:
+    line = f"    def {name}({', '.join(parameters)}) -> {returns}:"
+    if len(line) <= LINE_LENGTH_MAX:
+        return [line]
+    return [f"    def {name}(", *(f"        {each}," for each in parameters), f"    ) -> {returns}:"]
+
+
+def _docstring(method: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    text = ast.get_docstring(method)
+    if text is None:
+        raise ValueError(f"{method.name}: a public method has a docstring")
+    first, *rest = text.splitlines()
+    if not rest:
+        return [f'        """{first}"""']
+    return [f'        """{first}', *(f"        {line}".rstrip() for line in rest), '        """']
+
+
+def main() -> None:
+    """Write the file."""
+    (FOLDER / "blocking.py").write_text(generate(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

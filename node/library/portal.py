@@ -1,0 +1,206 @@
+"""A trio event loop in a thread of its own, and calls into it from any other thread.
+
+It knows nothing of nodes. Calls work from plain scripts, from threads and from a notebook, also where asyncio
+runs in the calling thread: nothing is awaited there. Unlike `trio.from_thread`, a call that is interrupted by
+Ctrl-C is cancelled in the loop, and a call into a loop that has ended raises at once instead of waiting.
+"""
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import trio
+
+from node.errors import PeerloomError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+THREAD_NAME = "peerloom"
+JOIN_SECONDS_MAX = 30.0
+"""How long `close` waits for the loop to end: a node hands over for at most 8 s, and says goodbye in one."""
+
+
+class PortalClosed(PeerloomError):
+    """The event loop behind a blocking call has ended."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call(Generic[T]):
+    """One call into the loop: what to run there, and where its outcome goes."""
+
+    function: Callable[..., Awaitable[T]]
+    arguments: tuple[Any, ...]
+    future: Future[T] = field(default_factory=Future)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class Portal(Generic[S]):
+    """Runs `async with make() as subject` in a thread of its own until `close`.
+
+    `open` returns once the subject has been entered, and raises what entering it raised.
+    """
+
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[S]]) -> None:
+        self._make = make
+        self._started: Future[S] = Future()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._nursery: trio.Nursery | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._closing: trio.Event | None = None
+        self._failure: BaseException | None = None
+        self._pending: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def open(self) -> S:
+        """Start the thread; return the subject once it has been entered."""
+        self._thread.start()
+        return self._started.result()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are taken."""
+        return self._started.done() and not self._is_over
+
+    def close(self) -> None:
+        """Leave the subject's context and end the thread. May be repeated. Raises what the loop died of."""
+        if self._thread.ident is None:
+            return
+        with self._lock:
+            if not self._is_over and self._token is not None and self._closing is not None:
+                self._token.run_sync_soon(self._closing.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS_MAX)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def run(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Run a coroutine function in the loop; return or raise what it does.
+
+        An interrupt of the calling thread (Ctrl-C) cancels it in the loop as well. Raises PortalClosed.
+        """
+        call = self.begin(function, *arguments)
+        try:
+            return call.future.result()
+        except CancelledError:
+            raise PortalClosed("the node ended before it had answered") from None
+        except KeyboardInterrupt:
+            self.cancel(call)
+            raise
+
+    def call_sync(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a plain function in the loop's thread. Raises PortalClosed."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return self.run(run)
+
+    def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "_Call[T]":
+        """Begin a coroutine function in the loop without waiting. Raises PortalClosed."""
+        if threading.current_thread() is self._thread:
+            raise PortalClosed("a blocking call from inside the node's own event loop would never return")
+        call = _Call(function, arguments)
+        with self._lock:
+            if self._is_over or self._token is None:
+                raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
+            self._pending.add(call.future)
+            self._token.run_sync_soon(self._begin, call)
+        return call
+
+    def cancel(self, call: "_Call[Any]") -> None:
+        """Cancel what `begin` has begun; nothing happens where it is over."""
+        with self._lock:
+            if not self._is_over and self._token is not None:
+                self._token.run_sync_soon(call.scope.cancel)
+
+    def iterate(self, make: Callable[..., AsyncIterator[T]], *arguments: Any) -> Iterator[T]:
+        """Yield what an async iterator yields, until it or the loop ends; it is closed when this one is."""
+        iterator = make(*arguments)
+
+        async def close() -> None:
+            await iterator.aclose()  # type: ignore[attr-defined]  # a generator, as all public ones are
+
+        try:
+            while True:
+                try:
+                    yield self.run(iterator.__anext__)
+                except (StopAsyncIteration, PortalClosed):
+                    return
+        finally:
+            if self.is_open:
+                self.run(close)
+
+    # In the loop's thread
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._serve, restrict_keyboard_interrupt_to_checkpoints=True)
+        except BaseException as error:
+            found = _single(error)
+            if self._started.done():
+                self._failure = found
+            else:
+                self._started.set_exception(found)
+        finally:
+            self._end()
+
+    async def _serve(self) -> None:
+        self._closing = trio.Event()
+        async with self._make() as subject, trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._token = trio.lowlevel.current_trio_token()
+            self._started.set_result(subject)
+            await self._closing.wait()
+            with self._lock:
+                self._is_over = True
+            nursery.cancel_scope.cancel()
+
+    def _begin(self, call: "_Call[Any]") -> None:
+        if self._nursery is None or self._is_over:
+            self._settle(call.future)
+        else:
+            self._nursery.start_soon(self._answer, call)
+
+    async def _answer(self, call: "_Call[Any]") -> None:
+        with call.scope:
+            try:
+                result = await call.function(*call.arguments)
+            except Exception as error:
+                self._forget(call.future)
+                call.future.set_exception(error)
+                return
+            except BaseException:  # cancelled, or the loop ends
+                self._settle(call.future)
+                raise
+            self._forget(call.future)
+            call.future.set_result(result)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+    def _settle(self, future: Future[Any]) -> None:
+        """Nobody will answer this call any more."""
+        self._forget(future)
+        if future.cancel():
+            future.set_running_or_notify_cancel()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            left = list(self._pending)
+        for future in left:
+            self._settle(future)
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one exception in a group of one, however deep: a nursery wraps what a person should read."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

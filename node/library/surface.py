@@ -1,0 +1,118 @@
+"""The public surface of a node: the one definition of what a program may ask of it.
+
+    async with node.Node(join=["10.0.0.5:9747"]) as me:      # under trio
+        print(me.id, [member.name for member in me.members()])
+    with node.sync(join=["10.0.0.5:9747"]) as me:            # the same names, blocking
+
+`node.runtime.Node` inherits these methods, and `node/library/blocking.py` is generated from this file
+(`python -m node.library.generate`; a test holds that they agree). So a public method is written here, with
+types and a docstring of its own, and nowhere else. Not here: what it takes to run a node (`node.runtime`).
+"""
+
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import trio
+
+from crypto.contact import parse_address
+from crypto.identity import PeerId, peer_text
+from node import state as views
+from node.config import read_setting
+from node.errors import JoinTimeout, UsageError
+from node.events import Event, JoinTried, NodeStopped
+from node.seams import Seams
+from node.services.joining import Joining
+
+EVENTS_KEPT_MAX = 4_096
+"""Events that `events(since=...)` can still tell of: the newest. Some 2 MB."""
+ADDRESSES_JOINED_MAX = 256
+"""Addresses for one call of `join`. More would be a scan, not a join."""
+
+
+class Surface:
+    """What every form of the library offers. The attributes are `node.runtime.Node`'s."""
+
+    peer: PeerId
+    seams: Seams
+    state: views.State
+    joining: Joining
+    stopping: trio.Event
+    counters: Any
+    watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
+    _found: Callable[[Sequence[PeerId]], None]
+    _recent: deque[Event]
+
+    @property
+    def id(self) -> str:
+        """This node's peer id, as text: `12D3KooW...`."""
+        return peer_text(self.peer)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where other nodes reach this one, as `host:port`: what `join=[...]` takes."""
+        return tuple(address.short for address in self.seams.network.addresses)
+
+    def members(self) -> tuple[views.MemberView, ...]:
+        """Return the other members believed alive, by peer id."""
+        return self.state.alive()
+
+    def status(self) -> dict[str, Any]:
+        """Return what `python -m node status --json` prints, schema `peerloom/status/1`."""
+        return views.status_document(self.state, self.seams.clock.wall(), self.counters)
+
+    async def join(self, addresses: Sequence[str]) -> tuple[JoinTried, ...]:
+        """Dial these addresses now; return what became of each, in their order.
+
+        They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.
+        """
+        if len(addresses) > ADDRESSES_JOINED_MAX:
+            raise UsageError(f"join: {len(addresses)} addresses at once; {ADDRESSES_JOINED_MAX} at most")
+        parsed = [read_setting("join:", text, parse_address) for text in addresses]
+        found: dict[int, JoinTried] = {}
+        limit = trio.CapacityLimiter(16)
+
+        async def attempt(index: int) -> None:
+            async with limit:
+                outcome = await self.joining.try_one(parsed[index])
+            if outcome.peer is not None:
+                self._found([outcome.peer])
+            found[index] = outcome
+
+        async with trio.open_nursery() as nursery:
+            for index, address in enumerate(parsed):
+                self.joining.add(address)
+                nursery.start_soon(attempt, index)
+        return tuple(found[index] for index in sorted(found))
+
+    async def wait_for_members(self, count: int, timeout_seconds: float = 60.0) -> None:
+        """Return once `count` other members are alive. Raises JoinTimeout when they are not in time."""
+        with trio.move_on_after(timeout_seconds), self.watch() as events:
+            while len(self.members()) < count:
+                await events.receive()
+            return
+        raise JoinTimeout(
+            f"{len(self.members())} of {count} other members were alive after {timeout_seconds:g} s",
+            "check the addresses to join, or wait for longer",
+        )
+
+    async def events(
+        self, since: float = math.inf, types: Sequence[type[Event]] = ()
+    ) -> AsyncIterator[Event]:
+        """Yield events of these types (none: all), in their order, until the node leaves.
+
+        `since` (unix seconds) begins with kept ones that happened then or later, by default with new ones.
+        """
+        wanted = tuple(types) or (Event,)
+        with self.watch() as coming:
+            earlier = [event for event in self._recent if event.at >= since]
+            for event in earlier:
+                if isinstance(event, wanted):
+                    yield event
+            async for event in coming:
+                if isinstance(event, wanted):
+                    yield event
+                if isinstance(event, NodeStopped):
+                    return

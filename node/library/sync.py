@@ -1,0 +1,116 @@
+"""`node.sync`: a node for plain scripts and notebooks, with its event loop in a thread of its own.
+
+with node.sync(join=["10.0.0.5:9747"]) as me:
+    print(me.id, me.addresses, me.members())
+
+me = node.sync().open()      # a notebook, where no `with` spans the cells; me.close() at the end
+"""
+
+import atexit
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from node.config import Config, resolve
+from node.errors import UsageError
+from node.events import Event
+from node.library.blocking import BlockingSurface
+from node.library.portal import Portal
+from node.paths import default_data_dir
+from node.runtime import Node
+from node.storage.folder import is_held
+
+SCRIPTS_MAX = 64
+"""Nodes of scripts that one user runs at once on a machine, each with an identity of its own."""
+
+
+class SyncNode(BlockingSurface):
+    """A node in blocking form: see `sync`. Its methods may be called from any thread, also from several."""
+
+    def __init__(self, configs: Iterable[Config], make: Callable[[Config], Node]) -> None:
+        """`configs` are tried in turn: the first whose data folder nobody else holds is taken."""
+        self._configs = tuple(configs)
+        self._make = make
+        self._is_closed = False
+
+    def open(self) -> Self:
+        """Start the node; return it. Raises UsageError, as `python -m node` does."""
+        portal, node = self._open()
+        super().__init__(portal, node)
+        atexit.register(self.close)
+        return self
+
+    def _open(self) -> tuple[Portal[Node], Node]:
+        last = len(self._configs) - 1
+        for number, config in enumerate(self._configs):
+            if number < last and is_held(config.data_dir):
+                continue
+            portal: Portal[Node] = Portal(lambda config=config: self._make(config))  # type: ignore[misc]  # bound now
+            try:
+                return portal, portal.open()
+            except UsageError:
+                # Another script may have taken the folder between the look and the lock.
+                if number == last or not is_held(config.data_dir):
+                    raise
+        raise UsageError(f"{SCRIPTS_MAX} scripts of this user run nodes already", "give this one a data_dir=")
+
+    def close(self) -> None:
+        """Leave the swarm and end the node. May be repeated."""
+        if not self._is_closed and hasattr(self, "_portal"):
+            self._is_closed = True
+            atexit.unregister(self.close)
+            self._portal.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def sync(
+    config: Config | None = None,
+    *,
+    join: Sequence[str] = (),
+    name: str | None = None,
+    data_dir: Path | str | None = None,
+    swarm: str | None = None,
+    preset: str | None = None,
+    listen: Sequence[str] = (),
+    lan: bool | None = None,
+    report: Callable[[Event], None] | None = None,
+) -> SyncNode:
+    """Return a node in blocking form, to be entered by `with` or `open()`.
+
+    `config` is as for `node.Node`; without one, the environment (`PEERLOOM_*`) and these arguments say what
+    differs from the defaults, each as its flag of `python -m node`. Without a data folder the node takes the
+    first of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so
+    that several scripts run side by side on one machine and one that is started again keeps its identity.
+    `report` is told of every event, in the node's thread. Raises UsageError.
+    """
+    configs = [config] if config is not None else []
+    if config is None:
+        flags = {
+            "join": list(join),
+            "name": name,
+            "data_dir": None if data_dir is None else str(data_dir),
+            "swarm": swarm,
+            "preset": preset,
+            "listen": list(listen),
+            "lan": lan,
+        }
+        join = ()
+        found = resolve(flags, os.environ)
+        configs = [found]
+        if found.data_dir == default_data_dir(os.environ):
+            scripts = found.data_dir.parent / "scripts"
+            configs = [replace(found, data_dir=scripts / str(number + 1)) for number in range(SCRIPTS_MAX)]
+    return SyncNode(configs, lambda settings: Node(settings, join=join, report=report))

@@ -1,0 +1,203 @@
+"""The library: one surface, in an async and in a blocking form."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import trio
+
+import node
+from crypto.contact import parse_address
+from node import config
+from node.errors import JoinTimeout, UsageError
+from node.events import MemberJoined, NodeStarted
+from node.library import generate
+from node.library.blocking import BlockingSurface
+from node.library.portal import Portal, PortalClosed
+from node.library.surface import Surface
+from node.library.sync import SyncNode
+
+
+def settings(folder: Path, name: str) -> config.Config:
+    return config.Config(
+        name=name,
+        data_dir=folder / name,
+        swarm=config.Swarm(name="library", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
+    )
+
+
+@pytest.fixture
+def open_node(tmp_path: Path) -> Callable[..., SyncNode]:
+    def make(name: str, join: tuple[str, ...] = ()) -> SyncNode:
+        base = settings(tmp_path, name)
+        seeds = tuple(parse_address(text) for text in join)
+        return node.sync(replace(base, join=config.Join(lan=False, seeds=seeds)))
+
+    return make
+
+
+def test_the_blocking_form_is_what_the_generator_makes_of_the_surface() -> None:
+    written = (Path(generate.__file__).parent / "blocking.py").read_text(encoding="utf-8")
+    assert generate.generate() == written, "python -m node.library.generate"
+
+
+def test_both_forms_have_the_same_methods_and_types() -> None:
+    public = [name for name in vars(Surface) if not name.startswith("_")]
+    assert public == [name for name in vars(BlockingSurface) if not name.startswith("_")]
+    for name in public:
+        asynchronous, blocking = vars(Surface)[name], vars(BlockingSurface)[name]
+        assert isinstance(asynchronous, property) == isinstance(blocking, property)
+        if isinstance(asynchronous, property):
+            asynchronous, blocking = asynchronous.fget, blocking.fget
+        parameters = [list(inspect.signature(each).parameters) for each in (asynchronous, blocking)]
+        assert parameters[0] == parameters[1]
+        hints, others = get_type_hints(asynchronous), get_type_hints(blocking)
+        assert hints.keys() == others.keys()
+        assert not inspect.iscoroutinefunction(blocking)
+
+
+def test_two_nodes_meet_and_a_script_reads_who_is_there(open_node: Callable[..., SyncNode]) -> None:
+    with open_node("a") as a, open_node("b", (a.addresses[0],)) as b:
+        b.wait_for_members(1)
+        assert [member.name for member in b.members()] == ["a"]
+        assert b.status()["name"] == "b"
+        assert (a.id, b.id) == (a.status()["peer"], b.status()["peer"])
+        a.wait_for_members(1)
+
+
+def test_a_later_join_says_what_became_of_each_address(open_node: Callable[..., SyncNode]) -> None:
+    with open_node("a") as a, open_node("b") as b:
+        tried = b.join([a.addresses[0], b.addresses[0]])
+        assert [each.outcome for each in tried] == ["ok", "self"]
+        b.wait_for_members(1)
+        with pytest.raises(UsageError):
+            b.join(["10.0.0.5:99999"])
+
+
+def test_events_begin_with_those_that_were_kept_and_end_with_the_node(
+    open_node: Callable[..., SyncNode],
+) -> None:
+    seen: list[object] = []
+    with open_node("a") as a:
+        first = next(a.events(0.0, (NodeStarted,)))
+        assert isinstance(first, NodeStarted)
+        assert first.name == "a"
+
+        def follow() -> None:
+            seen.extend(a.events(0.0, (MemberJoined,)))
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        with open_node("b", (a.addresses[0],)):
+            a.wait_for_members(1)
+    thread.join(10)
+    assert [type(event) for event in seen] == [MemberJoined]
+    assert not thread.is_alive(), "the end of the node ends its events"
+
+
+def test_too_few_members_are_an_error_that_says_how_many(open_node: Callable[..., SyncNode]) -> None:
+    with open_node("a") as a, pytest.raises(JoinTimeout, match="0 of 1"):
+        a.wait_for_members(1, 0.05)
+
+
+def test_the_blocking_form_works_while_asyncio_runs_in_the_same_thread(
+    open_node: Callable[..., SyncNode],
+) -> None:
+    async def cell() -> int:  # as a notebook's cell does
+        with open_node("a") as a:
+            return len(a.members())
+
+    assert asyncio.run(cell()) == 0
+
+
+def test_calls_into_a_node_that_was_closed_raise_at_once(open_node: Callable[..., SyncNode]) -> None:
+    me = open_node("a").open()
+    me.close()
+    me.close()
+    with pytest.raises(PortalClosed):
+        me.members()
+
+
+def test_scripts_of_one_user_take_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv("PEERLOOM_DATA_DIR", raising=False)
+    options = {"listen": ["127.0.0.1:0"], "lan": False, "swarm": "scripts"}
+    with node.sync(**options) as a, node.sync(**options) as b:  # type: ignore[arg-type]  # of several types
+        folders = [Path(each.status()["data_dir"]) for each in (a, b)]
+        first = a.id
+    assert folders == [tmp_path / "peerloom" / "scripts" / number for number in "12"]
+    with node.sync(**options) as again:  # type: ignore[arg-type]  # of several types
+        assert again.id == first
+
+
+def test_what_a_node_cannot_start_with_is_raised_where_it_is_opened(
+    open_node: Callable[..., SyncNode],
+) -> None:
+    with open_node("a"), pytest.raises(UsageError, match="already runs"):
+        open_node("a").open()
+
+
+class Loop:
+    """A subject of a portal that is no node."""
+
+    async def __aenter__(self) -> "Loop":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def forever(self) -> None:
+        await trio.sleep_forever()
+
+    async def fail(self) -> None:
+        raise ValueError("as asked")
+
+    async def count(self, end: int) -> AsyncIterator[int]:
+        for number in range(end):
+            await trio.lowlevel.checkpoint()
+            yield number
+
+
+def test_a_waiting_call_ends_when_the_loop_does() -> None:
+    portal = Portal(Loop)
+    loop = portal.open()
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            portal.run(loop.forever)
+        except PortalClosed as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    began = time.monotonic()
+    portal.close()
+    thread.join(10)
+    assert len(caught) == 1
+    assert time.monotonic() - began < 10
+
+
+def test_a_call_raises_what_it_raised_in_the_loop_and_the_loop_goes_on() -> None:
+    portal = Portal(Loop)
+    loop = portal.open()
+    with pytest.raises(ValueError, match="as asked"):
+        portal.run(loop.fail)
+    assert list(portal.iterate(loop.count, 3)) == [0, 1, 2]
+    with pytest.raises(PortalClosed, match="inside"):
+        portal.run(_call_back, portal, loop)
+    portal.close()
+
+
+async def _call_back(portal: Portal[Loop], loop: Loop) -> None:
+    portal.run(loop.fail)
