@@ -1,0 +1,499 @@
+"""One attempt to average vectors in a known group, as a sans-IO core.
+
+1. Scatter: each member with tensors sends every owner the chunks of that owner's part, then its signed
+   commitment to all: the root of each part, and its weight.
+2. Have: an owner that holds and checked its part of all senders, or has waited long enough, signs which. It
+   signs one have-set.
+3. Commit: the set S is what *all* owners hold, under equal commitments; the hash of all have-sets names the
+   commit. So nobody decides S: whoever holds the have-sets computes it.
+4. Reduce and gather: an owner reduces exactly S, sends its part to all and seals it with a signature. Whoever
+   holds a sealed part hands it on to a member that misses it.
+
+A member succeeds when it holds all parts, sealed under one commit. An honest owner reduces once, so all that
+report success hold the same bytes and the same S; everybody else keeps what it had. A lost owner fails the
+attempt; the next one has another number, and other nonces. After Moshpit SGD (Ryabinin et al. 2021, section
+3.2), which has neither commitments nor have-sets and can leave members with different means.
+
+In an exchange (`Group.mode`) every member owns the whole vector: it holds every payload, and step 4 is
+arithmetic at home.
+"""
+
+from math import inf
+
+import numpy as np
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from gossip.averaging.codecs import codec_of
+from gossip.averaging.gather import Gather
+from gossip.averaging.group import Group, fault_of, is_weight, owners_of
+from gossip.averaging.messages import (
+    CHUNKS_ASKED_MAX,
+    COMMITMENT_PURPOSE,
+    FACT_BODY_BYTES_MAX,
+    HAVE_PURPOSE,
+    SEAL_PURPOSE,
+    Ask,
+    Chunk,
+    Commitment,
+    CommitmentBody,
+    Have,
+    HaveBody,
+    Held,
+    Message,
+    Seal,
+    SealBody,
+    Withdraw,
+)
+from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
+from gossip.averaging.parts import chunk_count
+from gossip.averaging.reduction import Reduction, Vector, weighted_mean
+from gossip.averaging.scatter import Scatter
+
+Sends = list[tuple[PeerId, Message]]
+LARGEST = 1e38
+"""Beyond it a lossy codec of float32 has no room to round."""
+ANSWER_SECONDS_MIN = 0.05
+"""Between two answers to one member's questions for facts."""
+RELAYS_MAX = 4
+"""How often a member may ask for the whole vector again, chunk by chunk."""
+
+
+class Attempt:
+    """One member's side of one attempt.
+
+    `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
+    change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
+    return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
+    Raises ValueError for a group or vector that do not fit.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        group: Group,
+        vector: Vector | None,
+        weight: float,
+        now: float,
+        patience: Patience | None = None,
+        reduction: Reduction = weighted_mean,
+    ) -> None:
+        if fault := fault_of(group):
+            raise ValueError(fault)
+        if signer.peer not in group.peers:
+            raise ValueError("this peer is not in the group")
+        self._signer = signer
+        self.group = group
+        self.id = group.id
+        self._peers = group.peers
+        self._place = self._peers.index(signer.peer)
+        self._others = [place for place in range(len(self._peers)) if place != self._place]
+        self._codec = codec_of(group.codec, group.dtype)
+        self._check_vector(vector, weight)
+        self._patience = patience or Patience()
+        self._reduction = reduction
+        self._owners = {owner.place: owner for owner in owners_of(group)}
+        self._scatter = Scatter(group, self._owners, self._place, self._codec, vector, weight)
+        self._gather = Gather(group, self._owners, self._place, self._codec)
+        self._lost: dict[int, None] = {}
+        # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
+        self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
+        self._facts: dict[tuple[str, int], Fact] = {}
+        self._haves: dict[int, HaveBody] = {}
+        self._set: tuple[Held, ...] = ()
+        self._relayed: dict[int, int] = {}
+        self._asked: dict[tuple[int, int], None] = {}
+        self._ask_turn = 0
+        self._answered: dict[int, float] = {}
+        self.result: Averaged | Failed | None = None
+        self.is_closed = False
+        self.equivocations: list[Equivocation] = []
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self._now = self._progress_at = now
+        self._scatter_until = now + self._patience.scatter_seconds
+        self._phase_until = self._scatter_until + self._patience.commit_seconds
+        self._ask_at = self._close_at = inf
+
+    def _check_vector(self, vector: Vector | None, weight: float) -> None:
+        group = self.group
+        if (vector is not None) != group.members[self._place].has_tensors:
+            raise ValueError("a member with tensors averages a vector, and no other does")
+        if vector is None:
+            return
+        if vector.shape != (group.items,) or vector.dtype != group.dtype:
+            raise ValueError(f"want {group.items} of {group.dtype}, not {vector.shape} of {vector.dtype}")
+        if not is_weight(weight):
+            raise ValueError(f"not a weight: {weight}")
+        if not np.isfinite(vector).all():
+            raise ValueError("the vector holds numbers that are not finite")
+        if not self._codec.is_exact and max(vector.max(), -vector.min()) > LARGEST:
+            raise ValueError(f"the vector holds numbers beyond {LARGEST}, for a codec of float32")
+
+    # What the shell asks.
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called; inf once closed."""
+        if self.is_closed:
+            return inf
+        if self.result is not None:
+            return self._close_at
+        if self._is_scattering:
+            return min(self._scatter_until, self._stall_at)
+        return min(self._phase_until, self._stall_at if self._gather.commit else inf, self._ask_at)
+
+    @property
+    def ready(self) -> tuple[PeerId, ...]:
+        """The peers for which `pull` has something."""
+        return tuple(self._peers[place] for place, queue in self._queues.items() if queue)
+
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """The peers that hold up this member now, for a status line."""
+        if self.result is not None:
+            return ()
+        if self._is_scattering:
+            places = self._unsettled()
+        elif not self._gather.commit:
+            places = [place for place in self._owners if place not in self._haves]
+        else:
+            places = list(self._gather.incomplete)
+        return tuple(self._peers[place] for place in places)
+
+    @property
+    def excluded(self) -> tuple[PeerId, ...]:
+        """Members with tensors whose tensors are not in the commit, once it is known."""
+        if not self._gather.commit:
+            return ()
+        held = [entry.place for entry in self._set]
+        return tuple(self._peers[place] for place in self._scatter.senders if place not in held)
+
+    # What the shell tells.
+
+    def start(self, now: float) -> Sends:
+        """Begin to send. Called once."""
+        self._now = self._progress_at = now
+        if self._scatter.has_tensors:
+            for place, owner in self._owners.items():
+                if place in self._queues:
+                    chunks = range(chunk_count(owner))
+                    self._queues[place] = dict.fromkeys((False, place, number) for number in chunks)
+            if not any(self._queues.values()):
+                return self._commit_own() + self._advance()
+        return self._advance()
+
+    def pull(self, now: float, peer: PeerId) -> Sends:
+        """The next chunk for this peer, and what else there is to say now: nothing if it is not `ready`."""
+        self._now = now
+        queue = self._queues[self._place_of(peer)]
+        if not queue:
+            return []
+        is_reduced, place, number = next(iter(queue))
+        del queue[is_reduced, place, number]
+        if is_reduced and place == self._place and not self._gather.reduce_to(number):
+            return self._fail(Reason.NOT_FINITE)
+        chunk = (self._gather if is_reduced else self._scatter).chunk(place, number)
+        self.sent_bytes += chunk.data.nbytes
+        sends: Sends = [(peer, chunk)]
+        if not queue and not is_reduced:
+            sends += self._commit_own() + self._advance()
+        elif not queue and place == self._place:
+            sends += self._seal() + self._advance()
+        return sends
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message. Raises RemoteProtocolError for what no correct member sends."""
+        self._now = now
+        if message.attempt != self.id:
+            raise RemoteProtocolError("a message of another attempt")
+        place = self._place_of(sender)
+        if self.is_closed:
+            return []
+        match message:
+            case Chunk(phase="scatter"):
+                if self._is_scattering:
+                    self._moved(self._scatter.take_chunk(place, message))
+            case Chunk():
+                self._take_reduced(place, message)
+            case Commitment(fact=fact):
+                self._take_commitment(place, fact)
+            case Have(fact=fact):
+                self._take_have(fact)
+            case Seal(fact=fact):
+                self._take_seal(fact)
+            case Ask():
+                return self._answer(place, message)
+            case Withdraw():
+                return self.lost(now, sender)
+        return self._advance()
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        """This peer cannot be reached, is dead, or has withdrawn: wait for it no longer."""
+        self._now = now
+        place = self._place_of(peer)
+        if self.is_closed or place in self._lost:
+            return []
+        self._lost[place] = None
+        self._queues[place].clear()
+        if self.result is not None:
+            return []
+        if place in self._owners and self._is_scattering:
+            # It cannot have reduced anything: that takes this member's have-set.
+            return self._fail(Reason.OWNER_LOST, place)
+        if place in self._owners and not self._is_scattering:
+            # Others may hold the last that it said: ask them at once, and do not wait for long.
+            self._ask_at = now
+            if place not in self._haves:
+                self._phase_until = min(self._phase_until, now + 3 * self._patience.ask_seconds)
+        sends: Sends = []
+        if not self._scatter.is_committed and not any(self._queues.values()):
+            sends += self._commit_own()
+        return sends + self._advance()
+
+    def cancel(self, now: float) -> Sends:
+        """Take no further part; once there is a result, only stop handing it on."""
+        self._now = now
+        if self.result is None:
+            return self._fail(Reason.CANCELLED)
+        self._close()
+        return []
+
+    def wake(self, now: float) -> Sends:
+        """Do whatever the time asks for."""
+        self._now = now
+        if self.is_closed or now < self.deadline:
+            return []
+        if self.result is not None:
+            self._close()
+            return []
+        if self._is_scattering:
+            return self._say_have() + self._advance()
+        if self._gather.commit and now >= min(self._phase_until, self._stall_at):
+            return self._fail(Reason.INCOMPLETE, *self._gather.incomplete)
+        if now >= self._phase_until:
+            return self._fail(Reason.NO_HAVE_SETS, *(p for p in self._owners if p not in self._haves))
+        return self._ask() + self._advance()
+
+    # Scatter.
+
+    @property
+    def _is_scattering(self) -> bool:
+        """Whether this member is an owner that has not said yet what it holds."""
+        return self._place in self._owners and self._place not in self._haves
+
+    @property
+    def _stall_at(self) -> float:
+        """When to give up waiting for a chunk; sooner once an owner is lost and all others were asked."""
+        seconds = self._patience.stall_seconds
+        if self._gather.commit and any(place in self._lost for place in self._gather.incomplete):
+            seconds = min(seconds, self._patience.ask_seconds * (len(self._others) + 1))
+        return self._progress_at + seconds
+
+    def _unsettled(self) -> list[int]:
+        return [place for place in self._scatter.unsettled() if place not in self._lost]
+
+    def _commit_own(self) -> Sends:
+        if self._scatter.is_committed:
+            return []
+        fact = self._signer.sign(COMMITMENT_PURPOSE, self._scatter.commit())
+        self._facts[COMMITMENT_PURPOSE, self._place] = fact
+        return self._to_all(Commitment(self.id, fact))
+
+    def _take_commitment(self, place: int, fact: Fact) -> None:
+        author = self._author_of(COMMITMENT_PURPOSE, fact)
+        body: CommitmentBody = decode(fact.body, CommitmentBody, bytes_max=FACT_BODY_BYTES_MAX)
+        if author != place:
+            raise RemoteProtocolError("a commitment of somebody else")
+        self._scatter.check(author, body)
+        if self._is_new(COMMITMENT_PURPOSE, author, fact):
+            self._scatter.take_commitment(author, body, fact.body)
+
+    def _say_have(self) -> Sends:
+        sends = self._commit_own()
+        body = self._scatter.have()
+        fact = self._signer.sign(HAVE_PURPOSE, encode(body))
+        self._facts[HAVE_PURPOSE, self._place] = fact
+        self._haves[self._place] = body
+        self._phase_until = max(self._scatter_until, self._now) + self._patience.commit_seconds
+        self._ask_at = self._now + self._patience.ask_seconds
+        return sends + self._to_all(Have(self.id, fact))
+
+    # Commit.
+
+    def _take_have(self, fact: Fact) -> None:
+        author = self._author_of(HAVE_PURPOSE, fact)
+        body: HaveBody = decode(fact.body, HaveBody, bytes_max=FACT_BODY_BYTES_MAX)
+        places = [entry.place for entry in body.held]
+        if author not in self._owners or body.attempt != self.id:
+            raise RemoteProtocolError("a have-set of a member that reduces nothing, or of another attempt")
+        if places != sorted(set(places)) or not set(places) <= set(self._scatter.senders):
+            raise RemoteProtocolError("a have-set out of order, or of members without tensors")
+        if not all(is_weight(entry.weight) for entry in body.held):
+            raise RemoteProtocolError("a have-set with a wrong weight")
+        if self._is_new(HAVE_PURPOSE, author, fact):
+            self._haves[author] = body
+            self._ask_at = min(self._ask_at, self._now + self._patience.ask_seconds)
+
+    def _advance(self) -> Sends:
+        """Do what has become possible."""
+        sends: Sends = []
+        if self.result is None and self._is_scattering and not self._unsettled():
+            sends += self._say_have()
+        if self.result is None and not self._gather.commit and len(self._haves) == len(self._owners):
+            sends += self._decide()
+        if self.result is None and self._gather.commit and self._gather.is_whole:
+            sends += self._succeed()
+        return sends
+
+    def _decide(self) -> Sends:
+        """All have-sets are here: compute the set S and the commit."""
+        bodies = [self._haves[place] for place in self._owners]
+        common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
+        if len(common) < 2:
+            return self._fail(Reason.TOO_FEW, *(p for p in self._owners if len(self._haves[p].held) < 2))
+        self._set = common
+        commit = blake3(self.id + b"".join(encode(body) for body in bodies)).digest()
+        mine = self._owners.get(self._place)
+        sources = [] if mine is None else self._scatter.sources(common)
+        self._gather.begin(commit, mine, sources, self._reduction)
+        self._phase_until = self._now + self._patience.gather_seconds
+        self._progress_at = self._now
+        for place, queue in self._queues.items():
+            queue.clear()
+            if mine is not None and self._gather.parts and place not in self._lost:
+                queue.update(dict.fromkeys((True, self._place, n) for n in range(chunk_count(mine))))
+        for part in self._gather.parts.values():
+            part.check()
+        return []
+
+    # Reduce and gather.
+
+    def _seal(self) -> Sends:
+        """Finish and sign this member's part, once."""
+        if self._gather.parts[self._place].is_whole:
+            return []
+        body = self._gather.seal()
+        if body is None:
+            return self._fail(Reason.NOT_FINITE)
+        fact = self._signer.sign(SEAL_PURPOSE, body)
+        self._facts[SEAL_PURPOSE, self._place] = fact
+        return self._to_all(Seal(self.id, fact))
+
+    def _take_reduced(self, place: int, message: Chunk) -> None:
+        if message.place not in self._gather.parts or message.place == self._place:
+            raise RemoteProtocolError("a reduced chunk of a member that does not reduce it")
+        if place != message.place and (message.place, place) not in self._asked:
+            raise RemoteProtocolError("a reduced chunk that was not asked for")
+        if self.result is None:
+            self._moved(self._gather.take_chunk(message))
+            self._gather.parts[message.place].check()
+
+    def _take_seal(self, fact: Fact) -> None:
+        author = self._author_of(SEAL_PURPOSE, fact)
+        body: SealBody = decode(fact.body, SealBody, bytes_max=FACT_BODY_BYTES_MAX)
+        self._gather.check(body, author)
+        if self._is_new(SEAL_PURPOSE, author, fact):
+            self._gather.take_seal(body, author)
+            self._progress_at = self._now
+            self._gather.parts[author].check()
+
+    def _succeed(self) -> Sends:
+        if not self._gather.parts and not np.isfinite(self._gather.vector).all():
+            return self._fail(Reason.NOT_FINITE)
+        total = sum(entry.weight for entry in self._set)
+        shares = {self._peers[entry.place]: entry.weight / total for entry in self._set}
+        self._gather.vector.flags.writeable = False
+        self.result = Averaged(self._gather.vector, shares, self._gather.digest())
+        self._close_at = self._now + self._patience.linger_seconds
+        return []
+
+    # What is missing.
+
+    def _ask(self) -> Sends:
+        """Ask all for facts, and for chunks of each part that is slow: its owner, then others in turn."""
+        self._ask_at = self._now + self._patience.ask_seconds
+        alive = [place for place in self._others if place not in self._lost]
+        if not self._gather.commit:
+            return [(self._peers[place], Ask(self.id, self._place)) for place in alive]
+        sends: Sends = self._seal() if self._place in self._gather.parts else []
+        is_slow = self._now >= self._progress_at + self._patience.ask_seconds
+        self._ask_turn += 1
+        for place in self._gather.incomplete:
+            candidates = [p for p in (place, *(p for p in alive if p != place)) if p in alive]
+            if candidates and (is_slow or place in self._lost) and place != self._place:
+                asked = candidates[self._ask_turn % len(candidates)]
+                self._asked[place, asked] = None
+                missing = self._gather.parts[place].missing[:CHUNKS_ASKED_MAX]
+                sends.append((self._peers[asked], Ask(self.id, place, missing)))
+        return sends
+
+    def _answer(self, place: int, message: Ask) -> Sends:
+        """Tell the facts that this member knows, and put the chunks that it holds in the queue."""
+        part = self._gather.parts.get(message.place)
+        if part is not None and part.is_whole and self._gather.commit and place not in self._lost:
+            budget = RELAYS_MAX * sum(chunk_count(owner) for owner in self._owners.values())
+            for number in message.chunks:
+                if number in part.checksums and self._relayed.get(place, 0) < budget:
+                    self._relayed[place] = self._relayed.get(place, 0) + 1
+                    self._queues[place][True, message.place, number] = None
+        if self._now < self._answered.get(place, -inf) + ANSWER_SECONDS_MIN:
+            return []
+        self._answered[place] = self._now
+        kinds: dict[str, type[Have] | type[Seal]] = {HAVE_PURPOSE: Have, SEAL_PURPOSE: Seal}
+        facts = [(kinds[purpose], fact) for (purpose, _), fact in self._facts.items() if purpose in kinds]
+        return [(self._peers[place], kind(self.id, fact)) for kind, fact in facts]
+
+    # Common.
+
+    def _place_of(self, peer: PeerId) -> int:
+        if peer not in self._peers or peer == self._signer.peer:
+            raise RemoteProtocolError("a peer from outside of the group")
+        return self._peers.index(peer)
+
+    def _author_of(self, purpose: str, fact: Fact) -> int:
+        """The place of the author of a fact, whose signature is checked unless it is known already."""
+        author = self._peers.index(PeerId(fact.author)) if fact.author in self._peers else -1
+        if author < 0 or self._facts.get((purpose, author)) != fact:
+            self._signer.check(purpose, fact)
+            self._place_of(PeerId(fact.author))
+        return author
+
+    def _is_new(self, purpose: str, author: int, fact: Fact) -> bool:
+        """Whether this is the author's first; a second that differs proves a lie."""
+        first = self._facts.setdefault((purpose, author), fact)
+        if first.body != fact.body:
+            self.equivocations.append(Equivocation(self._peers[author], purpose, first, fact))
+            raise RemoteProtocolError(f"two {purpose} facts that differ")
+        return first is fact
+
+    def _moved(self, count: int) -> None:
+        if count:
+            self.received_bytes += count
+            self._progress_at = self._now
+
+    def _to_all(self, message: Message) -> Sends:
+        return [(self._peers[place], message) for place in self._others if place not in self._lost]
+
+    def _fail(self, reason: Reason, *suspects: int) -> Sends:
+        if self.result is not None:
+            raise LocalProtocolError("an attempt has one result")
+        places = dict.fromkeys((*suspects, *(place for place in self._lost if place in self._owners)))
+        self.result = Failed(reason, tuple(self._peers[p] for p in places if p != self._place))
+        if reason is Reason.INCOMPLETE:
+            # What this member holds may still help others.
+            self._close_at = self._now + self._patience.linger_seconds
+            return []
+        sends = self._to_all(Withdraw(self.id))
+        self._close()
+        return sends
+
+    def _close(self) -> None:
+        self.is_closed = True
+        for queue in self._queues.values():
+            queue.clear()
+        self._scatter.close()
+        self._gather.close()

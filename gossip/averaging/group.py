@@ -1,0 +1,156 @@
+"""The group of one averaging attempt: its members, what they average, and who reduces which part.
+
+Every member of an attempt holds the same `Group`, to the byte: its hash names the attempt, so peers that
+disagree about anything in it never mix their numbers. A peer draws a new nonce for each attempt that it
+joins. A process that restarts has forgotten its nonce and can never answer for the attempt it was killed in.
+
+Not here: how peers agree on a group (`gossip.averaging.formation`), and who is drawn into which group
+(`gossip.averaging.grid`).
+"""
+
+from math import isfinite
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+
+from crypto.encoding import encode
+from crypto.identity import PEER_ID_BYTES, PeerId
+
+GROUP_MEMBERS_MAX = 64
+"""Everybody talks to everybody: beyond this, smaller groups over more rounds cost less (Moshpit)."""
+NAME_BYTES_MAX = 64
+NONCE_BYTES = 16
+HASH_BYTES = 32
+ITEMS_MAX = 1 << 34
+"""Numbers in one vector: 64 GiB of float32, far beyond what a peer averages at once."""
+CODEC_LENGTH_MAX = 64
+RATE_MAX = 1 << 40
+"""Bytes a second: a claim beyond a terabyte is no measurement."""
+GRANULE_ITEMS = 4_096
+"""Parts begin at multiples of this, so that no block of a codec lies in two parts."""
+WEIGHT_MAX = 1e12
+
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Mode = Literal["butterfly", "exchange"]
+"""`butterfly`: each reducing member adds up one part and sends the mean to all. `exchange`: every member gets
+every payload and adds up all of it by itself, which suits sparse payloads: their sum is not sparse."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One peer in one attempt.
+
+    `rate` is its measured bandwidth in bytes a second; 0 for a peer that only sends (behind a NAT, or with
+    little upload) and reduces nothing. A member without tensors is a helper: it reduces for others.
+    """
+
+    peer: Subject
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)]
+    has_tensors: bool = True
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that the members of one attempt must agree on.
+
+    `name` is the caller's: a run, a stage. `round` counts upwards, `number` counts the attempts of one round.
+    `signature` is the hash of the tensors' names, shapes and types (`gossip.averaging.tensors`).
+    """
+
+    name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
+    round: Number
+    number: Number
+    mode: Mode
+    codec: Annotated[str, msgspec.Meta(max_length=CODEC_LENGTH_MAX)]
+    signature: Hash
+    items: Annotated[int, msgspec.Meta(ge=1, le=ITEMS_MAX)]
+    dtype: Literal["float32", "float64"]
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=GROUP_MEMBERS_MAX)]
+
+    @property
+    def id(self) -> bytes:
+        """The attempt's name: a hash over all of this."""
+        return blake3(encode(self)).digest()
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        return tuple(PeerId(member.peer) for member in self.members)
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The member at `place` reduces the items from `begin` to `end`."""
+
+    place: int
+    begin: int
+    end: int
+
+
+def fault_of(group: Group) -> str | None:
+    """Why an attempt in this group makes no sense, or None."""
+    peers = group.peers
+    if len(set(peers)) != len(peers):
+        return "a peer stands in the group twice"
+    if sum(member.has_tensors for member in group.members) < 2:
+        return "fewer than two members have tensors"
+    if group.mode == "butterfly" and not any(member.rate for member in group.members):
+        return "no member reduces"
+    return None
+
+
+def is_weight(weight: float) -> bool:
+    """Whether a number may weigh a member's tensors."""
+    return isfinite(weight) and 0 < weight <= WEIGHT_MAX
+
+
+def owners_of(group: Group) -> tuple[Owner, ...]:
+    """Who reduces what, in the order of members. A member with nothing to reduce is none of them."""
+    if group.mode == "exchange":
+        return tuple(Owner(place, 0, group.items) for place in range(len(group.members)))
+    ends = _cumulated(_fractions(group), group.items)
+    return tuple(
+        Owner(place, begin, end)
+        for place, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+        if begin < end
+    )
+
+
+def _cumulated(fractions: list[float], items: int) -> list[int]:
+    """Where each part ends, at multiples of a granule; the last that is not empty ends with the vector."""
+    ends: list[int] = []
+    total = 0.0
+    for fraction in fractions:
+        total += fraction
+        end = min(round(total * items / GRANULE_ITEMS) * GRANULE_ITEMS, items)
+        ends.append(end if fraction > 0 else (ends[-1] if ends else 0))
+    last = max(place for place, fraction in enumerate(fractions) if fraction > 0)
+    return [*ends[:last], *[items] * (len(ends) - last)]
+
+
+def _fractions(group: Group) -> list[float]:
+    """Each member's part of the vector, so that all are done at the same time.
+
+    A member that owns the fraction f uploads (1 - f) of its own vector and f to each of the others: of all
+    f the largest time is the smallest at the T where the f(T) add up to one. Plain IEEE arithmetic in one
+    order, so all members get the same bits (after hivemind's load balancing, Ryabinin et al. 2021).
+    """
+    others = len(group.members) - 1
+    rows = [(member.rate, 1 if member.has_tensors else 0) for member in group.members]
+    if others <= 1 or all(rate in (0, rows[0][0]) for rate, _ in rows):
+        reducing = sum(rate > 0 for rate, _ in rows)
+        return [1 / reducing if rate else 0.0 for rate, _ in rows]
+
+    def parts(seconds: float) -> list[float]:
+        return [
+            min(max((seconds * rate - sends) / (others - sends), 0.0), 1.0) if rate else 0.0
+            for rate, sends in rows
+        ]
+
+    low, high = 0.0, (others + 1) / min(rate for rate, _ in rows if rate)
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(parts(middle)) >= 1 else (middle, high)
+    found = parts(high)
+    total = sum(found)
+    return [fraction / total for fraction in found]

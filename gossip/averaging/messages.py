@@ -1,0 +1,130 @@
+"""What the members of an averaging attempt say to each other.
+
+Commitments, have-sets and seals are facts, signed by their author over the exact body, since others hand
+them on and two of one kind that differ prove a liar. Chunks are not signed: a chunk counts only once the
+hashes of all chunks of its part make up the root that a signed fact names.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from gossip.averaging.group import GROUP_MEMBERS_MAX, HASH_BYTES, ITEMS_MAX, Hash
+
+PROTOCOL = "/peerloom/averaging/1"
+CHUNK_ITEMS = 1 << 18
+"""Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
+CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
+"""Float64, or any codec with its scales."""
+CHUNKS_ASKED_MAX = 1_024
+"""In one Ask; who misses more asks again."""
+MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
+"""The largest message: a chunk. A have-set of a full group takes under 4 KiB."""
+COMMITMENT_PURPOSE = "averaging-commitment"
+HAVE_PURPOSE = "averaging-have"
+SEAL_PURPOSE = "averaging-seal"
+
+Place = Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)]
+ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=ITEMS_MAX // CHUNK_ITEMS + GROUP_MEMBERS_MAX)]
+FACT_BODY_BYTES_MAX = 8_192
+
+
+class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):
+    """By a member with tensors: these are the roots of what I send to each owner, in the order of owners
+    (one root in an exchange), and this is my weight."""
+
+    attempt: Hash
+    weight: float
+    roots: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """The whole part of the member at `place`, under the commitment of this hash and weight."""
+
+    place: Place
+    weight: float
+    commitment: Hash
+
+
+class HaveBody(msgspec.Struct, frozen=True, array_like=True, tag="have"):
+    """By an owner: I hold, and checked, my part of exactly these members, in the order of places."""
+
+    attempt: Hash
+    held: Annotated[tuple[Held, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
+
+
+class SealBody(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
+    """By an owner: this is the root of my reduced part, under the commit of this hash."""
+
+    attempt: Hash
+    commit: Hash
+    root: Hash
+
+
+class Commitment(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):
+    attempt: Hash
+    fact: Fact
+
+
+class Have(msgspec.Struct, frozen=True, array_like=True, tag="have"):
+    attempt: Hash
+    fact: Fact
+
+
+class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
+    attempt: Hash
+    fact: Fact
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
+    """Chunk `number` of the part of the owner at `place`.
+
+    Scatter carries what the sender contributes, gather the mean, under `commit`. `checksum` is the BLAKE3 of
+    `data`, which is a view of the received message: those bytes must not change afterwards.
+    """
+
+    attempt: Hash
+    phase: Literal["scatter", "gather"]
+    place: Place
+    number: ChunkNumber
+    commit: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)]
+    checksum: Hash
+    data: memoryview
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Send me what I miss: these gather chunks of the owner at `place`, and the facts that you know."""
+
+    attempt: Hash
+    place: Place
+    chunks: Annotated[tuple[ChunkNumber, ...], msgspec.Meta(max_length=CHUNKS_ASKED_MAX)] = ()
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
+    """I take no further part in this attempt: do not wait for me."""
+
+    attempt: Hash
+
+
+Message = Commitment | Have | Seal | Chunk | Ask | Withdraw
+
+
+def checked_chunk(message: Chunk) -> memoryview:
+    """The data of a chunk, bounded and equal to its checksum.
+
+    Raises:
+        RemoteProtocolError: it is not.
+    """
+    if message.data.nbytes > CHUNK_BYTES_MAX:
+        raise RemoteProtocolError(f"a chunk of {message.data.nbytes} bytes")
+    if blake3(message.data).digest() != message.checksum:
+        raise RemoteProtocolError("a chunk that does not match its checksum")
+    return message.data
+
+
+def root_of(checksums: list[bytes]) -> bytes:
+    """The hash that names a part: BLAKE3 over the checksums of its chunks, in order."""
+    return blake3(b"".join(checksums)).digest()

@@ -1,0 +1,73 @@
+"""What comes of an averaging attempt, and how long its members wait for each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from gossip.averaging.reduction import Vector
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a member waits, in seconds. `gossip.averaging.pace` makes these from what was measured.
+
+    `scatter_seconds`: for all senders, from the start. `commit_seconds`: for the other owners' have-sets,
+    beyond that. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the next
+    chunk of any sender or owner. `ask_seconds`: between questions for what is missing. `linger_seconds`: to
+    hand on what others miss, once done here.
+    """
+
+    scatter_seconds: float = 30.0
+    commit_seconds: float = 10.0
+    gather_seconds: float = 30.0
+    stall_seconds: float = 10.0
+    ask_seconds: float = 1.0
+    linger_seconds: float = 30.0
+
+
+class Reason(StrEnum):
+    """Why nothing was averaged here."""
+
+    OWNER_LOST = "a member that reduces was lost"
+    TOO_FEW = "fewer than two members' tensors arrived everywhere"
+    NO_HAVE_SETS = "not all members that reduce said what they hold"
+    INCOMPLETE = "not all reduced parts arrived"
+    NOT_FINITE = "the mean is not finite"
+    CANCELLED = "cancelled here"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Success. `shares` says whose tensors entered, and with which part of the weight: they add up to 1.
+
+    A member that came too late gets the mean of the others: `shares` is without it then. `digest` names the
+    commit and the bytes: equal at all members that succeed. `vector` is read-only.
+    """
+
+    vector: Vector
+    shares: Mapping[PeerId, float]
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
+    attempt, or to let only send."""
+
+    reason: Reason
+    suspects: tuple[PeerId, ...] = ()
+
+    def __str__(self) -> str:
+        return self.reason.value
+
+
+@dataclass(frozen=True)
+class Equivocation:
+    """Two facts of one author for one purpose in one attempt: proof of a lie."""
+
+    author: PeerId
+    purpose: str
+    first: Fact
+    second: Fact

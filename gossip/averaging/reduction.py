@@ -1,0 +1,53 @@
+"""From the parts of several members to one: the weighted mean, behind an interface that robust rules share.
+
+A reduction sees every sender's part with its identity and weight, so that a rule may compare, clip or leave
+out senders (multi-Krum, centered clipping). It is a generator of reduced chunks, in order: the mean needs one
+chunk at a time, and its chunks go out while the next is computed; a rule that needs norms reads all first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crypto.identity import PeerId
+
+Vector = NDArray[np.floating[Any]]
+
+
+class Contribution(Protocol):
+    """What one member sent of one part."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def chunk_count(self) -> int: ...
+
+    def chunk(self, number: int) -> Vector:
+        """The decoded numbers of a chunk: finite, and not to be written to."""
+
+
+Reduction = Callable[[Sequence[Contribution]], Iterator[Vector]]
+"""Takes the contributions in the order of members, yields each reduced chunk."""
+
+
+def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
+    """Yield sum(w x) / sum(w), added up in float64 in the order of members and rounded once.
+
+    So the mean of equal vectors is that vector, and all owners would round alike.
+    """
+    total = sum(part.weight for part in parts)
+    for number in range(parts[0].chunk_count):
+        first = parts[0].chunk(number)
+        mean = first * np.float64(parts[0].weight)
+        # Finite numbers may still overflow in the sum; the owner refuses to seal what is not finite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part in parts[1:]:
+                mean += np.multiply(part.chunk(number), part.weight, dtype=np.float64)
+            mean /= total
+            yield mean.astype(first.dtype)

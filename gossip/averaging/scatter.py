@@ -1,0 +1,131 @@
+"""The first half of an attempt: what this member sends of its vector, and what it holds of others."""
+
+from blake3 import blake3
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.averaging.codecs import Codec
+from gossip.averaging.group import Group, Owner, is_weight
+from gossip.averaging.messages import Chunk, CommitmentBody, HaveBody, Held, checked_chunk
+from gossip.averaging.parts import Contributed, Incoming, Outgoing, chunk_count
+from gossip.averaging.reduction import Vector
+
+
+class Scatter:
+    """Commitments, and the parts of the senders. `place` is this member's; `vector` is None for a member
+    without tensors."""
+
+    def __init__(
+        self,
+        group: Group,
+        owners: dict[int, Owner],
+        place: int,
+        codec: Codec,
+        vector: Vector | None,
+        weight: float,
+    ) -> None:
+        self._group = group
+        self._attempt = group.id
+        self._owners = owners
+        self._place = place
+        self._mine = owners.get(place)
+        self._codec = codec
+        self._weight = weight
+        self._is_exchange = group.mode == "exchange"
+        self._outgoing = (
+            None if vector is None else Outgoing(vector, codec, tuple(owners.values()), self._is_exchange)
+        )
+        self._incoming: dict[int, Incoming] = {}
+        self._commitments: dict[int, tuple[CommitmentBody, bytes]] = {}
+        self._refused: dict[int, None] = {}
+        self.senders = tuple(p for p, member in enumerate(group.members) if member.has_tensors)
+
+    @property
+    def has_tensors(self) -> bool:
+        return self._outgoing is not None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether this member has committed itself, or has nothing to commit."""
+        return self._outgoing is None or self._place in self._commitments
+
+    def chunk(self, place: int, number: int) -> Chunk:
+        """The chunk of this member's vector for the owner at `place`."""
+        assert self._outgoing is not None
+        data, checksum = self._outgoing.chunk(self._owners[place], number)
+        return Chunk(self._attempt, "scatter", place, number, b"", checksum, data)
+
+    def commit(self) -> bytes:
+        """The body of this member's commitment, which counts from now on."""
+        assert self._outgoing is not None
+        body = CommitmentBody(self._attempt, self._weight, self._outgoing.roots())
+        data = encode(body)
+        self._commitments[self._place] = (body, blake3(data).digest())
+        return data
+
+    def check(self, place: int, body: CommitmentBody) -> None:
+        """Raises RemoteProtocolError: what no member at `place` commits to."""
+        roots = 1 if self._is_exchange else len(self._owners)
+        if place not in self.senders or body.attempt != self._attempt:
+            raise RemoteProtocolError("a commitment of a member without tensors, or to another attempt")
+        if len(body.roots) != roots or not is_weight(body.weight):
+            raise RemoteProtocolError("a commitment with a wrong weight or number of roots")
+
+    def take_commitment(self, place: int, body: CommitmentBody, data: bytes) -> None:
+        """Keep a checked commitment; `data` is its body as signed."""
+        self._commitments[place] = (body, blake3(data).digest())
+
+    def take_chunk(self, place: int, message: Chunk) -> int:
+        """Keep a chunk from the member at `place`; its bytes, 0 for a repeat. Raises RemoteProtocolError."""
+        if self._mine is None or message.place != self._place or place not in self.senders:
+            raise RemoteProtocolError("a chunk for somebody else, or from a member without tensors")
+        if place in self._refused:
+            return 0
+        data = checked_chunk(message)
+        incoming = self._incoming.setdefault(place, Incoming(self._mine))
+        return data.nbytes if incoming.put(message.number, data, message.checksum, self._codec) else 0
+
+    def holds(self, place: int) -> bool:
+        """Whether this owner holds its part of a sender, and checked it."""
+        if self._mine is None or place not in self._commitments:
+            return False
+        if place == self._place:
+            return True
+        root = self._incoming[place].root if place in self._incoming else None
+        roots = self._commitments[place][0].roots
+        committed = roots[0] if self._is_exchange else roots[list(self._owners).index(self._place)]
+        if root is not None and root != committed:
+            self._refused[place] = None
+        return root == committed
+
+    def unsettled(self) -> list[int]:
+        """The senders of which this owner may still get its part."""
+        return [p for p in self.senders if not self.holds(p) and p not in self._refused]
+
+    def have(self) -> HaveBody:
+        """What this owner holds now."""
+        held = (
+            Held(place, self._commitments[place][0].weight, self._commitments[place][1])
+            for place in self.senders
+            if self.holds(place)
+        )
+        return HaveBody(self._attempt, tuple(held))
+
+    def sources(self, held: tuple[Held, ...]) -> list[Contributed]:
+        """What this owner reduces, in the order of members; it forgets all else."""
+        assert self._mine is not None
+        incoming, self._incoming = self._incoming, {}
+        sources = []
+        for entry in held:
+            source = self._outgoing if entry.place == self._place else incoming[entry.place]
+            assert source is not None
+            peer = PeerId(self._group.members[entry.place].peer)
+            count = chunk_count(self._mine)
+            sources.append(Contributed(peer, entry.weight, count, source, self._mine, self._codec))
+        return sources
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._incoming.clear()
+        self._outgoing = None

@@ -1,0 +1,192 @@
+"""Averaging attempts over a small simulated network, in virtual time.
+
+A message between two peers takes a latency and its bytes over the sender's rate; messages of one pair stay in
+order, as on a stream. Every message is encoded and decoded on its way.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from math import inf
+from random import Random
+
+import numpy as np
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt, Sends
+from gossip.averaging.group import Group, Member
+from gossip.averaging.messages import MESSAGE_BYTES_MAX, Message
+from gossip.averaging.outcome import Averaged, Failed, Patience
+from gossip.averaging.reduction import Vector
+from tests.gossip.swarm import HashSigner, peer_of
+
+PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0)
+SIGNATURE = b"s" * 32
+
+
+def members_of(
+    full: int, send_only: int = 0, without_tensors: int = 0, nonce: int = 0, rates: Sequence[int] = ()
+) -> tuple[Member, ...]:
+    """Members by number: first the full ones, then those that only send, then those that only reduce."""
+    count = full + send_only + without_tensors
+    return tuple(
+        Member(
+            peer_of(number),
+            nonce.to_bytes(8, "big") + number.to_bytes(8, "big"),
+            0 if full <= number < full + send_only else (rates[number] if rates else 1_000_000),
+            number < full + send_only,
+        )
+        for number in range(count)
+    )
+
+
+def group_of(
+    members: tuple[Member, ...],
+    items: int,
+    *,
+    codec: str = "float32",
+    mode: str = "butterfly",
+    dtype: str = "float32",
+    number: int = 0,
+) -> Group:
+    return Group(b"test", 0, number, mode, codec, SIGNATURE, items, dtype, members)  # type: ignore[arg-type]  # as on the wire
+
+
+class Averaging:
+    """One attempt of a group, all members in one process. `vectors` and `weights` by number."""
+
+    def __init__(
+        self,
+        group: Group,
+        vectors: dict[int, Vector],
+        weights: dict[int, float] | None = None,
+        *,
+        seed: int = 1,
+        loss: float = 0.0,
+        latency_seconds: float = 0.01,
+        rate: float = 1e9,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self.rng = Random(seed)
+        self.group = group
+        self.now = 0.0
+        self.loss = loss
+        self.latency_seconds = latency_seconds
+        self.rates = dict.fromkeys(range(len(group.members)), rate)
+        self.attempts: dict[int, Attempt] = {}
+        self.numbers: dict[PeerId, int] = {}
+        self.gone: dict[int, float] = {}
+        self.refusals: list[tuple[int, str]] = []
+        self.tamper: Callable[[int, int, Message], Message] = lambda _from, _to, message: message
+        self.hooks: list[Callable[[], None]] = []
+        self._heap: list[tuple[float, int, int, int, bytes]] = []
+        self._order = itertools.count()
+        self._free_at: dict[int, float] = dict.fromkeys(range(len(group.members)), 0.0)
+        self._arrives: dict[tuple[int, int], float] = {}
+        for number, member in enumerate(group.members):
+            peer = PeerId(member.peer)
+            self.numbers[peer] = number
+            vector = vectors.get(number)
+            weight = (weights or {}).get(number, 1.0)
+            self.attempts[number] = Attempt(HashSigner(peer), group, vector, weight, 0.0, patience)
+
+    @property
+    def results(self) -> dict[int, Averaged | Failed | None]:
+        return {number: attempt.result for number, attempt in self.attempts.items()}
+
+    @property
+    def successes(self) -> dict[int, Averaged]:
+        return {n: r for n, r in self.results.items() if isinstance(r, Averaged) and n not in self.gone}
+
+    def start(self, numbers: Sequence[int] | None = None) -> None:
+        for number in self.attempts if numbers is None else numbers:
+            self.send(number, self.attempts[number].start(self.now))
+
+    def kill(self, number: int, *, noticed_after: float | None = None) -> None:
+        """The process is gone: it says nothing more, and others notice after a while."""
+        self.gone[number] = inf if noticed_after is None else self.now + noticed_after
+
+    def send(self, sender: int, sends: Sends) -> None:
+        for peer, message in sends:
+            receiver = self.numbers[peer]
+            changed = self.tamper(sender, receiver, message)
+            data = encode(changed)
+            if self.rng.random() < self.loss:
+                continue
+            begin = max(self.now, self._free_at[sender])
+            self._free_at[sender] = begin + len(data) / self.rates[sender]
+            at = self._free_at[sender] + self.latency_seconds * self.rng.uniform(0.5, 1.5)
+            at = max(at, self._arrives.get((sender, receiver), 0.0))
+            self._arrives[sender, receiver] = at
+            heapq.heappush(self._heap, (at, next(self._order), sender, receiver, data))
+
+    def run(self, until: float = 60.0) -> None:
+        """Until all that live are closed, or the time is up."""
+        while self.now < until:
+            self._pull()
+            for hook in self.hooks:
+                hook()
+            alive = [n for n in self.attempts if n not in self.gone]
+            wakes = [(self.attempts[n].deadline, n) for n in alive]
+            pulls = [
+                self._free_at[n] for n in alive if self.attempts[n].ready and self._free_at[n] > self.now
+            ]
+            notices = [at for at in self.gone.values() if at > self.now]
+            times = [wake for wake, _ in wakes] + pulls + notices
+            times += [self._heap[0][0]] if self._heap else []
+            at = min(times, default=inf)
+            if at == inf:
+                return
+            self.now = max(self.now, at)
+            self._notice()
+            if self._heap and self._heap[0][0] <= self.now:
+                _, _, sender, receiver, data = heapq.heappop(self._heap)
+                self._deliver(sender, receiver, data)
+                continue
+            for wake, number in wakes:
+                if wake <= self.now and number not in self.gone:
+                    self.send(number, self.attempts[number].wake(self.now))
+
+    def _pull(self) -> None:
+        for number, attempt in self.attempts.items():
+            # As a stream does: the next chunk is pulled once the last has left.
+            for peer in attempt.ready:
+                if number not in self.gone and self._free_at[number] <= self.now:
+                    self.send(number, attempt.pull(self.now, peer))
+
+    def _notice(self) -> None:
+        for dead, at in self.gone.items():
+            if at <= self.now:
+                self.gone[dead] = -inf
+                for number, attempt in self.attempts.items():
+                    if number not in self.gone:
+                        self.send(number, attempt.lost(self.now, self.group.peers[dead]))
+
+    def _deliver(self, sender: int, receiver: int, data: bytes) -> None:
+        if receiver in self.gone:
+            return
+        try:
+            message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+            sends = self.attempts[receiver].receive(self.now, self.group.peers[sender], message)
+        except RemoteProtocolError as error:
+            self.refusals.append((receiver, str(error)))
+            return
+        self.send(receiver, sends)
+
+
+def vectors_of(
+    numbers: Sequence[int], items: int, seed: int = 1, dtype: str = "float32"
+) -> dict[int, Vector]:
+    generator = np.random.default_rng(seed)
+    return {number: generator.standard_normal(items).astype(dtype) for number in numbers}
+
+
+def mean_of(vectors: dict[int, Vector], shares: dict[int, float]) -> Vector:
+    """The weighted mean in float64."""
+    total: Vector = sum(
+        (vectors[number].astype(np.float64) * share for number, share in shares.items()),
+        start=np.zeros(len(next(iter(vectors.values()))), np.float64),
+    )
+    return total
