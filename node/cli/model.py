@@ -340,6 +340,7 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
         loss=task.loss,
         metrics=task.metrics,
         entries=task.entries,
+        reduction=task.reduction,
     )
 
 

@@ -8,5 +8,6 @@ from partition.capture.capture import Captured, capture
 from partition.capture.refused import CaptureRefused
 from partition.capture.skeleton import skeleton
 from partition.capture.task import Task
+from partition.capture.trees import own_loss
 
-__all__ = ["CaptureRefused", "Captured", "Task", "capture", "skeleton"]
+__all__ = ["CaptureRefused", "Captured", "Task", "capture", "own_loss", "skeleton"]

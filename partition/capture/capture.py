@@ -10,7 +10,6 @@ through the same gate as a stranger's graph. Whether the graph computes what the
 `partition.capture.proof` to say.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +22,10 @@ from partition.capture.clean import clean
 from partition.capture.contents import contents_of
 from partition.capture.export import export
 from partition.capture.lower import Groups, lower
+from partition.capture.reduction import Reduction
 from partition.capture.refused import CaptureRefused
 from partition.capture.steps import data_type
+from partition.capture.trees import Inputs, Labels, form_of
 from partition.capture.whole import BATCH, BATCH_MAX, Dynamic, Example, Request
 from partition.model.check import check_graph
 from partition.model.graph import Graph, Symbol, decode_graph, encode_graph, graph_hash
@@ -32,7 +33,6 @@ from partition.model.layers import with_layers
 
 Places = Mapping[int | str, int]
 Bounds = tuple[int, int] | tuple[int, int, Places]
-Inputs = Sequence[Tensor] | Mapping[str, Any]
 Further = (
     tuple[str | Callable[..., Any], Inputs]
     | tuple[str | Callable[..., Any], Inputs, Mapping[str, Bounds] | None]
@@ -60,7 +60,7 @@ def capture(
     model: nn.Module,
     example_inputs: Inputs,
     *,
-    labels: Sequence[Tensor] = (),
+    labels: Labels = (),
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Callable[..., Any]] | None = None,
     dynamic: Mapping[str, Bounds] | None = None,
@@ -68,13 +68,16 @@ def capture(
     split: Sequence[str] = (),
     together: Sequence[Sequence[str]] = (),
     groups: Groups | None = None,
+    reduction: Reduction = "auto",
     name: str = "",
 ) -> Captured:
     """Capture a model for training, with further entry points over the same parameters.
 
-    Of `example_inputs` (a tuple, or a dictionary of keywords; what is no tensor there is fixed) and `labels`
-    only shapes and types count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count)
-    where a step divides by something else than the batch, such as tokens; each metric gives a scalar sum.
+    `example_inputs` are a tuple, or a dictionary of keywords; tensors may lie in tuples, lists and
+    dictionaries, and what is no tensor is fixed. Of them and of `labels` (by place or by name) only shapes
+    and types count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count) where a step
+    divides by something else than the batch, such as tokens; each metric gives a scalar sum. With `own_loss`
+    as loss the labels go to the model by name, and the loss is its `output.loss`.
 
     `dynamic` names the sizes that vary, with inclusive bounds: {"batch": (1, 64), "sequence": (1, 1024,
     {0: 1, "mask": 1})}. The third part says where: an input's place (labels count on after the inputs) or
@@ -93,9 +96,9 @@ def capture(
         raise CaptureRefused("labels and metrics need a loss")
     contents = contents_of(model)
     bounds: dict[str, Bounds] = {BATCH: (1, BATCH_MAX), **(dynamic or {})}
-    ports = _Ports(model.forward, example_inputs, labels)
+    ports = _Ports(model.forward, example_inputs, labels, loss)
     entry = "train" if loss is not None else "forward"
-    requests = [ports.request(entry, _forward, bounds, loss, metrics or {}, train=True)]
+    requests = [ports.request(entry, _forward, bounds, loss, metrics or {}, train=True, reduction=reduction)]
     for key, (method, inputs, *rest) in (entries or {}).items():
         call, signature = _method(model, method)
         own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
@@ -142,21 +145,16 @@ def _method(
 class _Ports:
     """The inputs and labels of one entry point as the caller gave them."""
 
-    def __init__(self, signature: Callable[..., Any], inputs: Inputs, labels: Sequence[Tensor]) -> None:
-        self.fixed: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
-            self.fixed = {key: value for key, value in inputs.items() if not isinstance(value, Tensor)}
-            given = [(key, value, True) for key, value in inputs.items() if isinstance(value, Tensor)]
-        else:
-            names = _positional_names(signature, len(inputs))
-            given = [(key, value, False) for key, value in zip(names, inputs, strict=True)]
-        self.inputs = tuple(_example(*example) for example in given)
-        taken = {example.name for example in self.inputs}
-        names = [f"label_{index}" if len(labels) > 1 else "label" for index in range(len(labels))]
-        names = [name if name not in taken else f"{name}_" for name in names]
-        self.labels = tuple(_example(name, label, False) for name, label in zip(names, labels, strict=True))
-        if not self.inputs:
-            raise CaptureRefused("a model needs at least one input tensor")
+    def __init__(
+        self,
+        signature: Callable[..., Any],
+        inputs: Inputs,
+        labels: Labels,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        self.form, tensors = form_of(signature, inputs, labels, loss)
+        examples = [_example(name, each) for name, each in zip(self.form.names, tensors, strict=True)]
+        self.inputs, self.labels = tuple(examples[: self.form.inputs]), tuple(examples[self.form.inputs :])
 
     def request(
         self,
@@ -167,9 +165,12 @@ class _Ports:
         metrics: Mapping[str, Callable[..., Any]],
         *,
         train: bool,
+        reduction: Reduction = "auto",
     ) -> Request:
         dynamics = tuple(self._dynamic(key, bound) for key, bound in bounds.items())
-        return Request(name, call, self.inputs, self.labels, self.fixed, dynamics, loss, metrics, train)
+        return Request(
+            name, call, self.inputs, self.labels, self.form, dynamics, loss, metrics, train, reduction
+        )
 
     def _dynamic(self, name: str, bounds: Bounds) -> Dynamic:
         ports = (*self.inputs, *self.labels)
@@ -195,21 +196,9 @@ class _Ports:
         return Dynamic(name, minimum, maximum, tuple(places))
 
 
-def _example(name: str, value: Any, keyword: bool) -> Example:
-    if not isinstance(value, Tensor):
-        raise CaptureRefused(
-            f"the input '{name}' is {type(value).__name__}; pass what is no tensor by keyword"
-        )
+def _example(name: str, value: Tensor) -> Example:
     data_type(value.dtype)
-    return Example(name, tuple(value.shape), value.dtype, keyword)
-
-
-def _positional_names(function: Callable[..., Any], count: int) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [
-        name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds
-    ]
-    return [names[index] if index < len(names) else f"input_{index}" for index in range(count)]
+    return Example(name, tuple(value.shape), value.dtype)
 
 
 def _symbols(requests: Sequence[Request]) -> tuple[Symbol, ...]:

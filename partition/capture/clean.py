@@ -16,9 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partition.capture.export import Exported, named
+from partition.capture.reduction import as_sum
 from partition.capture.refused import CaptureRefused
 from partition.capture.steps import Leaf, Made, Reference, Step
 from partition.capture.walk import Walk
+from partition.capture.whole import BATCH
 
 REFUSALS_SHOWN_MAX = 20
 _NORM = "aten.batch_norm.default"
@@ -57,6 +59,12 @@ def clean(exported: Exported) -> Cleaned:
     by_name = {spec.arg.name: value for spec, value in zip(specs, outputs, strict=True)}
     updates = _updates(walk, by_name)
     results = _results(walk, [by_name[name] for name in exported.results])
+    layout = exported.layout
+    if layout.has_loss and not layout.has_count and not walk.refusals:
+        loss = by_name[exported.results[layout.outputs]]
+        total, count = as_sum(walk, loss, _batch(walk), exported.request.reduction)
+        layout.has_count = count is not None
+        results[layout.outputs : layout.outputs + 1] = _results(walk, [total, *([count] if count else [])])
     if walk.refusals:
         found = list(dict.fromkeys(walk.refusals))
         more = [f"and {len(found) - REFUSALS_SHOWN_MAX} more"] if len(found) > REFUSALS_SHOWN_MAX else []
@@ -64,6 +72,13 @@ def clean(exported: Exported) -> Cleaned:
     steps = _alive(walk.steps, [*results, *updates.values()])
     counters = (*walk.counters, *exported.layout.counters)
     return Cleaned(steps, tuple(results), updates, _statistics(steps), counters)
+
+
+def _batch(walk: Walk) -> Any:
+    """The number of samples: an integer, or torch's symbol of it."""
+    dynamic = next(each for each in walk.exported.request.dynamics if each.name == BATCH)
+    port, place = dynamic.places[0]
+    return walk.leaves[Leaf("input", port)].fake.shape[place]
 
 
 def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:

@@ -9,18 +9,21 @@ to the one who owns the model; what it makes is cleaned by `clean` and becomes p
 import inspect
 import io
 import logging
+import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.export.graph_signature import InputKind, OutputKind
 
+from partition.capture.module_state import changed, generator_states, restored
 from partition.capture.refused import CaptureRefused
 from partition.capture.steps import Kind
 from partition.capture.whole import Layout, Request, Whole, strip
@@ -71,18 +74,83 @@ def export(model: nn.Module, request: Request) -> Exported:
         torch.empty(shape, dtype=example.dtype)
         for shape, example in zip(sizes, (*request.inputs, *request.labels), strict=True)
     )
-    with _mode(model, request.train), _swapped(model), _watched(functions, model), _quiet():
-        try:
-            # Without gradients where nothing is trained: then no node says so one by one.
-            with nullcontext() if request.train else torch.no_grad():
-                program = torch.export.export(whole, examples, dynamic_shapes=(tuple(shapes),), strict=False)
-        except CaptureRefused:
-            raise
-        except Exception as error:  # torch raises some twenty kinds here, most of them not public
-            raise CaptureRefused(_explain(error, model, functions)) from error
+    _check_hooks(model)
+    with restored(model), _watched(functions, model), _drawn(functions, model), _quiet():
+        _set_mode(model, request.train)
+        _swap(model)
+        program = _traced(whole, examples, shapes, request, functions)
+        if first := changed(*layout.states):
+            # A value that forward keeps may be harmless, if a second call leaves it and computes the same.
+            whole.calls = 2
+            again = _traced(whole, examples, shapes, request, functions)
+            if further := changed(*layout.states[1:]):
+                raise CaptureRefused(_changes(further[0], model))
+            calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+            if [str(node.target) for node in again.graph.nodes if node.op == "call_function"][
+                -len(calls) :
+            ] != calls:
+                raise CaptureRefused(_changes(first[0], model))
     if functions:
         raise CaptureRefused("\n".join(dict.fromkeys(functions)))
     return _read(program, request, layout, _first_paths(model))
+
+
+def _traced(
+    whole: Whole,
+    examples: tuple[Tensor, ...],
+    shapes: Sequence[dict[int, Any]],
+    request: Request,
+    functions: Sequence[str],
+) -> torch.export.ExportedProgram:
+    generators = generator_states()
+    try:
+        # Without gradients where nothing is trained: then no node says so one by one.
+        with nullcontext() if request.train else torch.no_grad():
+            program = torch.export.export(whole, examples, dynamic_shapes=(tuple(shapes),), strict=False)
+    except CaptureRefused:
+        raise
+    except Exception as error:  # torch raises some twenty kinds here, most of them not public
+        raise CaptureRefused(_explain(error, whole.model, functions)) from error
+    if generator_states() != generators and not functions:
+        raise CaptureRefused(f"the model as a whole: {_DRAWS}")
+    return program
+
+
+_DRAWS = (
+    "draws from Python's or numpy's random, which a graph would freeze at one value; draw with torch.rand, "
+    "or switch it off (LayerDrop: layerdrop=0)"
+)
+
+
+def _changes(path: str, model: nn.Module) -> str:
+    """What to say of a value that `forward` changes from call to call."""
+    paths = [
+        name
+        for name, _ in model.named_modules()
+        if path == name or path.startswith(f"{name}." if name else "")
+    ]
+    module = max(paths, key=len, default="")
+    what = path.removeprefix(module).strip(".")
+    return (
+        f"{named(module)}: forward changes '{what}', and a graph would hold it as it was in the first call; "
+        "keep it outside of the model, or make it an input"
+    )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise CaptureRefused: functions that autograd would call, which no graph carries."""
+    for path, parameter in model.named_parameters():
+        held: Any = parameter
+        if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):
+            raise CaptureRefused(
+                f"the parameter '{path}' has a hook on its gradient, which a graph cannot carry: remove it "
+                "(handle.remove()); to freeze a parameter use requires_grad_(False), to scale use the loss"
+            )
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureRefused(
+                f"{named(path)}: has a backward hook, which a graph cannot carry: remove it (handle.remove())"
+            )
 
 
 def _example_sizes(request: Request) -> list[list[int]]:
@@ -103,44 +171,23 @@ def _example_sizes(request: Request) -> list[list[int]]:
     return shapes
 
 
-@contextmanager
-def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+def _set_mode(model: nn.Module, train: bool) -> None:
     # A model in training mode keeps what its owner set on parts of it, such as a frozen batch norm.
-    flags = [(module, module.training) for module in model.modules()]
     if not train or not model.training:
         model.train(train)
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
-@contextmanager
-def _swapped(model: nn.Module) -> Iterator[None]:
+def _swap(model: nn.Module) -> None:
     """Fake tensors on the CPU in place of parameters and buffers, equal ones where tied."""
     fakes: dict[int, Tensor] = {}
     mode = FakeTensorMode()
-    # Some modules keep their parameters a second time (an LSTM's flat list), and torch swaps those.
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    kept = [table for _, values in attributes for table in values.values() if type(table) in (list, dict)]
-    copies = [(table, table.copy()) for table in kept]
-    try:
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None and id(tensor) not in fakes:
-                        fakes[id(tensor)] = _fake(tensor, mode)
-                    table[name] = None if tensor is None else fakes[id(tensor)]
-        yield
-    finally:
-        for module, values in attributes:
-            vars(module).clear()
-            vars(module).update(values)
-        for table, copy in copies:
-            table.clear()
-            table.extend(copy) if isinstance(table, list) else table.update(copy)
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in fakes:
+                    fakes[id(tensor)] = _fake(tensor, mode)
+                table[name] = None if tensor is None else fakes[id(tensor)]
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -183,6 +230,45 @@ def _watched(found: list[str], model: nn.Module) -> Iterator[None]:
         Tensor.register_hook = register_hook  # type: ignore[method-assign]  # its own again
 
 
+_PYTHON_DRAWS = (
+    "random",
+    "uniform",
+    "randint",
+    "randrange",
+    "choice",
+    "choices",
+    "sample",
+    "shuffle",
+    "gauss",
+)
+_NUMPY_DRAWS = ("rand", "randn", "random", "randint", "uniform", "normal", "choice", "permutation", "shuffle")
+
+
+@contextmanager
+def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
+    """Notice who draws from the generators of Python and numpy; those who do so unseen move their states."""
+    places = [(random, name) for name in _PYTHON_DRAWS]
+    places += [(np.random, name) for name in _NUMPY_DRAWS]
+    kept = [(place, name, getattr(place, name)) for place, name in places]
+
+    def noticed(draw: Any) -> Any:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            where = _owner(_frames(inspect.currentframe()), model)
+            if where is not None:
+                found.append(f"{where}: {_DRAWS}")
+            return draw(*arguments, **keywords)
+
+        return wrapped
+
+    try:
+        for place, name, draw in kept:
+            setattr(place, name, noticed(draw))
+        yield
+    finally:
+        for place, name, draw in kept:
+            setattr(place, name, draw)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """torch warns, logs and prints much while it traces; what matters comes back as an exception."""
@@ -204,13 +290,17 @@ def _frames(frame: Any) -> Iterator[Any]:
 
 
 def _where(frames: Iterator[Any], model: nn.Module) -> str:
-    """The path of the innermost module of the model that is running in these frames."""
+    """The innermost module of the model that is running in these frames."""
+    return _owner(frames, model) or "the model as a whole"
+
+
+def _owner(frames: Iterator[Any], model: nn.Module) -> str | None:
     paths = {id(module): path for path, module in model.named_modules()}
     for frame in frames:
         path = paths.get(id(frame.f_locals.get("self")))
         if path is not None:
             return named(path)
-    return "the model as a whole"
+    return None
 
 
 def named(path: str) -> str:

@@ -1,73 +1,91 @@
 """Inputs and labels for a proof: as the model takes them and as the graph does, with values that tell."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from crypto.errors import RemoteProtocolError
 from partition.capture.refused import CaptureRefused
+from partition.capture.trees import Form
 from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import Sides, bind
 
 
+@dataclass(frozen=True)
 class Given:
-    """Inputs and labels of one run, as the model takes them and as the graph does."""
+    """Inputs and labels of one run; `all` are the tensors of both, in the order of the graph's ports."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        entry: Entry,
-        inputs: Sequence[Any] | Mapping[str, Any],
-        labels: Sequence[torch.Tensor],
-        seed: int,
-    ) -> None:
-        self._graph, self._entry, self._seed = graph, entry, seed
-        items = list(inputs.items()) if isinstance(inputs, Mapping) else list(enumerate(inputs))
-        self._items = [(key, _lively(value, seed + place)) for place, (key, value) in enumerate(items)]
-        self._is_mapping = isinstance(inputs, Mapping)
-        self.labels = tuple(_lively(label, seed - 1) for label in labels)
-        types = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
-        try:
-            shapes = [tuple(tensor.shape) for tensor in (*self.tensors, *self.labels)]
-            if len(shapes) != len(types):
-                raise RemoteProtocolError(f"{len(shapes)} tensors where {len(types)} belong")
-            self.sizes: Sides = _bind(graph, types, shapes)
-        except RemoteProtocolError as error:
-            raise CaptureRefused(f"the examples do not fit the graph: {error}") from error
+    graph: Graph
+    entry: Entry
+    form: Form
+    all: tuple[torch.Tensor, ...]
+    sizes: Sides
 
     @property
-    def positional(self) -> tuple[Any, ...]:
-        return () if self._is_mapping else tuple(value for _, value in self._items)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return {str(key): value for key, value in self._items} if self._is_mapping else {}
+    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return self.form.arguments(self.all)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(value for _, value in self._items if isinstance(value, torch.Tensor))
+        return self.all[: self.form.inputs]
 
-    def enlarged(self) -> "Given":
-        """The same with one sample more, so that a batch frozen into the graph is seen; or itself."""
-        graph, entry = self._graph, self._entry
-        if not graph.symbols or self.sizes[0] >= graph.symbols[0].maximum:
+    @property
+    def labels(self) -> tuple[torch.Tensor, ...]:
+        return self.all[self.form.inputs :]
+
+    def enlarged(self, more: int = 1) -> "Given":
+        """The same with its first samples once more, so that a batch frozen into the graph is seen; or
+        itself, where the graph takes no larger batch."""
+        graph = self.graph
+        if not graph.symbols or self.sizes[0] + more > graph.symbols[0].maximum:
             return self
-        batch = Size(0)
-        ports = [graph.types[port.type].shape for port in (*entry.inputs, *entry.labels)]
-        if any(batch in shape[1:] for shape in ports):
-            return self
-        grows = iter(bool(shape) and shape[0] == batch for shape in ports)
+        shapes = [graph.types[port.type].shape for port in (*self.entry.inputs, *self.entry.labels)]
+        grown = []
+        for tensor, shape in zip(self.all, shapes, strict=True):
+            for place in [place for place, side in enumerate(shape) if side == Size(0)]:
+                tensor = torch.cat([tensor, tensor.narrow(place, 0, more)], place)
+            grown.append(tensor)
+        return given(graph, self.entry, self.form, grown)
 
-        def grown(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not next(grows):
-                return value
-            return torch.cat([value, value[:1]])
+    def halves(self) -> "tuple[Given, Given] | None":
+        """The samples in two parts; None where the graph takes no batch so small."""
+        if not self.sizes or self.sizes[0] < 2 * self.graph.symbols[0].minimum:
+            return None
+        middle = self.sizes[0] // 2
+        return self._part(0, middle), self._part(middle, self.sizes[0] - middle)
 
-        items = [(key, grown(value)) for key, value in self._items]
-        labels = [grown(label) for label in self.labels]
-        inputs = dict(items) if self._is_mapping else [value for _, value in items]
-        return Given(graph, entry, inputs, labels, self._seed)  # type: ignore[arg-type]  # keys are names
+    def _part(self, start: int, length: int) -> "Given":
+        shapes = [self.graph.types[port.type].shape for port in (*self.entry.inputs, *self.entry.labels)]
+        taken = []
+        for tensor, shape in zip(self.all, shapes, strict=True):
+            for place in [place for place, side in enumerate(shape) if side == Size(0)]:
+                tensor = tensor.narrow(place, start, length)
+            taken.append(tensor.contiguous())
+        return given(self.graph, self.entry, self.form, taken)
+
+    def doubled(self) -> "Given":
+        """Every sample twice; itself where the graph takes no such batch."""
+        return self.enlarged(self.sizes[0]) if self.sizes else self
+
+
+def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor]) -> Given:
+    """Raises CaptureRefused: the tensors are not of the shapes that the graph takes."""
+    types = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
+    try:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(shapes) != len(types):
+            raise RemoteProtocolError(f"{len(shapes)} tensors where {len(types)} belong")
+        sizes = _bind(graph, types, shapes)
+    except RemoteProtocolError as error:
+        raise CaptureRefused(f"the examples do not fit the graph: {error}") from error
+    return Given(graph, entry, form, tuple(tensors), sizes)
+
+
+def lively(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Floating tensors that are all one number, as noise."""
+    return [_lively(tensor, seed + place) for place, tensor in enumerate(tensors)]
 
 
 def _bind(graph: Graph, types: list[TensorType], shapes: list[tuple[int, ...]]) -> Sides:
@@ -78,9 +96,8 @@ def _bind(graph: Graph, types: list[TensorType], shapes: list[tuple[int, ...]]) 
     return bind(graph.symbols, graph.expressions, types, shapes)
 
 
-def _lively(value: Any, seed: int) -> Any:
-    """A floating tensor that is all one number, as noise."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
+def _lively(value: torch.Tensor, seed: int) -> torch.Tensor:
+    if not value.is_floating_point() or value.numel() < 2:
         return value
     if not bool((value == value.flatten()[0]).all()):
         return value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, Protocol
 
 import torch
@@ -24,15 +24,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from crypto.errors import RemoteProtocolError
 from partition.capture.agreement import Computed, compare, signs_of, sketch_of, tolerance_of, total_of
 from partition.capture.capture import Further
-from partition.capture.given import Given
+from partition.capture.given import Given, given, lively
 from partition.capture.lazy import Materialised, with_values
+from partition.capture.module_state import restored
+from partition.capture.reduction import Reduction
 from partition.capture.refused import CaptureRefused
-from partition.capture.whole import tensors_of
-from partition.execute.interpret import DTYPES, compile_entry
+from partition.capture.trees import Inputs, Labels, form_of
+from partition.execute.interpret import DTYPES, Program, Results, compile_entry
 from partition.execute.random import drawn
 from partition.model.cut import cut
 from partition.model.graph import Entry, Graph, StageGraph
+from partition.model.operators import OPERATORS
 from partition.model.sizes import Sides, evaluate, shape_of
+
+ADDITION_TOLERANCE = 1e-3
+"""Of the losses of halves against that of the whole, relative: a norm by batch is seen, rounding is not."""
 
 
 class Provable(Protocol):
@@ -69,12 +75,13 @@ class Proof:
 def prove(
     model: nn.Module,
     captured: Provable,
-    inputs: Sequence[Any] | Mapping[str, Any],
-    labels: Sequence[torch.Tensor] = (),
+    inputs: Inputs,
+    labels: Labels = (),
     *,
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Callable[..., torch.Tensor]] | None = None,
     entries: Mapping[str, Further] | None = None,
+    reduction: Reduction = "auto",
     seed: int = 0,
 ) -> Proof:
     """Compare a captured graph with its model: in training, in evaluation, and in its further entry points.
@@ -94,27 +101,33 @@ def prove(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_without_fast_path())
-        stack.enter_context(_modes_kept(model))
+        stack.enter_context(restored(model))
         stack.enter_context(with_values(model, seed, counter))
         if not model.training:
             model.train()
         first = graph.entries[0]
-        given = Given(graph, first, inputs, labels, seed)
-        run = _Run(model, captured, first, _forward, given, loss, metrics or {}, signs_of(seed), seed)
-        trained = run.eager(train=True)
-        error = compare(graph, first, trained, run.graphed(train=True), tolerance, "training")
+        form, tensors = form_of(model.forward, inputs, labels, loss)
+        examples = given(graph, first, form, lively(tensors, seed))
+        run = _Run(model, captured, first, _forward, examples, loss, metrics or {}, signs_of(seed), seed)
+        graphed = run.graphed(train=True)
+        trained = run.eager(train=True, beside=graphed)
+        error = compare(graph, first, trained, graphed, tolerance, "training")
         model.eval()
-        run = replace(run, given=given.enlarged())
+        run = replace(run, given=examples.enlarged())
         pairs = [("evaluation", run)]
-        for name, (method, examples, *_) in (entries or {}).items():
+        for name, (method, own, *_) in (entries or {}).items():
             entry = _entry(graph, name)
-            example = Given(graph, entry, examples, (), seed)
+            form, tensors = form_of(_signature(model, method), own, ())
+            further_examples = given(graph, entry, form, lively(tensors, seed))
             call = partial(_call, method)
-            further = replace(run, entry=entry, call=call, given=example, loss=None, metrics={})
+            further = replace(run, entry=entry, call=call, given=further_examples, loss=None, metrics={})
             pairs.append((f"'{name}'", further))
         for when, each in pairs:
-            results = each.eager(train=False), each.graphed(train=False)
-            error = max(error, compare(graph, each.entry, *results, tolerance, when))
+            graphed = each.graphed(train=False)
+            eager = each.eager(train=False, beside=graphed)
+            error = max(error, compare(graph, each.entry, eager, graphed, tolerance, when))
+        if loss is not None and reduction != "microbatch":
+            _check_addition(replace(run, given=examples))
     return Proof(
         entries=tuple(entry.name for entry in (first, *(each.entry for _, each in pairs[1:]))),
         loss=trained.numbers.get("loss", 0.0),
@@ -124,7 +137,7 @@ def prove(
         error=error,
         tolerance=tolerance,
         materialised_bytes=counter.bytes_peak,
-        sizes=given.sizes,
+        sizes=examples.sizes,
     )
 
 
@@ -136,6 +149,11 @@ def _call(method: str | Callable[..., Any], model: nn.Module, *arguments: Any, *
     if isinstance(method, str):
         return getattr(model, method)(*arguments, **keywords)
     return method(model, *arguments, **keywords)
+
+
+def _signature(model: nn.Module, method: str | Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = getattr(model, method) if isinstance(method, str) else partial(method, model)
+    return made
 
 
 def _entry(graph: Graph, name: str) -> Entry:
@@ -167,16 +185,6 @@ def _buffers_copied(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in places:
             module._buffers[name] = buffer
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 @contextmanager
@@ -228,29 +236,45 @@ class _Run:
     def graph(self) -> Graph:
         return self.captured.graph
 
-    def eager(self, *, train: bool) -> Computed:
-        """As the model's author wrote it."""
+    def eager(self, *, train: bool, beside: Computed) -> Computed:
+        """As the model's author wrote it; a mean is taken as often as the graph `beside` counts."""
         made = Computed()
         with _buffers_copied(self.model), _Seeded(self.seed), torch.set_grad_enabled(train):
-            output = self.call(self.model, *self.given.positional, **self.given.keywords)
-            outputs = list(tensors_of(output))
+            positional, keywords = self.given.arguments
+            output = self.call(self.model, *positional, **keywords)
+            outputs = self.given.form.outputs(output)
             numbers: dict[str, torch.Tensor] = {}
             if self.loss is not None:
-                loss = self.loss(output, *self.given.labels)
+                loss = self.given.form.loss(self.loss, output, self.given.all)
                 if isinstance(loss, tuple):
                     numbers["loss"], numbers["count"] = loss[0], torch.as_tensor(loss[1])
                 else:
-                    numbers["loss"] = loss
+                    numbers["loss"] = self._total(loss, numbers, beside)
+            labels = self.given.form.label_arguments(self.given.all)
             for name, metric in self.metrics.items():
-                numbers[f"metric '{name}'"] = metric(output, *self.given.labels)
-            self._finish(made, outputs, numbers, train)
+                numbers[f"metric '{name}'"] = metric(output, *labels)
+            leaves = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            self._finish(made, outputs, numbers, leaves if train else {})
             buffers = dict(self.model.named_buffers(remove_duplicate=False))
             for row, _ in self.entry.updates:
                 name = self.graph.states[row].name
                 if name not in buffers:
                     raise CaptureRefused(f"the model has no buffer '{name}', which is a state of the graph")
                 made.states[name] = sketch_of(buffers[name], self.signs)
+            # After the backward pass: a checkpointed batch norm moves them once more there.
+            for parameter in self.graph.parameters if train else ():
+                if parameter.kind == "statistic" and (name := parameter.names[0]) in buffers:
+                    made.states[name] = sketch_of(buffers[name], self.signs)
         return made
+
+    def _total(self, loss: torch.Tensor, numbers: dict[str, torch.Tensor], beside: Computed) -> torch.Tensor:
+        """A loss that is one number, as the graph has it: a sum, or a mean with its count."""
+        count = beside.numbers.get("count")
+        if count is not None:
+            numbers["count"] = torch.tensor(count)
+            return loss * count
+        total, mean, samples = beside.numbers["loss"], float(loss.detach()), self.given.sizes[0]
+        return loss * samples if abs(total - mean * samples) < abs(total - mean) else loss
 
     def graphed(self, *, train: bool) -> Computed:
         """As a stage computes the graph, uncut. Raises CaptureRefused: it cannot be computed."""
@@ -261,8 +285,9 @@ class _Run:
             program = compile_entry(stage, self.entry.name, train=train, device=torch.device("cpu"))
             with _Seeded(self.seed), torch.set_grad_enabled(train):
                 states = _states(self.graph, sizes)
+                rows = self._rows()
                 results = program.run(
-                    self._rows(), _constants(self.graph), states,
+                    rows, _constants(self.graph), states,
                     self.given.tensors, self.given.labels, sizes,
                 )  # fmt: skip
                 numbers: dict[str, torch.Tensor] = {}
@@ -272,7 +297,16 @@ class _Run:
                     numbers["count"] = results.count
                 for metric, value in zip(self.entry.metrics, results.metrics, strict=True):
                     numbers[f"metric '{metric.name}'"] = value
-                self._finish(made, results.outputs, numbers, train)
+                leaves = {
+                    row.names[0]: rows[number]
+                    for number, row in enumerate(self.graph.parameters)
+                    if row.kind == "parameter"
+                }
+                self._finish(made, results.outputs, numbers, leaves if train else {})
+                if train:
+                    moved = _moved(program, rows, results)
+                    names = {row: self.graph.parameters[row].names[0] for row in moved}
+                    made.states |= {names[row]: sketch_of(moved[row], self.signs) for row in moved}
                 for row, _ in self.entry.updates:
                     state = results.updates.get(row, states[row])
                     made.states[self.graph.states[row].name] = sketch_of(state, self.signs)
@@ -300,8 +334,9 @@ class _Run:
                 raise CaptureRefused(f"the model has no '{row.names[0]}' of shape {row.type.shape}")
             if row.kind == "parameter" and not tensor.requires_grad:
                 raise CaptureRefused(f"'{row.names[0]}' is trained by the graph and frozen in the model")
-            # A statistic moves only when a step commits; a frozen parameter has no gradient on either side.
-            rows[number] = tensor if row.kind == "parameter" else tensor.detach()
+            # A leaf of its own, without the hooks of the model's. A statistic moves only when a step commits;
+            # a frozen parameter has no gradient on either side.
+            rows[number] = tensor.detach().requires_grad_(row.kind == "parameter")
         return rows
 
     def _finish(
@@ -309,16 +344,17 @@ class _Run:
         made: Computed,
         outputs: Sequence[torch.Tensor],
         numbers: Mapping[str, torch.Tensor],
-        train: bool,
+        leaves: Mapping[str, torch.Tensor],
     ) -> None:
+        """Sketches of what a run made, and of the gradients of its leaves."""
         made.outputs = [sketch_of(output, self.signs) for output in outputs]
         made.numbers = {name: float(number.detach()) for name, number in numbers.items()}
-        if train:
+        if leaves:
             total = numbers["loss"] if "loss" in numbers else total_of(outputs, self.signs)
             if total is not None and total.requires_grad:
-                self._backward(made, total)
+                self._backward(made, total, leaves)
 
-    def _backward(self, made: Computed, total: torch.Tensor) -> None:
+    def _backward(self, made: Computed, total: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
         """Gradients as sketches, each dropped as soon as it is whole."""
         hooks = []
 
@@ -330,15 +366,64 @@ class _Run:
 
             return hook
 
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                hook = keep(name)
-                hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's
+        for name, leaf in leaves.items():
+            hooks.append(leaf.register_post_accumulate_grad_hook(keep(name)))  # type: ignore[no-untyped-call]  # torch's
         try:
             total.backward()  # type: ignore[no-untyped-call]  # torch's own
         finally:
             for handle in hooks:
                 handle.remove()
+
+
+def _moved(program: Program, rows: Mapping[int, torch.Tensor], results: Results) -> dict[int, torch.Tensor]:
+    """Running statistics after this batch, by row, as torch moves them: norm after norm."""
+    moved: dict[int, torch.Tensor] = {}
+    for norm, pair in zip(program.norms, results.statistics, strict=True):
+        for row, found in zip((norm.mean_row, norm.variance_row), pair, strict=True):
+            before = moved.get(row, rows[row])
+            moved[row] = (1 - norm.momentum) * before + norm.momentum * found
+    return moved
+
+
+def _check_addition(run: _Run) -> None:
+    """Raise CaptureRefused where a batch's loss is not the sum of those of its halves."""
+    whole = run.given
+    parts = whole.halves()
+    if parts is None:
+        whole = whole.doubled()
+        if whole is run.given:
+            return  # the graph takes this one batch only
+        parts = run.given, run.given
+    totals, counts = [], []
+    for each in (whole, *parts):
+        numbers = replace(run, given=each).graphed(train=False).numbers
+        totals.append(numbers["loss"])
+        counts.append(numbers.get("count", each.sizes[0]))
+    if not all(map(isfinite, totals)) or not totals[0]:
+        return
+    added, counted = sum(totals[1:]) / totals[0], sum(counts[1:]) / (counts[0] or 1)
+    if whole.sizes != parts[0].sizes and len(set(counts)) == 1 and counts[0] > 1:
+        raise CaptureRefused(
+            f"the loss has a count of {counts[0]:.0f}, however large the batch is: count samples"
+        )
+    if abs(added - counted) <= ADDITION_TOLERANCE:
+        return
+    draws = any(
+        OPERATORS[run.graph.operators[node.operator]].random
+        and not OPERATORS[run.graph.operators[node.operator]].evaluate
+        for node in run.entry.nodes
+    )
+    if abs(added - 2 * counted) <= ADDITION_TOLERANCE + 0.2 * draws:
+        raise CaptureRefused(
+            "the loss is a mean over the batch, which a step would divide a second time: return the sum, or "
+            "the pair of the sum and of how many it is divided by"
+        )
+    if not draws:
+        raise CaptureRefused(
+            f"the losses of two halves of a batch add up to {added:.3f} of that of the whole, counts to "
+            f"{counted:.3f}: the loss looks at the batch as a whole (or its count is another). Say "
+            "reduction='microbatch' if each micro-batch shall count as it is"
+        )
 
 
 def _constants(graph: Graph) -> dict[int, torch.Tensor]:

@@ -26,10 +26,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from partition.capture.capture import Bounds, Captured, Further, Inputs, capture
+from partition.capture.capture import Bounds, Captured, Further, capture
 from partition.capture.lower import Groups
 from partition.capture.proof import Proof, prove
+from partition.capture.reduction import Reduction
 from partition.capture.refused import CaptureRefused
+from partition.capture.trees import Inputs, Labels
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,14 @@ class Task:
 
     `example_inputs` are the model's positional tensors, or a mapping for those given by keyword; `labels` are
     the tensors that only the loss sees. Of both only shapes and types count. `loss(output, *labels)` is a
-    scalar tensor *summed* over samples, or a pair of it and what it is to be divided by; `metrics` are sums
-    alike. The other fields are `capture`'s arguments of the same names.
+    scalar tensor, summed over samples or a mean over them, or a pair of a sum and what it is to be divided
+    by; `own_loss` is what the model itself computes of labels that have names. `metrics` are sums. The other
+    fields are `capture`'s arguments of the same names.
     """
 
     model: nn.Module
     example_inputs: Inputs
-    labels: Sequence[torch.Tensor] = ()
+    labels: Labels = ()
     loss: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
     dynamic: Mapping[str, Bounds] | None = None
@@ -52,6 +55,7 @@ class Task:
     split: Sequence[str] = ()
     together: Sequence[Sequence[str]] = ()
     groups: Groups | None = None
+    reduction: Reduction = "auto"
     name: str = ""
 
 
@@ -135,6 +139,7 @@ def capture_task(task: Task, *, name: str = "") -> Captured:
         split=task.split,
         together=task.together,
         groups=task.groups,
+        reduction=task.reduction,
         name=name or task.name,
     )
 
@@ -149,6 +154,7 @@ def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
         loss=task.loss,
         metrics=task.metrics,
         entries=task.entries,
+        reduction=task.reduction,
         seed=seed,
     )
 

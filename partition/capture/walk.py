@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partition.capture.export import Exported, named
 from partition.capture.inplace import write
+from partition.capture.means import MEANS
 from partition.capture.recurrent import RECURRENT
 from partition.capture.refused import CaptureRefused
 from partition.capture.rewrite import REWRITES
@@ -63,6 +64,10 @@ class Walk:
     @property
     def trains(self) -> bool:
         return self.exported.request.train
+
+    @property
+    def has_loss(self) -> bool:
+        return self.exported.request.loss is not None
 
     # What rewrites call
 
@@ -235,7 +240,7 @@ class Walk:
         """One operator of torch's graph as steps of ours."""
         name = name_of(operator)
         call = Call(self, operator, arguments, keywords, fakes)
-        rewrite = REWRITES.get(name) or RECURRENT.get(name)
+        rewrite = REWRITES.get(name) or RECURRENT.get(name) or MEANS.get(name)
         if rewrite is not None:
             return rewrite(call)
         if operator._schema.is_mutable:

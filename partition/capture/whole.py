@@ -1,13 +1,15 @@
 """What is exported: the model with its loss and its metrics as one module, and what a caller says of it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from partition.capture.module_state import python_state
 from partition.capture.refused import CaptureRefused
+from partition.capture.trees import Form
 
 MODEL = "model"
 """The name under which the model hangs in what is exported: a prefix of every path, cut off again."""
@@ -20,12 +22,11 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Example:
-    """One input or label: `keyword` if it is passed by name. Values do not matter."""
+    """One input or label. Values do not matter."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    keyword: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,26 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Request:
-    """What to export: `call` takes the model and its inputs; `fixed` are arguments that are no tensors."""
+    """What to export: `call` takes the model and its inputs, which lie in the arguments as `form` says."""
 
     name: str
     call: Callable[..., Any]
     inputs: tuple[Example, ...]
     labels: tuple[Example, ...]
-    fixed: Mapping[str, Any]
+    form: Form
     dynamics: tuple[Dynamic, ...]
     loss: Callable[..., Any] | None
     metrics: Mapping[str, Callable[..., Any]]
     train: bool
+    reduction: Literal["auto", "sum", "microbatch"] = "auto"
 
 
 @dataclass
 class Layout:
     """What the exported results are, in their order: outputs, loss, count, metrics, buffers assigned anew.
 
-    `counters` are batch norms' counters among these, `attributes` tensors that are no buffers.
+    `counters` are batch norms' counters among these, `attributes` tensors that are no buffers. `states` are
+    what the model holds in Python, before and after each call of it.
     """
 
     outputs: int = 0
@@ -67,6 +70,7 @@ class Layout:
     assigned: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
+    states: list[dict[str, Any]] = field(default_factory=list)
 
 
 def strip(path: str) -> str:
@@ -95,20 +99,22 @@ class Whole(nn.Module):
         self.metrics = nn.ModuleList([_Part(metric) for metric in request.metrics.values()])
         self.request = request
         self.layout = layout
+        self.calls = 1
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         request, layout = self.request, self.layout
-        inputs, labels = tensors[: len(request.inputs)], tensors[len(request.inputs) :]
-        pairs = list(zip(request.inputs, inputs, strict=True))
-        positional = [tensor for example, tensor in pairs if not example.keyword]
-        keywords = {example.name: tensor for example, tensor in pairs if example.keyword}
+        positional, keywords = request.form.arguments(tensors)
+        labels = request.form.label_arguments(tensors)
         held = _held(self.model)
-        output = request.call(self.model, *positional, **keywords, **request.fixed)
-        results = list(tensors_of(output))
+        layout.states = [python_state(self.model)]
+        for _ in range(self.calls):
+            output = request.call(self.model, *positional, **keywords)
+            layout.states.append(python_state(self.model))
+        results = request.form.outputs(output)
         layout.outputs = len(results)
         assigned = self._assigned(held)
         if self.loss is not None:
-            loss = self.loss(output, *labels)
+            loss = request.form.loss(self.loss, output, tensors)
             layout.has_loss = True
             if isinstance(loss, tuple):
                 loss, count = loss
@@ -146,21 +152,6 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
         prefix = f"{path}." if path else ""
         held |= {prefix + name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return held
-
-
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's answer, in their order: of lists, dictionaries and dataclasses too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_of(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_of(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from tensors_of(getattr(output, name))
 
 
 def scalar(value: Any, what: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod
 from partition.capture import Captured, capture, skeleton
 from partition.capture.contents import contents_of
 from partition.capture.lower import Tables
-from partition.capture.whole import tensors_of
+from partition.capture.trees import tensors_of
 from partition.model.graph import Size, Stored, Symbol, decode_graph
 from partition.model.sizes import evaluate
 from tests.partition.captured_models import (

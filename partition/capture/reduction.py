@@ -1,0 +1,177 @@
+"""A loss that is a mean as the sum and the count that a step needs: micro-batches of any size then add up.
+
+Gradients of micro-batches are summed and divided once, at the end of a step. A mean would be divided twice.
+`as_sum` reads from the steps that make a loss over what it is a mean: over the samples, then it is multiplied
+by the batch; or over what a label or a mask says (tokens that are not ignored), then that number is the
+step's count. What it cannot read stays as it is, and `partition.capture.proof` finds it: there the losses of
+two halves of a batch must add up to that of the whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from partition.capture.refused import CaptureRefused
+from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Storage, Symbolic
+from partition.capture.walk import Walk
+
+Reduction = Literal["auto", "sum", "microbatch"]
+"""How a step adds a loss up. `auto`: sums as they are, and means as `as_sum` reads them. `sum`: as it is.
+`microbatch`: a micro-batch's loss counts once for each of its samples, whatever it is made of (contrastive
+losses, sums of different means)."""
+
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+_REDUCED = {
+    "mse_loss": 2,
+    "l1_loss": 2,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
+    "kl_div": 2,
+    "soft_margin_loss": 2,
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+    "cross_entropy_loss": 3,
+    "nll_loss": 3,
+    "nll_loss2d": 3,
+    "nll_loss_nd": 3,
+    "multilabel_margin_loss": 2,
+    "multi_margin_loss": 5,
+    "cosine_embedding_loss": 4,
+    "margin_ranking_loss": 4,
+    "hinge_embedding_loss": 3,
+    "poisson_nll_loss": 5,
+}
+"""Where each loss has its reduction."""
+_OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
+_SAME = {"to", "alias", "clone", "neg", "squeeze", "reshape", "view", "detach", "nan_to_num", "_to_copy"}
+_SHAPED = _SAME | {"slice", "select", "unsqueeze", "expand", "flatten", "permute", "transpose", "contiguous"}
+_BOUNDED = {"clamp", "clamp_min", "maximum", "add", "to", "_to_copy", "alias", "clone"}
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over samples, or over as many as `count` says."""
+
+    count: Reference | None = None
+
+
+def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[Handle, Handle | None]:
+    """The loss as a sum, and what it is divided by at the end of a step: None for the batch.
+
+    `batch` is the number of samples, an integer or torch's symbol of one.
+    """
+    walk.owner = "loss"
+    if reduction == "sum":
+        return loss, None
+    found = Mean() if reduction == "microbatch" else _kind(walk, loss.reference, batch)
+    if not isinstance(found, Mean):
+        return loss, None
+    if found.count is None:
+        return walk.emit(_aten.mul.Scalar, loss, batch, fakes=loss.fake), None
+    count = _handle(found.count)
+    if count.fake.dtype != torch.int64:
+        count = walk.emit(_aten.to.dtype, count, torch.int64)
+    step = loss.reference.step if isinstance(loss.reference, Made) else None
+    if step is not None and _short(step) == "div" and _divisor(walk, step.arguments[1]) == found.count:
+        return _handle(step.arguments[0], needs_gradient=True), count
+    return walk.emit(_aten.mul.Tensor, loss, count), count
+
+
+def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | None:
+    """What a scalar is: a mean, a sum, or neither as far as can be read."""
+    if not isinstance(reference, Made):
+        return None
+    step, short = reference.step, _short(reference.step)
+    arguments = step.arguments
+    if short in _REDUCED:
+        place = _REDUCED[short]
+        how = arguments[place] if len(arguments) > place else dict(step.keywords).get("reduction", _MEAN)
+        is_weighted = short in _OF_CLASSES and len(arguments) > 2 and arguments[2] is not None
+        if how == _MEAN and is_weighted:
+            raise CaptureRefused(
+                "the loss is a mean weighted by class, so micro-batches cannot be added up: return the sum "
+                "and the number of labels, or say reduction='microbatch'"
+            )
+        return Mean() if how == _MEAN else "sum" if how == _SUM else None
+    if short == "mean":
+        return Mean() if _varies(arguments[0], batch) else None
+    if short == "sum":
+        return "sum" if _varies(arguments[0], batch) else _kind(walk, arguments[0], batch)
+    if short in _SAME:
+        return _kind(walk, arguments[0], batch)
+    if short in ("add", "sub", "mul", "div", "rsub"):
+        return _combined(walk, short, arguments, batch)
+    return None
+
+
+def _combined(walk: Walk, short: str, arguments: Sequence[Any], batch: Any) -> Mean | Literal["sum"] | None:
+    left, right = arguments[:2]
+    first = _kind(walk, left, batch)
+    if not isinstance(right, Made | Leaf):
+        if isinstance(right, Symbolic) and short == "div":
+            return Mean() if first == "sum" else first
+        return first
+    if short == "div":
+        count = _divisor(walk, right)
+        return Mean(count) if first == "sum" and count is not None else None
+    second = _kind(walk, right, batch)
+    if first is None or second is None:
+        # What does not come from the data, such as a penalty on weights, counts as often as the rest.
+        return first or second
+    if isinstance(first, Mean) and isinstance(second, Mean):
+        counts = {mean.count for mean in (first, second)} - {None}
+        return Mean(counts.pop() if counts else None) if len(counts) < 2 else None
+    return first if first == second else None
+
+
+def _divisor(walk: Walk, reference: Any) -> Reference | None:
+    """The number of something, without what keeps it from zero; None if it is no such number."""
+    while isinstance(reference, Made) and _short(reference.step) in _BOUNDED:
+        others = [each for each in reference.step.arguments[1:] if isinstance(each, Made | Leaf)]
+        if others:
+            break
+        reference = reference.step.arguments[0]
+    if not isinstance(reference, Made):
+        return None
+    if _short(reference.step) not in ("sum", "count_nonzero") or reference.step.results[0].dim():
+        return None
+    return reference if _is_whole(walk, reference.step.arguments[0]) else None
+
+
+def _is_whole(walk: Walk, reference: Any) -> bool:
+    """Whether a tensor holds nothing but whole numbers: a mask, or what is made of masks."""
+    if isinstance(reference, Leaf):
+        known = walk.leaves.get(reference)
+        return known is not None and not known.fake.is_floating_point()
+    if not isinstance(reference, Made):
+        return False
+    if not reference.step.results[reference.index].is_floating_point():
+        return True
+    short = _short(reference.step)
+    if short in ("to", "_to_copy"):
+        return _is_whole(walk, reference.step.arguments[0])
+    if short == "mul":
+        return all(_is_whole(walk, each) for each in reference.step.arguments[:2])
+    return short in _SHAPED and _is_whole(walk, reference.step.arguments[0])
+
+
+def _varies(reference: Any, batch: Any) -> bool:
+    """Whether a tensor has more elements for a larger batch, as far as is known."""
+    if not isinstance(reference, Made) or isinstance(batch, int):
+        return isinstance(reference, Made)
+    symbols = batch.node.expr.free_symbols
+    shape: Any = reference.step.results[reference.index].shape
+    return any(not isinstance(side, int) and side.node.expr.free_symbols & symbols for side in shape)
+
+
+def _short(step: Step) -> str:
+    return step.operator.split(".")[1]
+
+
+def _handle(reference: Any, *, needs_gradient: bool = False) -> Handle:
+    assert isinstance(reference, Made)
+    fake = reference.step.results[reference.index]
+    return Handle(reference, fake, needs_gradient, Storage("step"))
