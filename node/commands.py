@@ -24,13 +24,13 @@ from node.runs.data_check import check_values
 from node.runs.manifest import Run, RunFile, check_run_file, make_run
 from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
-from node.runs.states import OVER
 from node.runs.submission import make_manifest, window_of
 from node.runs.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams, Storage
 from node.services.discovery import Discovery
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
+from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16

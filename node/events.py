@@ -137,7 +137,7 @@ class RunPlanned(Event, frozen=True, kw_only=True):
 
 
 class RunChanged(Event, frozen=True, kw_only=True):
-    """A run is in another state (`node.runs.states`), and why."""
+    """A run is in another state (`partition.run.states`), and why."""
 
     run: str
     state: str

@@ -41,7 +41,7 @@ class MemberView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as this node knows it. `status` is one of `node.runs.states`, `reason` why it is; `result` is
+    """A run as this node knows it. `status` is one of `partition.run.states`, `reason` why it is; `result` is
     empty while there is none, "here" on this node's disk, or "elsewhere"."""
 
     run: str

@@ -103,6 +103,13 @@ class PlanAdopted:
 
 
 @dataclass(frozen=True)
+class BranchLeft:
+    """The peer leaves the branch of the run that it was on: another one goes on."""
+
+    run: bytes
+
+
+@dataclass(frozen=True)
 class SamplesCounted:
     """In its copy of this stage the peer applied the committed step; its sums held these micro-batches."""
 

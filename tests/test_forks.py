@@ -54,7 +54,8 @@ def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = Tru
         await world.reached(SAVE_EVERY)
         names = whom(committer(world.group, world), world)
         for name in names:
-            world.group.nodes[name].runs.members[world.run.id]._telling.step = 0  # what it has heard is old
+            member = world.group.nodes[name].runs.members[world.run.id]
+            member._telling.progress.step = 0  # what it has heard is old
             tell(world, name, step)
         if not ends:
             await trio.sleep(5)

@@ -43,6 +43,7 @@ from partition.codec import CODECS, DIMENSIONS_MAX, SIDE_MAX, Payload, TensorHea
 from partition.model.graph import ITEM_BYTES
 from partition.plan.plan import Plan, plan_hash
 from partition.plan.votes import Accept, Accepted, AgreementMessage, Ballot, Decided, Head, Prepare, Promised
+from partition.run.messages import Absent, Checkpointed, Leaving
 from partition.steps import messages as said
 from partition.steps.frames import FRAME_PURPOSE, Frame, FrameHeader, open_frame
 from partition.steps.routes import attempts
@@ -191,10 +192,10 @@ class Lies:
         replicas = self.plan.stages[0].replicas
         for message in (
             wire.Notice(plan, committed),
-            wire.Absent(plan, (replicas[0],), "I say so"),
-            wire.Checkpointed(plan, self.step, bytes(32)),
-            wire.Leaving(plan),
-            wire.Leaving(plan, at_once=True),
+            Absent(plan, (replicas[0],), "I say so"),
+            Checkpointed(plan, self.step, bytes(32)),
+            Leaving(plan),
+            Leaving(plan, at_once=True),
             wire.GroupPart(Part(plan + bytes(20), "scatter", 0, 0, bytes(8))),
             wire.GroupPart(Part(plan, "gather", 2**39, 2**39, bytes(1 << 20))),
         ):

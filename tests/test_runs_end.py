@@ -14,10 +14,10 @@ from node.errors import RunFailed, Unreachable, UsageError
 from node.events import CheckpointKept, Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
 from node.runs import requests as wire
 from node.runs.data import load_digits, load_folder
-from node.runs.failures import PEERS_MAX, ROLLBACKS_MAX, Failures
 from node.runs.manifest import Manifest, Run
 from node.runs.stopping import make_stop
 from node.runtime import Node
+from partition.run.failures import PEERS_MAX, ROLLBACKS_MAX, Failures
 from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm, train
 
 FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}

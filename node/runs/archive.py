@@ -18,11 +18,12 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.events import RunRemembered
 from node.runs.manifest import Run, run_text
-from node.runs.requests import NUMBER_MAX, REASON_LENGTH_MAX, End, Stop
+from node.runs.requests import NUMBER_MAX, End, Stop
 from node.runs.telling import Shown
 from node.runs.weights import digest_of
 from node.seams import Seams, Storage
 from partition.plan.plan import Hash, Peer
+from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_FOLDER = "runs"
 OWN_MAX = 1_024

@@ -19,11 +19,11 @@ from crypto.identity import PeerId
 from node.runs.manifest import Run
 from node.runs.service import Service
 from node.seams import Storage, own_rng
-from partition.plan.agreement import Agreement, PlanDecided
+from partition.plan.agreement import Agreement
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
-from partition.plan.plan import NOTHING, Hash, Height, Plan
-from partition.plan.votes import LINKS_BYTES_MAX, Head, Link
+from partition.plan.plan import Hash, Height, Plan
+from partition.plan.votes import LINKS_BYTES_MAX, Link
 
 ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
 """This node's own file: a history, the changes since, the last of which may come many at once."""
@@ -86,8 +86,6 @@ class ChainShell:
         self._refuse = service.refuse
         self._waiting: deque[Callable[[float], list[tuple[PeerId, Any]]]] = deque()
         self._more = trio.Event()
-        self._step = 0
-        self._forked_step: int | None = None
 
     @property
     def head(self) -> Plan:
@@ -117,21 +115,6 @@ class ChainShell:
         """Make a peer say what of the chain is missing here, and ask for what it lacks."""
         for receiver, message in self.core.tell(peer):
             self._send(receiver, message)
-
-    def say(self, step: int, samples: int, *, hosts: bool) -> None:
-        """How far this member is: by that it judges which of two branches survives."""
-        plan, self._step = self.core.head, step
-        self.core.say(
-            Head(
-                run=plan.run,
-                parent=self.core.head_hash,
-                fork=plan.fork,
-                height=plan.height,
-                step=step,
-                samples=samples,
-                hosts=hosts,
-            )
-        )
 
     def history(self, plan: Plan, change: Change | None = None) -> History:
         """How `plan` came about, for whoever is to come by it: it is decided, or `change` would lead to it.
@@ -170,13 +153,6 @@ class ChainShell:
         self._entered = replace(entered, links=(*entered.links, *chain[-missing:]))
         return True
 
-    def parting(self, step: int) -> str:
-        """What it costs to give this branch up after so many steps, for a person."""
-        reason = "another branch of the run goes on"
-        if self._forked_step is None:
-            return reason
-        return f"{reason}: {step - self._forked_step} steps that were committed here are discarded"
-
     async def run(self) -> None:
         """Keep promises until cancelled."""
         if self.core.unsaved:
@@ -211,8 +187,6 @@ class ChainShell:
             self._send(peer, message)
         events, self.core.events[:] = list(self.core.events), []
         for event in events:
-            if isinstance(event, PlanDecided) and event.plan.fork != NOTHING and self._forked_step is None:
-                self._forked_step = self._step  # nothing was committed since the others were lost
             self._on_event(event)
 
     async def _save(self) -> None:

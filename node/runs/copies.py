@@ -29,10 +29,10 @@ from node.runs.checkpoint_store import KEPT, Kept
 from node.runs.checkpoints import Checkpoints
 from node.runs.manifest import run_text
 from node.runs.permits import Permit, Permits
-from node.runs.requests import REASON_LENGTH_MAX, Reason
 from node.seams import Network, Seams, Stream
 from node.storage.blobs import NoRoom
 from partition.plan.plan import STAGES_MAX, Hash, Peer
+from partition.run.messages import REASON_LENGTH_MAX, Reason
 
 COPIES_PROTOCOL = "/peerloom/copies/1"
 CHECKPOINT_PURPOSE = "checkpoint"

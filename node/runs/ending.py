@@ -10,7 +10,7 @@ from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable
 from node.runs.manifest import Run
 from node.runs.replica import ReplicaShell
-from node.runs.requests import REASON_LENGTH_MAX, Done, End
+from node.runs.requests import Done, End
 from node.runs.service import Service
 from node.runs.weights import (
     FETCH_SECONDS_MAX,
@@ -24,6 +24,7 @@ from node.runs.weights import (
 )
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
+from partition.run.messages import REASON_LENGTH_MAX
 
 END_SECONDS_MAX = 60.0
 """A member fetches the weights before it answers an End."""

@@ -19,11 +19,12 @@ from node.events import CheckpointKept
 from node.runs.checkpoint_format import StageState
 from node.runs.copies import Offer, keepers
 from node.runs.manifest import Run
-from node.runs.requests import Checkpointed, Saved
+from node.runs.requests import Saved
 from node.runs.service import Service
 from node.seams import Stage
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
+from partition.run.messages import Checkpointed
 
 COPIES_MIN = 2
 """Of each stage: what is on one disk only goes with the replica that will be missed."""

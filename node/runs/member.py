@@ -22,20 +22,22 @@ from node.runs.chain import ChainShell, Entered
 from node.runs.committer import CommitterShell
 from node.runs.departures import Departures
 from node.runs.ending import collect_result, end_for_all, fetch_result, with_checkpoint
-from node.runs.failures import Failures
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
 from node.runs.manifest import Run
 from node.runs.pulse import Pulse
 from node.runs.service import Service
-from node.runs.states import Cause, State, after
 from node.runs.succession import Hopeless, Succession, make_succession
 from node.runs.telling import Telling
 from node.runs.training import Training
 from partition.plan import agreement
 from partition.plan.change import Change, heirs
 from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.plan.votes import AgreementMessage, Head
+from partition.plan.votes import AgreementMessage
+from partition.run.branches import Branches, Verdict
+from partition.run.failures import Failures
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
 HEIRS = 2
@@ -59,6 +61,7 @@ class RunMember:
         self._me = service.signer.peer
         self._may_fork = run.manifest.on_lost_quorum == "fork"
         self._chain: ChainShell | None = None
+        self._branches: Branches | None = None
         self._succession: Succession | None = None
         self._departures: Departures | None = None
         self._keeping = Keeping(service, run, self._living)
@@ -110,6 +113,10 @@ class RunMember:
         """Of the plan in force."""
         return None if self.plan is None else plan_hash(self.plan)
 
+    def place(self) -> None:
+        """This node asks for the run, and looks for providers."""
+        self._change("leases wanted", "")
+
     def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
         """The first plan that this member hears of is in force: keep the chain from here on.
 
@@ -127,6 +134,7 @@ class RunMember:
             on_event=self._on_chain_event,
         )
         self._telling.begin(chain)
+        self._branches = Branches(self._me, chain.core, self._telling.progress, may_fork=self._may_fork)
         self._succession = make_succession(
             service,
             self.run,
@@ -180,8 +188,11 @@ class RunMember:
 
     def _on_chain_event(self, event: Any) -> None:
         match event:
-            case agreement.PlanDecided() if not self._is_ended:
-                self._adopt(event.plan, event.change)
+            case agreement.PlanDecided():
+                assert self._branches is not None
+                self._branches.decided(event.plan)
+                if not self._is_ended:
+                    self._adopt(event.plan, event.change)
             case agreement.QuorumLost():
                 self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
             case agreement.QuorumFound():
@@ -189,16 +200,11 @@ class RunMember:
             case agreement.ForkOpened():
                 if self._succession is not None:
                     self._succession.changed()
-            case agreement.ForkFound():
-                self._on_fork(event.head)
-            case agreement.LeftBehind() if self._committer is not None and self._may_fork:
-                self._on_fork(event.head)  # nobody could tell, for it may be another branch
-            case agreement.LeftBehind():
-                self._give_way()
+            case agreement.ForkFound() | agreement.LeftBehind():
+                self._on_fork(event)
             case agreement.ChainBroken():
-                reason = (
-                    f"{short_peer(event.peer)} says that plan {event.height} was another: its disk is lost"
-                )
+                said = f"{short_peer(event.peer)} says that plan {event.height} was another"
+                reason = f"{said}: its disk is lost"
                 self._start_task(partial(self.end, "failed", reason, ""))
 
     def _adopt(self, plan: Plan, change: Change | None = None) -> None:
@@ -236,9 +242,9 @@ class RunMember:
         if past is not None and plan.committer == self._me:
             for event in past.dropped(plan):
                 self._telling.tell(plan, event)
-        lost_steps = self._telling.restored(plan.step) if plan.restored != NOTHING else 0
+        lost_steps = self._telling.progress.restored(plan.step) if plan.restored != NOTHING else 0
         if plan.restored != NOTHING:
-            over = self._failures.went_back(plan.step, self._telling.furthest, reason)
+            over = self._failures.went_back(plan.step, self._telling.progress.furthest, reason)
             if over is not None and plan.committer == self._me:
                 self._fail(over)
                 return
@@ -257,17 +263,17 @@ class RunMember:
         if self._succession is None or self._me not in self.plan.roster:
             return
         self._is_stuck = False
-        wanted = zip(self.plan.stages, self._succession.wanted, strict=True)
-        if any(len(stage.replicas) < count for stage, count in wanted):
-            self._change("stage short of replicas", reason or "fewer replicas than it began with")
-        else:
-            self._change("plan in force", reason or f"plan {self.plan.height}")
+        cause = cause_of(self.plan, self._succession.wanted)
+        usual = (
+            f"plan {self.plan.height}" if cause == "plan in force" else "fewer replicas than it began with"
+        )
+        self._change(cause, reason or usual)
 
     def _fail_stage(self, reason: str) -> None:
         """Say that this node cannot hold its stage: the next plan does without it."""
         plan = self.plan
         if plan is not None and not self._is_ended:
-            message = Failed(plan=plan_hash(plan), reason=reason[: wire.REASON_LENGTH_MAX])
+            message = Failed(plan=plan_hash(plan), reason=reason[:REASON_LENGTH_MAX])
             self._service.send(plan.committer, message)
 
     def _holders(self) -> list[PeerId]:
@@ -307,7 +313,7 @@ class RunMember:
         elif plan.committer == self._me:
             self.absent(self._me, reason)
         else:
-            self._service.send(plan.committer, wire.Leaving(plan_hash(plan), at_once=True))
+            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
 
     def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
@@ -358,7 +364,7 @@ class RunMember:
         if self._succession is None or self.plan is None or peer in self._succession.absent:
             return
         self._succession.miss(peer, reason)
-        message = wire.Absent(plan_hash(self.plan), (peer,), reason[: wire.REASON_LENGTH_MAX])
+        message = Absent(plan_hash(self.plan), (peer,), reason[:REASON_LENGTH_MAX])
         for other in self._others(self.plan) if others is None else others:
             self._service.send(other, message)
 
@@ -388,30 +394,29 @@ class RunMember:
             self._pulse.heard()
         self.members_changed()
         assert self._chain is not None
-        telling = self._telling
-        telling.note(max(telling.step, self._committer.core.step if self._committer is not None else 0))
+        committed = 0 if self._committer is None else self._committer.core.step
+        self._telling.note(max(self._telling.progress.step, committed))
         live = self._service.live()
         self.catch_up([peer for peer in self._chain.core.acquainted if peer in live])
 
-    def _on_fork(self, head: Head) -> None:
-        """Another branch is further, by what was known here. How far this one is only its committer knows,
-        and it decides for all: of two committers not both can give way, whatever they have heard when."""
-        plan, committer, chain = self.plan, self._committer, self._chain
-        if plan is None or chain is None or self._is_ended or self._is_finishing:
+    def _on_fork(self, event: agreement.ForkFound | agreement.LeftBehind) -> None:
+        """Another branch is further, by what was known here."""
+        plan, core = self.plan, None if self._committer is None else self._committer.core
+        if self._branches is None or self._is_ended or self._is_finishing:
             return
-        if committer is None:
-            if plan.committer not in self._service.live():
-                self._give_way()
-        elif committer.core.phase != "syncing":  # else not even it knows; and the others will say it again
-            self._telling.note(committer.core.step)
-            if chain.core.gives_way(head):
-                for peer in self._others(plan):
-                    self._service.send(peer, wire.GivenUp(plan_hash(plan)))
-                self._give_way()
+        is_synced = core is not None and core.phase != "syncing"
+        committed, live = core.step if core is not None and is_synced else None, self._service.live()
+        verdict = self._branches.judge(event, plan, live=live, committed=committed, hosts=self.hosts)
+        if verdict is Verdict.STAY:
+            return
+        if verdict is Verdict.ABANDON and plan is not None:
+            for peer in self._others(plan):
+                self._service.send(peer, GivenUp(plan_hash(plan)))
+        self._leave_branch()
 
-    def _give_way(self) -> None:
-        assert self._chain is not None
-        self._fall_back(self._chain.parting(self._telling.step))
+    def _leave_branch(self) -> None:
+        assert self._branches is not None
+        self._fall_back(self._branches.farewell)
 
     def _fall_back(self, reason: str) -> None:
         """The run goes on elsewhere: from now on nothing is committed here, what is here is forgotten, and
@@ -451,6 +456,8 @@ class RunMember:
         if outcome == "done" and source is not None:
             detail = await fetch_result(self._service, self.run, source, weights)
         await self._hosting.end()
+        if self.state not in OVER:
+            self.state = after(self.state, CAUSE_OF[outcome])
         await self._service.ended(self, outcome, detail, weights)
         self._decided.set()
         self._life.cancel()
@@ -485,6 +492,7 @@ class RunMember:
     async def _go(self, reason: str) -> None:
         await self._until_out(DROP_SECONDS_MAX)
         self._is_ended = True
+        self.state = after(self.state, "asked to stop")
         await self._service.ended(self, "stopped", reason, "")
         self._life.cancel()
 
@@ -501,7 +509,7 @@ class RunMember:
         plan = self.plan
         if plan is None or self._is_ended or self._departures is None:
             return True
-        message = wire.Leaving(plan_hash(plan))
+        message = Leaving(plan_hash(plan))
         for peer in self._others(plan):
             self._service.send(peer, message)
         self._departures.note(self._me)
@@ -524,47 +532,39 @@ class RunMember:
         elif isinstance(message, ReplicaMessage):
             if self._committer is not None:
                 self._committer.receive(now, sender, message)
-        elif isinstance(message, wire.Notice | wire.Absent | wire.Checkpointed | wire.GivenUp):
-            self._from_committer(sender, message)
-        elif isinstance(message, wire.Leaving | wire.Saved):
-            self._from_member(sender, message)
+        elif isinstance(message, wire.Notice | Absent | Checkpointed | GivenUp | Leaving):
+            self._about_the_run(sender, message)
+        elif isinstance(message, wire.Saved):
+            self._on_saved(sender, message)
         else:
             self._to_roles(now, sender, message)
 
-    def _from_committer(
-        self, sender: PeerId, message: wire.Notice | wire.Absent | wire.Checkpointed | wire.GivenUp
+    def _about_the_run(
+        self, sender: PeerId, message: wire.Notice | Absent | Checkpointed | GivenUp | Leaving
     ) -> None:
-        if self._succession is None or self.plan is None:
+        if self._succession is None or self._departures is None or self.plan is None:
             return
-        of_itself = (
-            isinstance(message, wire.Absent) and message.peers == (sender,) and sender in self.plan.roster
-        )
-        if sender != self.plan.committer and not of_itself:
-            raise RemoteProtocolError("what only the run's committer may say, from another peer")
+        check_sender(self.plan, sender, message)
         match message:
             case wire.Notice():
                 self._telling.hear(message)
                 self._pulse.heard()
-            case wire.Absent():
+            case Absent():
                 for peer in message.peers:
                     self._succession.miss(PeerId(peer), message.reason)
-            case wire.GivenUp():
-                self._give_way()
-            case wire.Checkpointed():
+            case GivenUp():
+                self._leave_branch()
+            case Checkpointed():
                 self._start_task(partial(self._keeping.learn, message.step, message.checkpoint))
-
-    def _from_member(self, sender: PeerId, message: wire.Leaving | wire.Saved) -> None:
-        if self._departures is None or self.plan is None or sender not in self.plan.roster:
-            raise RemoteProtocolError("what only members of the run may say, from another peer")
-        match message:
-            case wire.Saved():
-                if self.plan.committer != self._me:
-                    raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
-                self._keeping.saved(self.plan, sender, message)
-            case wire.Leaving(at_once=True):
+            case Leaving(at_once=True):
                 self.absent(sender, "it has nothing to feed the run with")
-            case wire.Leaving():
+            case Leaving():
                 self._departures.note(sender)
+
+    def _on_saved(self, sender: PeerId, message: wire.Saved) -> None:
+        if self.plan is None or self.plan.committer != self._me:
+            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
+        self._keeping.saved(self.plan, sender, message)
 
     def _to_roles(self, now: float, sender: PeerId, message: Any) -> None:
         if isinstance(message, Open) and self._training is not None:

@@ -23,16 +23,15 @@ from node.seams import Network, Stream, StreamLimits
 from partition.plan.history import HISTORY_BYTES_MAX, History
 from partition.plan.plan import (
     PLAN_BYTES_MAX,
-    REPLICAS_MAX,
     STAGES_MAX,
     STEPS_MAX,
     Count,
     Hash,
-    Peer,
     StageNumber,
     StepNumber,
 )
 from partition.plan.votes import AgreementMessage
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Reason
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
@@ -46,7 +45,6 @@ PIPELINE_BYTES_MAX = 4 * 1024 * 1024
 beside it, and has a limit of its own."""
 PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_per_peer_max=4)
 """A member has one; another where the first broke, and this side has not noticed yet."""
-REASON_LENGTH_MAX = 300
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
 """Of first values in one answer: some of them fit the memory of whoever answers many."""
@@ -57,7 +55,6 @@ NUMBER_MAX = 2**53
 NOTICE_SECONDS_MAX = 1e9
 """What a step may have taken: thirty years, so that a screen can multiply it by the steps that are left."""
 
-Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 
 
@@ -271,15 +268,6 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
     part: Part
 
 
-class Absent(msgspec.Struct, frozen=True, tag="absent"):
-    """Committer to everybody else in the plan: these peers live, maybe, but the next plan must do without
-    them."""
-
-    plan: Hash
-    peers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
-    reason: Reason
-
-
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """Replica to committer: my stage, as it was after `step` steps, is put away here."""
 
@@ -287,27 +275,6 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     step: StepNumber
     stage: StageNumber
     state: StageState
-
-
-class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
-    """Committer to everybody else in the plan: the checkpoint of this name is whole, on several disks."""
-
-    plan: Hash
-    step: StepNumber
-    checkpoint: Hash
-
-
-class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
-    """Committer to everybody else in the plan: another branch of the run goes on, and this one does not."""
-
-    plan: Hash
-
-
-class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Member to all others: let the next plan do without me; after this step, or `at_once`."""
-
-    plan: Hash
-    at_once: bool = False
 
 
 PipelineMessage = (

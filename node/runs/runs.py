@@ -47,6 +47,7 @@ from partition.plan.chain import base_plan
 from partition.plan.history import History, first_history
 from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
 from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
+from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 from partition.steps.messages import CommitterMessage
 
@@ -189,6 +190,7 @@ class Runs:
         """Plan a run that this node asks for, and have everybody start. Raises NotPlaced."""
         member = self.accept(run)
         self.stopping.asked(run)
+        member.place()
         try:
             plan = await self._place(run)
         except NotPlaced as error:
@@ -313,7 +315,7 @@ class Runs:
         member = self.members.get(run.id)
         if member is None:
             return  # it had ended already
-        reason = f"an internal error on this node: {describe(error)}"[: wire.REASON_LENGTH_MAX]
+        reason = f"an internal error on this node: {describe(error)}"[:REASON_LENGTH_MAX]
         with contain("run ending after a failure") as ending:
             await member.fail(reason)
         if ending.error is not None and self.members.get(run.id) is member:
@@ -406,7 +408,7 @@ class Runs:
                 raise RemoteProtocolError("a message of a run from a peer that is not in it")
             if member is not None:
                 await self._hand_over(member, sender, message)
-            elif isinstance(message, CommitterMessage | wire.Absent) and len(data) <= EARLY_BYTES_MAX:
+            elif isinstance(message, CommitterMessage | Absent) and len(data) <= EARLY_BYTES_MAX:
                 self._early.append((sender, plan, bytes(data)))
         except RemoteProtocolError as error:
             self.refuse(sender, error)

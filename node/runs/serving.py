@@ -33,6 +33,7 @@ from node.runs.weights import weights_name
 from node.seams import Seams, Stream
 from partition.plan.history import History
 from partition.plan.plan import Plan, committee, plan_hash
+from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_MAX = 64
 """Runs that have not ended; a stranger's manifests must not fill the memory."""
@@ -186,7 +187,7 @@ class Requests:
             return wire.Declined("it does not know yet how the run went on")
         reason = runs.accepts(run) or self._checks.known(run, plan, request.stage)
         if reason is not None:
-            return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+            return wire.Declined(reason[:REASON_LENGTH_MAX])
         name = plan_hash(plan)
         before = self._released.count(name)
         try:
@@ -195,7 +196,7 @@ class Requests:
             return _declined(error)
         reason = await self._checks.misfit(peer, run, graph, plan, request.stage)
         if reason is not None:
-            return wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+            return wire.Declined(reason[:REASON_LENGTH_MAX])
         if not runs.has_slot or self._released.count(name) != before:
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
         body = wire.LeaseBody(run.id, name, request.stage, int(pulse.SILENCE_SECONDS_MAX))
@@ -257,7 +258,7 @@ class Requests:
         if stage is None or not runs.slot.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
         reason = await runs.accept(run).prepare(plan)
-        return wire.Done() if reason is None else wire.Declined(reason[: wire.REASON_LENGTH_MAX])
+        return wire.Done() if reason is None else wire.Declined(reason[:REASON_LENGTH_MAX])
 
     def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
         """Whether this node is in the run under an older plan than that before `plan`; it asks `peer`."""
@@ -329,4 +330,4 @@ class Requests:
 
 
 def _declined(error: Exception) -> wire.Declined:
-    return wire.Declined(str(error)[: wire.REASON_LENGTH_MAX])
+    return wire.Declined(str(error)[:REASON_LENGTH_MAX])

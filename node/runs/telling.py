@@ -1,7 +1,7 @@
 """What this member knows to be committed in a run, and how others hear of it.
 
-Each step is shown once, whichever committer tells of it: one that takes over may not know what the last one
-managed to say. Not here: committing (`node.runs.committer`), and what follows from how far a run is.
+How far the run is, and which step is shown once, is for `partition.run.progress`. Not here: committing
+(`node.runs.committer`), and what follows from how far a run is.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from node.runs.manifest import Run
 from node.runs.requests import Notice, check_notice
 from node.runs.service import Service
 from partition.plan.plan import Plan, plan_hash
+from partition.run.progress import Progress
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Shown:
 
 
 class Telling:
-    """One member's. `step` is how many steps are committed, `furthest` the most that ever were."""
+    """One member's."""
 
     def __init__(
         self,
@@ -40,10 +41,9 @@ class Telling:
         hosts: Callable[[], bool],
     ) -> None:
         """`others` are the living of a plan but for this node; `hosts` is whether it holds a stage."""
-        self.step = 0
+        manifest = run.manifest
+        self.progress = Progress(manifest.microbatches * manifest.microbatch)
         self.shown = Shown()
-        self._told = 0
-        self.furthest = 0
         self._service = service
         self._run = run
         self._others = others
@@ -54,29 +54,22 @@ class Telling:
         """From now on this chain hears how far the run is."""
         self._chain = chain
 
-    def restored(self, step: int) -> int:
-        """All go back to `step`. How many steps are to be committed again."""
-        lost = max(0, self.step - step)
-        self.step, self._told = step, min(self._told, step)
-        return lost
-
     def note(self, step: int) -> None:
-        """So many steps are committed. By the most that ever were two branches are judged: what a branch says
-        of itself never falls, so that of two neither can give way to what the other was."""
-        self.step, manifest = step, self._run.manifest
-        self.furthest = max(self.furthest, step)
+        """Take it that `step` steps are committed, and claim so."""
+        self.progress.note(step)
+        self._claim()
+
+    def _claim(self) -> None:
         if self._chain is not None:
-            samples = self.furthest * manifest.microbatches * manifest.microbatch
-            self._chain.say(self.furthest, samples, hosts=self._hosts())
+            self.progress.claim(self._chain.core, hosts=self._hosts())
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""
         if isinstance(event, StepCommitted):
-            if event.step < self._told:
+            if not self.progress.show(event.step):
                 return
-            self._told = event.step + 1
             self.shown.committed = event
-            self.note(self._told)
+            self._claim()
         elif isinstance(event, RunEvaluated):
             self.shown.evaluated = event
         self._service.publish(event)

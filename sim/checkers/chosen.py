@@ -7,7 +7,7 @@ from sim.checkers.averages import AveragesAgree
 from sim.checkers.checker import Checker, Handler
 from sim.checkers.limits import WithinLimits
 from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConverge
-from sim.checkers.plans import OnePlanAHeight, PlansFollow
+from sim.checkers.plans import OnePlanAHeight, PlansFollow, SomeBranchGoesOn
 from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
 from sim.checkers.steps import SamplesOnce, SumsAgree
 from sim.scenario import Scenario
@@ -49,7 +49,7 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
     if checks.found_share:
         found.append(RecordsAreFound(scenario))
     if scenario.runs:
-        found += [PlansFollow(), SamplesOnce(), SumsAgree()]
+        found += [PlansFollow(), SomeBranchGoesOn(), SamplesOnce(), SumsAgree()]
         if all(run.on_lost_quorum == "wait" for run in scenario.runs):
             found.append(OnePlanAHeight())
     return (Checkers(found),)

@@ -3,7 +3,7 @@
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING
 from sim.checkers.checker import Checker
-from sim.happenings import PlanAdopted
+from sim.happenings import BranchLeft, PlanAdopted
 from sim.watch import Observed, World
 
 
@@ -52,6 +52,30 @@ class PlansFollow(Checker):
                 raise self.broken(f"{what} follows {event.parent.hex()[:8]}, which was never in force")
             if parent[0] != event.height - 1:
                 raise self.broken(f"{what} follows {event.parent.hex()[:8]} of height {parent[0]}")
+
+
+class SomeBranchGoesOn(Checker):
+    """Of the branches of a run at least one is never left: somebody remains under a plan in force. Peers that
+    are down count, for their disks bring the plan back."""
+
+    name = "branches"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._followers: dict[bytes, set[PeerId | None]] = {}
+        self.handlers = {PlanAdopted: self._see_adopted, BranchLeft: self._see_left}
+
+    def _see_adopted(self, observed: Observed, _world: World) -> None:
+        self._followers.setdefault(observed.event.run, set()).add(observed.peer)
+
+    def _see_left(self, observed: Observed, world: World) -> None:
+        left = self._followers.setdefault(observed.event.run, set())
+        left.discard(observed.peer)
+        if not left:
+            raise self.broken(
+                f"{_name(world, observed.peer)} was the last to leave its branch of run "
+                f"{observed.event.run.hex()[:8]}, and no branch is left"
+            )
 
 
 def _name(world: World, peer: PeerId | None) -> str:

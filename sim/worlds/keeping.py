@@ -8,7 +8,8 @@ from crypto.identity import PeerId
 from node.runs.copies import CONCLUDE_SECONDS_MAX, keepers
 from node.runs.keeping import COPIES_MIN, RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
-from sim.worlds.said import DONE, Checkpointed, Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
+from partition.run.messages import Checkpointed
+from sim.worlds.said import DONE, Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
 from sim.worlds.setting import Setting
 from sim.worlds.summing import State
 

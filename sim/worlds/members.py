@@ -25,26 +25,26 @@ from partition.plan.chain import base_plan
 from partition.plan.change import Change
 from partition.plan.plan import NOTHING, Plan, plan_hash
 from partition.plan.votes import AgreementMessage, Head
-from partition.steps.frames import OpenedFrame
+from partition.run import states
+from partition.run.branches import Branches, Verdict
+from partition.run.failures import Failures
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, check_sender
+from partition.run.progress import Progress
+from partition.run.states import CAUSE_OF, Cause, after, cause_of
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
-from sim.happenings import PlanAdopted, RunEnded
+from sim.happenings import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
 from sim.worlds.ending import collect, tell_all
-from sim.worlds.hosted import FRAME_BYTES, Hosted
+from sim.worlds.hosted import Hosted
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping, fetch_from
 from sim.worlds.pulsing import Pulse
 from sim.worlds.said import (
     DONE,
-    MESSAGE_BYTES,
-    STATE_BYTES,
-    Absent,
-    Checkpointed,
     Declined,
     Disk,
     End,
-    FetchCopy,
     FetchState,
     Noted,
     Question,
@@ -56,13 +56,14 @@ from sim.worlds.streams import Answer
 from sim.worlds.succeeding import Succeeding, nothing
 from sim.worlds.summing import State
 from sim.worlds.trainer import Trainer
+from sim.worlds.turns import Turns
 
 EARLY_MAX = 64
 """What a committer says of a plan that has not come into force here yet."""
 INF = float("inf")
 
 
-class Member:
+class Member(Turns):
     """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run."""
 
     def __init__(
@@ -77,21 +78,19 @@ class Member:
     ) -> None:
         """`has_forgotten`: an earlier life was in the run, and its disk is gone. `hosts` says who has no room
         for a stage."""
+        super().__init__(setting, me)
         self.plan: Plan | None = None
         self.outcome = ""
-        self.step = 0
-        self.is_paused = False
-        self._setting = setting
-        self.me = me
         self._disk = disk
         self._rng = rng
         self._has_forgotten = has_forgotten
         self._hosts = hosts
-        self._is_alive = True
         self._chain: agreed.Agreement | None = None
+        self._begin_anew()
+        self._branches: Branches | None = None
         self._calls: deque[Callable[[agreed.Agreement, float], Any]] = deque()
         self._succeeding: Succeeding | None = None
-        self._trainer: Trainer | None = None
+        self.trainer: Trainer | None = None
         self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
         self.keeping = Keeping(
             setting, me, disk, live=self._living, ask=self.ask, send=self.send, later=self.later
@@ -104,42 +103,26 @@ class Member:
         self._think_at = self._beat_at = INF
         self._armed_at = INF
 
+    def _begin_anew(self) -> None:
+        self._state: states.State = "submitted"
+        self.progress = Progress(self._setting.training.microbatches)
+        self._failures = Failures()
+
     # Turns
 
-    def turn(self, action: Callable[[], None]) -> None:
-        """Do something as this peer, now or when it stands still no more; then all that follows from it."""
-        ground = self._setting.ground
-        if not self._is_alive:
-            return
-        thaws = ground.thaws(self.me)
-        if thaws > ground.now:
-            ground.at(thaws, lambda: self.turn(action))
-            return
-        action()
-        self._settle()
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """The same after a while, should this life last so long."""
-        ground = self._setting.ground
-        ground.at(instant(ground.now + seconds), lambda: self.turn(action))
-
-    def stop(self) -> None:
-        """It is dead."""
-        self._is_alive = False
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         while self._calls or self._thinks:
             if self._calls:
                 self._call(self._calls.popleft())
             else:
                 self._think()
-        if self._trainer is not None:
-            self._trainer.follow()
+        if self.trainer is not None:
+            self.trainer.follow()
         due = min(
             self._think_at,
             self._beat_at,
             self._chain.deadline if self._chain is not None else INF,
-            self._trainer.deadline if self._trainer is not None else INF,
+            self.trainer.deadline if self.trainer is not None else INF,
         )
         if due < self._armed_at:
             self._armed_at = due
@@ -155,33 +138,13 @@ class Member:
         now = self._setting.ground.now
         if self._chain is not None and self._chain.deadline <= now:
             self._calls.append(lambda core, now: core.wake(now))
-        if self._trainer is not None and self._trainer.deadline <= now:
-            self._trainer.wake()
+        if self.trainer is not None and self.trainer.deadline <= now:
+            self.trainer.wake()
         if self._think_at <= now:
             self._thinks = True
         if self._beat_at <= now:
             self._beat_at = now + RENEW_SECONDS
             self._beat()
-
-    def send(self, peer: PeerId, message: Any) -> None:
-        """Say something on the stream to `peer`."""
-        size = FRAME_BYTES if isinstance(message, OpenedFrame) else MESSAGE_BYTES
-        self._setting.streams.send(self.me, peer, message, size)
-
-    def _send_all(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
-        for peer, message in sends:
-            self.send(peer, message)
-
-    def ask(self, peer: PeerId, question: Question, seconds: float, done: Answer) -> None:
-        """Put a question; `done` hears the answer, or None."""
-        size = STATE_BYTES if isinstance(question, FetchState | FetchCopy) else MESSAGE_BYTES
-
-        def put(answer: Answer) -> None:
-            self._setting.put(self.me, peer, question, answer)
-
-        self._setting.streams.ask(
-            self.me, peer, size, seconds, put, lambda reply: self.turn(lambda: done(reply))
-        )
 
     # Plans
 
@@ -200,7 +163,7 @@ class Member:
             raise AssertionError(f"a disk is damaged: {error}") from error
         assert self._chain is not None
         plan = self.plan = self._chain.head
-        self.is_paused = True
+        self._change("node restarted")
         others = [peer for peer in plan.members if peer != self.me]
         self.catch_up(others)
         if plan.stage_of(self.me) is not None or self.me in plan.trainers:
@@ -216,11 +179,14 @@ class Member:
             may_fork=setting.training.on_lost_quorum == "fork",
             abstain=self._has_forgotten,
         )
+        self._branches = setting.cores.branches(
+            self.me, self._chain, self.progress, may_fork=setting.training.on_lost_quorum == "fork"
+        )
         self._succeeding = Succeeding(
             setting,
             self.me,
             self._chain,
-            wanted=tuple([setting.training.replicas] * len(plan.stages)),
+            wanted=tuple(len(stage.replicas) for stage in plan.stages),
             restorable=lambda: self.keeping.restorable,
             hosts=self._hosts,
             ask=self.ask,
@@ -245,7 +211,7 @@ class Member:
         if core.unsaved:
             core.unsaved = False
             self._disk.chain = core.durable
-        self._send_all(sends)
+        self.send_all(sends)
         events, core.events[:] = list(core.events), []
         for event in events:
             if self._chain is core:
@@ -254,15 +220,17 @@ class Member:
     def _on_chain_event(self, event: Any) -> None:
         match event:
             case agreed.PlanDecided():
+                if self._branches is not None:
+                    self._branches.decided(event.plan)
                 self._adopt(event.plan, event.change)
             case agreed.QuorumLost():
-                self.is_paused = True
+                self._change("quorum lost")
             case agreed.QuorumFound():
-                self.is_paused = False
+                self._in_force()
             case agreed.ForkOpened():
                 self._think_soon()
             case agreed.ForkFound() | agreed.LeftBehind():
-                self._fall_back()
+                self._on_fork(event)
             case agreed.ChainBroken():
                 self.end("failed", f"plan {event.height} was another elsewhere")
 
@@ -281,14 +249,20 @@ class Member:
             self._fall_back()
             return
         self._setting.publish(self.me, PlanAdopted(self._setting.run, plan.height, name, plan.parent))
-        self.is_paused = self._is_stuck = False
+        self._in_force()
         self.hosting.adopt(plan)
+        if plan.restored != NOTHING:
+            self.progress.restored(plan.step)
+            reason = self._succeeding.why(change.lost if change is not None else ())
+            over = self._failures.went_back(plan.step, self.progress.furthest, reason)
+            if over is not None and plan.committer == self.me:
+                self._finish("failed", over)
+                return
         if self.me in plan.trainers:
-            self._trainer = Trainer(self._setting, self.me, plan, self)
+            self.trainer = Trainer(self._setting, self.me, plan, self, self._failures)
             if plan.committer == self.me:
                 self.catch_up([peer for peer in plan.members if peer != self.me])
-            self._trainer.begin(self.keeping.restorable)
-        self.step = plan.step if plan.restored != NOTHING else self.step
+            self.trainer.begin(self.keeping.restorable)
         if change is not None:
             self._start_newcomers(plan, change)
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
@@ -326,7 +300,7 @@ class Member:
         assert self.plan is not None
         self._succeeding.miss(peer, reason)
         for other in others:
-            self.send(other, Absent(plan_hash(self.plan), peer, reason))
+            self.send(other, Absent(plan_hash(self.plan), (peer,), reason[:REASON_LENGTH_MAX]))
 
     def _think_soon(self) -> None:
         self._thinks = True
@@ -343,26 +317,63 @@ class Member:
         if self._succeeding is None or self.plan is None:
             return
         if found is None:
-            self._is_stuck = False
+            if self._is_stuck:
+                self._in_force()
         elif not self._is_stuck:
-            self._is_stuck = self.is_paused = True
+            self._is_stuck = True
+            self._change("stage lost")
         elif is_final and self._succeeding.is_proposer() and self._succeeding.has_majority():
             self._finish("failed", found.reason)
 
+    def _in_force(self) -> None:
+        """The run goes on, with all the replicas it began with or with fewer."""
+        if self.plan is None or self._succeeding is None or self.me not in self.plan.roster:
+            return
+        self._is_stuck = False
+        self._change(cause_of(self.plan, self._succeeding.wanted))
+
+    def _change(self, cause: Cause) -> None:
+        self._state = after(self._state, cause)
+
+    def _on_fork(self, event: agreed.ForkFound | agreed.LeftBehind) -> None:
+        """Another branch is further, by what was known here."""
+        plan, core = self.plan, None if self.trainer is None else self.trainer.core
+        if self._branches is None or plan is None or self._is_finishing:
+            return
+        is_synced = core is not None and core.phase != "syncing"
+        verdict = self._branches.judge(
+            event,
+            plan,
+            live=[peer for peer, lives in self._setting.alive(self.me).items() if lives],
+            committed=core.step if core is not None and is_synced else None,
+            hosts=self.hosts,
+        )
+        if verdict is Verdict.ABANDON:
+            for peer in self.others():
+                self.send(peer, GivenUp(plan_hash(plan)))
+        if verdict is not Verdict.STAY:
+            self._leave_branch()
+
+    def _leave_branch(self) -> None:
+        self._setting.publish(self.me, BranchLeft(self._setting.run))
+        self._fall_back()
+
     def _fall_back(self) -> None:
         """The run goes on elsewhere: forget what is here, and wait to be asked again."""
+        self._change("quorum lost")
         self._forget()
+        self._begin_anew()
         self.plan = None
         self._has_forgotten = False
 
     def _stop_training(self) -> None:
-        if self._trainer is not None:
-            self._trainer.stop()
-            self._trainer = None
+        if self.trainer is not None:
+            self.trainer.stop()
+            self.trainer = None
 
     def _forget(self) -> None:
         self.hosting.close()
-        self._chain = self._succeeding = None
+        self._chain = self._succeeding = self._branches = None
         self._stop_training()
         self._calls.clear()
         self._thinks = False
@@ -380,27 +391,17 @@ class Member:
 
     def trained(self, reason: str | None) -> None:
         """As the committer: all is done, or will never be."""
+        self._change("training over")
         if reason is not None:
             self.finished(reason)
         elif self.plan is not None:
             collect(self._setting, self, self.plan)
 
     def _note_step(self, step: int) -> None:
-        """So many steps are committed: by that two branches are judged, so it must never be old."""
-        self.step = step
+        """Take it that `step` steps are committed, and claim so."""
+        self.progress.note(step)
         if self._chain is not None:
-            plan = self._chain.head
-            self._chain.say(
-                Head(
-                    run=plan.run,
-                    parent=self._chain.head_hash,
-                    fork=plan.fork,
-                    height=plan.height,
-                    step=step,
-                    samples=step * self._setting.training.microbatches,
-                    hosts=self.hosts,
-                )
-            )
+            self.progress.claim(self._chain, hosts=self.hosts)
 
     # The end
 
@@ -419,6 +420,7 @@ class Member:
         if self.outcome:
             return
         self.outcome = outcome
+        self._change(CAUSE_OF[outcome])
         self._forget()
         self._setting.publish(self.me, RunEnded(self._setting.run, outcome, reason))
 
@@ -435,9 +437,9 @@ class Member:
             elif self.plan is None or sender not in self.plan.roster:
                 pass
             elif isinstance(message, ReplicaMessage):
-                if self._trainer is not None:
-                    self._trainer.receive(sender, message)
-            elif isinstance(message, Absent | Noted | Saved | Checkpointed):
+                if self.trainer is not None:
+                    self.trainer.receive(sender, message)
+            elif isinstance(message, Absent | Noted | Saved | Checkpointed | GivenUp):
                 self._from_member(self.plan, sender, message)
             else:
                 self._to_roles(self.plan, sender, message)
@@ -454,23 +456,29 @@ class Member:
     def _from_member(self, plan: Plan, sender: PeerId, message: Any) -> None:
         if message.plan != plan_hash(plan) or self._succeeding is None:
             return
+        if not isinstance(message, Saved):
+            check_sender(plan, sender, message)
         match message:
             case Absent():
-                self._succeeding.miss(message.peer, message.reason)
+                for peer in message.peers:
+                    self._succeeding.miss(PeerId(peer), message.reason)
             case Noted():
                 self.heard()
-                self._note_step(message.step)
+                if self.progress.show(message.step - 1) and self._chain is not None:
+                    self.progress.claim(self._chain, hosts=self.hosts)
+            case GivenUp():
+                self._leave_branch()
             case Saved() if plan.committer == self.me:
                 self.keeping.saved(plan, sender, message)
             case Checkpointed():
-                self.keeping.learn(message.step, message.name)
+                self.keeping.learn(message.step, message.checkpoint)
 
     def _to_roles(self, plan: Plan, sender: PeerId, message: Any) -> None:
         if isinstance(message, CommitterMessage) and message.plan != plan_hash(plan):
             self._early.append((sender, message))
             return
-        if isinstance(message, Open) and self._trainer is not None:
-            self._trainer.opened(sender, message)
+        if isinstance(message, Open) and self.trainer is not None:
+            self.trainer.opened(sender, message)
         if self.hosting.hosted is not None:
             self.hosting.hosted.receive(sender, message)
 
@@ -480,11 +488,11 @@ class Member:
 
     def _on_reconnected(self, peer: PeerId) -> None:
         if self._chain is not None and self.plan is not None and peer in self.plan.roster:
-            self._send_all(self._chain.tell(peer))
+            self.send_all(self._chain.tell(peer))
         if self.hosting.hosted is not None:
             self.hosting.hosted.reconnected(peer)
-        if self._trainer is not None:
-            self._trainer.reconnected(peer)
+        if self.trainer is not None:
+            self.trainer.reconnected(peer)
 
     def members_changed(self) -> None:
         """Who lives is another question now than before."""
@@ -495,8 +503,8 @@ class Member:
 
     def suspected(self, peer: PeerId) -> None:
         """A member may be dead."""
-        if self._trainer is not None:
-            self._trainer.suspect(peer)
+        if self.trainer is not None:
+            self.trainer.suspect(peer)
 
     def answer(self, asker: PeerId, question: Question, reply: Answer) -> None:
         """What a question of another comes to, now or later."""
@@ -522,8 +530,8 @@ class Member:
         if self.plan is None or self._chain is None:
             return
         self.members_changed()
-        committer = None if self._trainer is None else self._trainer.core
-        self._note_step(max(self.step, 0 if committer is None else committer.step))
+        committer = None if self.trainer is None else self.trainer.core
+        self._note_step(max(self.progress.step, 0 if committer is None else committer.step))
         self.catch_up(self._living())
         self._pulse.beat(self.plan)
 
@@ -535,26 +543,14 @@ class Member:
         return self.hosting.is_opening or self.hosting.hosted is not None
 
     @property
+    def is_paused(self) -> bool:
+        """Whether a minority, or a stage without a replica, waits."""
+        return self._state == "paused"
+
+    @property
     def is_busy(self) -> bool:
         """Whether there is no room for a stage here."""
         return self._hosts(self.me)
-
-    @property
-    def standing(self) -> str:
-        """Where this member is, in words: what it commits, or what it holds."""
-        if self.plan is None:
-            return self.outcome or "not in it"
-        if self._trainer is not None and self._trainer.core is not None:
-            committer = self._trainer.core
-            return f"plan {self.plan.height}: {committer.phase} step {committer.step}"
-        waits = "waits" if self.is_paused else "follows"
-        hosted = self.hosting.hosted
-        held = (
-            ""
-            if hosted is None
-            else f", holds stage {hosted.stage.index} after step {hosted.stage.state.step}"
-        )
-        return f"plan {self.plan.height}: {waits}{held}"
 
     def _make_hosted(self, plan: Plan, step: int | None) -> Hosted:
         return Hosted(
@@ -578,7 +574,7 @@ class Member:
         """Ask what of the chain is missing here."""
         if self._chain is not None:
             for peer in peers:
-                self._send_all(self._chain.tell(peer))
+                self.send_all(self._chain.tell(peer))
 
     def _others(self, plan: Plan) -> list[PeerId]:
         """The live members of a plan but for this peer."""

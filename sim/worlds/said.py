@@ -18,15 +18,6 @@ STATE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Absent:
-    """Committer to the others: the next plan must do without this peer. Or a peer of itself."""
-
-    plan: bytes
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True)
 class Noted:
     """Committer to the others: so many steps are committed."""
 
@@ -41,15 +32,6 @@ class Saved:
     plan: bytes
     step: int
     stage: int
-
-
-@dataclass(frozen=True)
-class Checkpointed:
-    """Committer to the others: the checkpoint of this name is whole, on several disks."""
-
-    plan: bytes
-    step: int
-    name: bytes
 
 
 # Questions

@@ -4,7 +4,7 @@ What `node.runs.succession.Succession` is in a node, around the same pure `next_
 here a peer that is free is free.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,10 @@ class Succeeding:
         """It lives, maybe, and the next plan must do without it."""
         self.absent.setdefault(peer, reason)
         self._changed()
+
+    def why(self, lost: Collection[bytes]) -> str:
+        """The reasons for which members were lost."""
+        return "; ".join(self.absent[PeerId(peer)] for peer in lost if PeerId(peer) in self.absent)
 
     def decided(self) -> None:
         """A plan has come into force: who was absent under the last one may have come back."""

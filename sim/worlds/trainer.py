@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from crypto.identity import PeerId
 from node.runs.placement import START_SECONDS_MAX
 from partition.plan.plan import Plan, plan_hash
+from partition.run.failures import Failures
 from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.messages import Open, StepCommit, Synced
@@ -41,13 +42,14 @@ class Shell(Protocol):
 class Trainer:
     """One trainer under one plan."""
 
-    def __init__(self, setting: Setting, me: PeerId, plan: Plan, shell: Shell) -> None:
+    def __init__(self, setting: Setting, me: PeerId, plan: Plan, shell: Shell, failures: Failures) -> None:
         self.core: core.Committer | None = None
         self.is_over = False
         self._setting = setting
         self._me = me
         self._plan = plan
         self._shell = shell
+        self._failures = failures
         self._feeder = Feeder(me, plan)
         self._commit: StepCommit | None = None
         self._synced: set[PeerId] = set()
@@ -158,7 +160,11 @@ class Trainer:
             case core.StepApplied():
                 self._step_applied(event)
             case core.ReplicaFailed():
-                self._shell.absent(event.peer, event.reason)
+                over = self._failures.note(event.peer, event.step, event.reason)
+                if over is None:
+                    self._shell.absent(event.peer, event.reason)
+                else:
+                    self._shell.trained(over)
             case core.TrainingEvaluated():
                 self._shell.trained(None)
             case core.TrainingFailed(stage=None):

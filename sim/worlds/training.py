@@ -268,7 +268,7 @@ class _Run:
 
     @property
     def standing(self) -> Mapping[PeerId, str]:
-        return {peer: member.standing for peer, member in sorted(self._members.items())}
+        return {peer: standing_of(member) for peer, member in sorted(self._members.items())}
 
     # What its members say
 
@@ -323,3 +323,15 @@ def _beginning(member: Member, plan: Plan) -> Callable[[], None]:
 
 def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float], None]:
     return lambda due: runs.at(due, action)
+
+
+def standing_of(member: Member) -> str:
+    """Where a member is, in words: what it commits, or what it holds."""
+    plan, trainer, hosted = member.plan, member.trainer, member.hosting.hosted
+    if plan is None:
+        return member.outcome or "not in it"
+    if trainer is not None and trainer.core is not None:
+        return f"plan {plan.height}: {trainer.core.phase} step {trainer.core.step}"
+    waits = "waits" if member.is_paused else "follows"
+    held = f", holds stage {hosted.stage.index} after step {hosted.stage.state.step}" if hosted else ""
+    return f"plan {plan.height}: {waits}{held}"

@@ -43,6 +43,7 @@ from partition.plan.plan import (
     encode_plan,
     plan_hash,
 )
+from partition.run.messages import Checkpointed
 from partition.steps.messages import Open, StageRoutes, Work
 from partition.steps.routes import attempts
 from tests.source import ROOT
@@ -139,7 +140,7 @@ def test_a_step_beyond_the_runs_end_is_refused_and_the_run_goes_on(step: int) ->
             async def lie(a: Node, b: Node, plan: Plan) -> None:
                 event = StepCommitted(**(NOTICE | {"run": plan.run.hex()[:16], "step": step}))
                 a.runs.send(b.peer, wire.Notice(plan_hash(plan), event))
-                a.runs.send(b.peer, wire.Checkpointed(plan_hash(plan), step, bytes(32)))
+                a.runs.send(b.peer, Checkpointed(plan_hash(plan), step, bytes(32)))
 
             await disturbed(group, lie)
             assert group.nodes["b"].counters["protocol_errors"] == 2

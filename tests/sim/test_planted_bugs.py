@@ -17,8 +17,12 @@ from dht.records import RecordStore
 from gossip.messages import DeadBody, Message, SuspectBody, read_body
 from gossip.swim import Swim
 from node.services.driver import Sends
+from partition.plan.agreement import Agreement, ForkFound
+from partition.plan.reach import Instance
+from partition.plan.votes import AgreementMessage, Head
 from partition.steps.replica import RemoveReady, Replica, WorkItem
 from sim.checkers import checkers_for
+from sim.churn.model import Event
 from sim.network.model import NetworkModel
 from sim.scenario import Checks, Membership, Records, Scenario, Start, Training
 from sim.watch import Broken, Observed, Watch
@@ -117,6 +121,70 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
         checks=Checks(found_share=0.95),
     )
     assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
+
+
+class HearsOfItself(Agreement):
+    """It takes every other branch for the longer one."""
+
+    def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Any:
+        sends = super().receive(now, sender, message)
+        if isinstance(message, Head) and message.fork != self.head.fork:
+            self.events.append(ForkFound(sender, message))
+        return sends
+
+    def gives_way(self, head: Head) -> bool:
+        return True
+
+
+FORKED_RUN = Scenario(
+    name="forked-run",
+    about="a split long enough for both sides to go on alone, and time to heal",
+    nodes=7,
+    seconds=130.0,
+    start=Start(spread_seconds=2.0),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+    events=(Event(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=90.0),),
+    runs=(
+        Training(
+            members=7,
+            replicas=3,
+            steps=200,
+            checkpoint_every=5,
+            at_seconds=10.0,
+            pass_seconds=0.1,
+            on_lost_quorum="fork",
+        ),
+    ),
+)
+
+
+def test_a_run_of_which_both_branches_give_way_is_found_with_the_first_seed() -> None:
+    assert seeds_until("branches", FORKED_RUN, agreement=HearsOfItself) == 1
+
+
+class DecidesAlone(Agreement):
+    """It takes its own vote for a majority."""
+
+    def _needed(self, instance: Instance) -> int:
+        return 1
+
+
+SPLIT_RUN = Scenario(
+    name="split-run",
+    about="two sides of which only one has a majority",
+    nodes=7,
+    seconds=45.0,
+    start=Start(spread_seconds=2.0),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+    events=(Event(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=20.0),),
+    runs=(Training(members=7, replicas=3, steps=100, checkpoint_every=5, at_seconds=10.0, pass_seconds=0.1),),
+)
+
+
+def test_a_minority_that_decides_is_found_with_the_first_seed() -> None:
+    assert seeds_until("plans", SPLIT_RUN, agreement=DecidesAlone) == 1
 
 
 LOSSY_RUN = Scenario(

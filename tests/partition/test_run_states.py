@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from crypto.errors import LocalProtocolError
-from node.runs.states import NEXT, OVER, Cause, State, after
+from partition.run.states import NEXT, OVER, Cause, State, after
 
 
 def test_the_table_names_every_state_and_only_known_causes() -> None:

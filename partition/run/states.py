@@ -4,11 +4,12 @@ A state is this member's view; `RunChanged` events say it. What is not in the ta
 it is our own bug.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 from crypto.errors import LocalProtocolError
+from partition.plan.plan import Plan
 
 State = Literal[
     "submitted", "placing", "running", "degraded", "paused", "ending", "done", "failed", "stopped"
@@ -25,6 +26,11 @@ Cause = Literal[
     "no way on",
     "asked to stop",
 ]
+
+CAUSE_OF: Mapping[str, Cause] = MappingProxyType(
+    {"done": "result kept", "failed": "no way on", "stopped": "asked to stop"}
+)
+"""What each outcome of a run follows from."""
 
 _ENDS: Mapping[Cause, State] = {"no way on": "failed", "asked to stop": "stopped"}
 _GOES_ON: Mapping[Cause, State] = {
@@ -62,6 +68,12 @@ NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
     }
 )
 OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not leads)
+
+
+def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
+    """The cause that a plan in force is; `wanted` are the replicas that each stage began with."""
+    short = any(len(stage.replicas) < count for stage, count in zip(plan.stages, wanted, strict=True))
+    return "stage short of replicas" if short else "plan in force"
 
 
 def after(state: State, cause: Cause) -> State:

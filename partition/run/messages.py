@@ -1,0 +1,63 @@
+"""What members of a run tell each other about the run itself, beside the step and plan messages of the cores.
+
+Each names the plan in force by its hash; one of another plan is not for its receiver. `check_sender` says who
+may send what.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.plan import REPLICAS_MAX, Hash, Peer, Plan, StepNumber
+
+REASON_LENGTH_MAX = 300
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
+class Absent(msgspec.Struct, frozen=True, tag="absent"):
+    """Committer to all other members, or a member of itself: these peers live, maybe, but the next plan must
+    do without them."""
+
+    plan: Hash
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
+    reason: Reason
+
+
+class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
+    """Committer to all other members: the checkpoint of this name is whole, on several disks."""
+
+    plan: Hash
+    step: StepNumber
+    checkpoint: Hash
+
+
+class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
+    """Committer to all other members: another branch of the run goes on, and this one does not."""
+
+    plan: Hash
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Member to all others: let the next plan do without me; after this step, or `at_once`."""
+
+    plan: Hash
+    at_once: bool = False
+
+
+def check_sender(plan: Plan, sender: PeerId, message: object) -> None:
+    """Check that `sender` may say this under the plan in force.
+
+    Any member may announce that it leaves. A member may declare itself absent; everything else is for the
+    committer to say.
+
+    Raises:
+        RemoteProtocolError: it may not.
+    """
+    if sender not in plan.roster:
+        raise RemoteProtocolError("what only members of the run may say, from another peer")
+    if isinstance(message, Leaving) or sender == plan.committer:
+        return
+    if not (isinstance(message, Absent) and message.peers == (sender,)):
+        raise RemoteProtocolError("what only the run's committer may say, from another peer")

@@ -1,0 +1,57 @@
+"""How many steps of a run are committed, as one member knows it, and what it says of that to the others.
+
+Each step is shown once, whichever committer tells of it: one that takes over may not know what the last one
+managed to say.
+"""
+
+from partition.plan.agreement import Agreement
+from partition.plan.plan import Plan
+from partition.plan.votes import Head
+
+
+class Progress:
+    """`step` steps are committed, `furthest` is the most that ever were."""
+
+    def __init__(self, samples_per_step: int) -> None:
+        self.step = 0
+        self.furthest = 0
+        self._samples_per_step = samples_per_step
+        self._shown = 0
+
+    def note(self, step: int) -> None:
+        """Take it that `step` steps are committed."""
+        self.step = step
+        self.furthest = max(self.furthest, step)
+
+    def show(self, step: int) -> bool:
+        """Note that the step of this number was committed; whether it is to be shown, and was not before."""
+        if step < self._shown:
+            return False
+        self._shown = step + 1
+        self.note(self._shown)
+        return True
+
+    def restored(self, step: int) -> int:
+        """Go back to `step`. Return how many steps are to be committed again."""
+        lost = max(0, self.step - step)
+        self.step, self._shown = step, min(self._shown, step)
+        return lost
+
+    def claim(self, chain: Agreement, *, hosts: bool) -> None:
+        """Say how far this member's branch is; `hosts` is whether it holds a stage.
+
+        Two branches are compared by their furthest step, because what a branch claims must not decrease: else
+        each of two could give way to what the other claimed before.
+        """
+        head: Plan = chain.head
+        chain.say(
+            Head(
+                run=head.run,
+                parent=chain.head_hash,
+                fork=head.fork,
+                height=head.height,
+                step=self.furthest,
+                samples=self.furthest * self._samples_per_step,
+                hosts=hosts,
+            )
+        )

@@ -1,0 +1,65 @@
+"""One peer's turns in a run of a world of cores: a dead one does nothing, a frozen one acts when it thaws."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crypto.identity import PeerId
+from partition.steps.frames import OpenedFrame
+from sim.network.instants import instant
+from sim.worlds.hosted import FRAME_BYTES
+from sim.worlds.said import MESSAGE_BYTES, STATE_BYTES, FetchCopy, FetchState, Question
+from sim.worlds.setting import Setting
+from sim.worlds.streams import Answer
+
+
+class Turns:
+    """Of one life of a peer. After each action `settle` does all that follows from it."""
+
+    def __init__(self, setting: Setting, me: PeerId) -> None:
+        self.me = me
+        self._setting = setting
+        self._is_alive = True
+
+    def settle(self) -> None:
+        """Do all that follows from an action."""
+
+    def turn(self, action: Callable[[], None]) -> None:
+        """Do something as this peer, now or when it stands still no more; then all that follows from it."""
+        ground = self._setting.ground
+        if not self._is_alive:
+            return
+        thaws = ground.thaws(self.me)
+        if thaws > ground.now:
+            ground.at(thaws, lambda: self.turn(action))
+            return
+        action()
+        self.settle()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """The same after a while, should this life last so long."""
+        ground = self._setting.ground
+        ground.at(instant(ground.now + seconds), lambda: self.turn(action))
+
+    def stop(self) -> None:
+        """It is dead."""
+        self._is_alive = False
+
+    def send(self, peer: PeerId, message: Any) -> None:
+        """Say something on the stream to `peer`."""
+        size = FRAME_BYTES if isinstance(message, OpenedFrame) else MESSAGE_BYTES
+        self._setting.streams.send(self.me, peer, message, size)
+
+    def send_all(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
+        for peer, message in sends:
+            self.send(peer, message)
+
+    def ask(self, peer: PeerId, question: Question, seconds: float, done: Answer) -> None:
+        """Put a question; `done` hears the answer, or None."""
+        size = STATE_BYTES if isinstance(question, FetchState | FetchCopy) else MESSAGE_BYTES
+
+        def put(answer: Answer) -> None:
+            self._setting.put(self.me, peer, question, answer)
+
+        self._setting.streams.ask(
+            self.me, peer, size, seconds, put, lambda reply: self.turn(lambda: done(reply))
+        )

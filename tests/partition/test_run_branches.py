@@ -1,0 +1,113 @@
+"""Which member leaves a branch of the run, and what a branch claims."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.agreement import Agreement, ForkFound, LeftBehind
+from partition.plan.change import Change, successor
+from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
+from partition.plan.votes import Head
+from partition.run.branches import Branches, Verdict
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.progress import Progress
+
+PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 5))
+COMMITTER, SECOND, THIRD, STRANGER = PEERS
+PLAN = Plan(
+    run=bytes(32),
+    parent=NOTHING,
+    height=0,
+    roster=PEERS[:3],
+    trainers=(COMMITTER,),
+    microbatches=4,
+    stages=(StagePlan(0, 1, (SECOND, THIRD), (1, 1)),),
+)
+SAMPLES = 8
+
+
+def head(step: int) -> Head:
+    return Head(run=bytes(32), parent=bytes([9]) * 32, height=1, step=step, samples=step * SAMPLES)
+
+
+def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[Agreement, Progress, Branches]:
+    chain, progress = Agreement(me, PLAN, Random(1), may_fork=may_fork), Progress(SAMPLES)
+    progress.note(step)
+    progress.claim(chain, hosts=True)
+    return chain, progress, Branches(me, chain, progress, may_fork=may_fork)
+
+
+def judged(me: PeerId, event: ForkFound | LeftBehind, **changes: object) -> Verdict:
+    may_fork = bool(changes.pop("may_fork", True))
+    known = {"live": PEERS, "committed": None, "hosts": True, **changes}
+    _, _, branches = member(me, may_fork=may_fork)
+    return branches.judge(event, PLAN, **known)  # type: ignore[arg-type]  # fields by name
+
+
+def test_only_the_committer_of_the_shorter_branch_abandons_it() -> None:
+    assert judged(COMMITTER, ForkFound(STRANGER, head(7)), committed=6) is Verdict.ABANDON
+    assert judged(COMMITTER, ForkFound(STRANGER, head(7)), committed=8) is Verdict.STAY
+    assert judged(SECOND, ForkFound(STRANGER, head(99))) is Verdict.STAY
+
+
+def test_a_member_whose_committer_is_gone_leaves_by_itself() -> None:
+    assert judged(SECOND, ForkFound(STRANGER, head(99)), live=(THIRD,)) is Verdict.LEAVE
+
+
+def test_a_committer_whose_replicas_are_not_synced_waits() -> None:
+    assert judged(COMMITTER, ForkFound(STRANGER, head(99)), committed=None) is Verdict.STAY
+
+
+def test_a_member_that_missed_too_much_leaves_and_a_committer_compares_first() -> None:
+    assert judged(SECOND, LeftBehind(STRANGER, head(1))) is Verdict.LEAVE
+    assert judged(COMMITTER, LeftBehind(STRANGER, head(1)), committed=6) is Verdict.STAY
+    assert judged(COMMITTER, LeftBehind(STRANGER, head(1)), may_fork=False) is Verdict.LEAVE
+
+
+@given(st.lists(st.one_of(st.integers(0, 50), st.integers(-50, -1)), max_size=30))
+def test_what_a_branch_claims_never_decreases(moves: list[int]) -> None:
+    chain, progress, _ = member(COMMITTER, step=0)
+    said, shown = 0, -1
+    for move in moves:
+        if move < 0:
+            back = max(0, progress.step + move)
+            assert progress.restored(back) >= 0
+            shown = min(shown, back - 1)
+        elif progress.show(move):
+            assert move > shown
+            shown = move
+        progress.claim(chain, hosts=False)
+        ((_, claimed),) = chain.tell(SECOND)
+        assert isinstance(claimed, Head)
+        assert claimed.samples >= said
+        said = claimed.samples
+    assert progress.furthest * SAMPLES == said
+
+
+def test_the_farewell_counts_the_steps_since_the_fork() -> None:
+    _, progress, branches = member(COMMITTER, step=5)
+    forked = successor(PLAN, Change(lost=(THIRD,), fork=bytes([3]) * 32))
+    branches.decided(forked)
+    progress.note(9)
+    branches.decided(successor(forked, Change(admitted=(STRANGER,))))
+    assert branches.farewell.endswith("4 steps that were committed here are discarded")
+
+
+NAME = plan_hash(PLAN)
+
+
+def test_only_the_committer_speaks_for_the_run_and_anyone_for_itself() -> None:
+    for message in (GivenUp(NAME), Checkpointed(NAME, 3, bytes(32)), Absent(NAME, (SECOND, THIRD), "dead")):
+        check_sender(PLAN, COMMITTER, message)
+        with pytest.raises(RemoteProtocolError, match="only the run's committer"):
+            check_sender(PLAN, SECOND, message)
+    for own in (Absent(NAME, (SECOND,), "restarted"), Leaving(NAME), Leaving(NAME, at_once=True)):
+        check_sender(PLAN, SECOND, own)
+        with pytest.raises(RemoteProtocolError, match="only members"):
+            check_sender(PLAN, STRANGER, own)
+    with pytest.raises(RemoteProtocolError):
+        check_sender(PLAN, SECOND, Absent(NAME, (THIRD,), "another"))
