@@ -4,28 +4,41 @@
 |---|---|
 | group | `Group`: everything that the members of one attempt agree on; its hash is the attempt's name |
 | messages | the wire: every message, its limits, `PROTOCOL`, `MESSAGE_BYTES_MAX` |
-| attempt | `Attempt`: one all-reduce that survives its members |
+| rounds | `Round`: forms a group, attempts, and attempts again without those who failed |
+| formation | how peers agree on the group of one attempt |
+| attempt | `Attempt`: one all-reduce that survives its members; parts, scatter and gather are its halves |
 | outcome | `Averaged`, `Failed`, `Patience` |
+| pace | adaptive deadlines: from measured attempts to a `Patience` |
+| tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |
 | codecs | how a chunk is written down |
 
-How a shell drives an attempt:
+How a shell drives a round (an attempt in a known group has the same shape):
 
-    attempt = Attempt(signer, group, vector, weight, now, patience)
-    send(attempt.start(now))
+    layout = layout_of(tensors)
+    terms = Terms("butterfly", "float32", layout.signature, layout.items, layout.dtype)
+    vector = layout.flatten(tensors)
+    core = Round(signer, name, number, terms, vector, weight, rate, expected, entropy, now, pace)
+    send(core.start(now))
     # on a message, already decoded with `decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)`:
-    send(attempt.receive(now, sender, message))     # RemoteProtocolError: count it and drop the message
-    # at attempt.deadline:
-    send(attempt.wake(now))
+    send(core.receive(now, sender, message))     # RemoteProtocolError: count it and drop the message
+    # at core.deadline:
+    send(core.wake(now))
     # a stream broke, or membership calls the peer dead:
-    send(attempt.lost(now, peer))
+    send(core.lost(now, peer))
     # one task for each peer, whenever the stream takes more:
-    if peer in attempt.ready: send(attempt.pull(now, peer))
+    if peer in core.ready: send(core.pull(now, peer))
+    # once core.result is set: Averaged, or Failed with a reason
+    layout.unflatten(result.vector, tensors)
 
-`send` takes a list of (peer, message), which may name any member. Messages to one peer go in order. The data
-of a chunk is a view: encode it before the next call into the core, and never write to the bytes a message was
-decoded from. Once `result` is set, it stays; keep on driving until `is_closed`, since others may miss what
-this member holds. `vector` must not change before there is a result: average a copy, and the training loop
-goes on meanwhile. A call takes at most the time to code or reduce one chunk, but for `pull` of a last chunk
-and `wake`, which may have to finish a part: call them where computing is allowed.
+`send` takes a list of (peer, message), which may name any peer. Messages to one peer go in order. Join,
+Roster and Finished name their round (`name`, `round`; a roster has them in its group), all others the
+attempt: a shell with several rounds finds theirs by that, and may answer nothing to what belongs to none.
+The data of a chunk is a view: encode it before the next call into the core, and never write to the bytes a
+message was decoded from. Once `result` is set, it stays; keep on driving until `is_closed`, since others
+may miss what this member holds. `vector` must not change before there is a result: average a copy, and the
+training loop goes on meanwhile.
+
+A call takes at most the time to code or reduce one chunk, but for `pull` of a last chunk and `wake`, which
+may have to finish a part, and an exchange, which is reduced at once: call them where computing is allowed.
 """

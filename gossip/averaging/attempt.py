@@ -37,13 +37,13 @@ from gossip.averaging.messages import (
     HAVE_PURPOSE,
     SEAL_PURPOSE,
     Ask,
+    AttemptMessage,
     Chunk,
     Commitment,
     CommitmentBody,
     Have,
     HaveBody,
     Held,
-    Message,
     Seal,
     SealBody,
     Withdraw,
@@ -53,7 +53,7 @@ from gossip.averaging.parts import chunk_count
 from gossip.averaging.reduction import Reduction, Vector, weighted_mean
 from gossip.averaging.scatter import Scatter
 
-Sends = list[tuple[PeerId, Message]]
+Sends = list[tuple[PeerId, AttemptMessage]]
 LARGEST = 1e38
 """Beyond it a lossy codec of float32 has no room to round."""
 ANSWER_SECONDS_MIN = 0.05
@@ -91,7 +91,7 @@ class Attempt:
         self._peers = group.peers
         self._place = self._peers.index(signer.peer)
         self._others = [place for place in range(len(self._peers)) if place != self._place]
-        self._codec = codec_of(group.codec, group.dtype)
+        self._codec = codec_of(group.terms.codec, group.terms.dtype)
         self._check_vector(vector, weight)
         self._patience = patience or Patience()
         self._reduction = reduction
@@ -124,8 +124,10 @@ class Attempt:
             raise ValueError("a member with tensors averages a vector, and no other does")
         if vector is None:
             return
-        if vector.shape != (group.items,) or vector.dtype != group.dtype:
-            raise ValueError(f"want {group.items} of {group.dtype}, not {vector.shape} of {vector.dtype}")
+        if vector.shape != (group.terms.items,) or vector.dtype != group.terms.dtype:
+            raise ValueError(
+                f"want {group.terms.items} of {group.terms.dtype}, not {vector.shape} of {vector.dtype}"
+            )
         if not is_weight(weight):
             raise ValueError(f"not a weight: {weight}")
         if not np.isfinite(vector).all():
@@ -205,7 +207,7 @@ class Attempt:
             sends += self._seal() + self._advance()
         return sends
 
-    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+    def receive(self, now: float, sender: PeerId, message: AttemptMessage) -> Sends:
         """Take one message. Raises RemoteProtocolError for what no correct member sends."""
         self._now = now
         if message.attempt != self.id:
@@ -475,7 +477,7 @@ class Attempt:
             self.received_bytes += count
             self._progress_at = self._now
 
-    def _to_all(self, message: Message) -> Sends:
+    def _to_all(self, message: AttemptMessage) -> Sends:
         return [(self._peers[place], message) for place in self._others if place not in self._lost]
 
     def _fail(self, reason: Reason, *suspects: int) -> Sends:

@@ -21,12 +21,12 @@ class Gather:
         self._attempt = group.id
         self._place = place
         self._codec = codec
-        self._is_exchange = group.mode == "exchange"
+        self._is_exchange = group.terms.mode == "exchange"
         self._sources: list[Contributed] = []
         self._chunks: Iterator[Vector] = iter(())
         self._reduced_count = 0
         self.parts = {} if self._is_exchange else {p: Reduced(owner) for p, owner in owners.items()}
-        self.vector: Vector = np.empty(group.items, group.dtype)
+        self.vector: Vector = np.empty(group.terms.items, group.terms.dtype)
         self.commit = b""
         """Hash of the commit, once it is known."""
 

@@ -52,21 +52,27 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     has_tensors: bool = True
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that the members of one attempt must agree on.
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What is averaged, and how. `signature` is the hash of the tensors' names, shapes and types
+    (`gossip.averaging.tensors`), `items` and `dtype` are those of the vector."""
 
-    `name` is the caller's: a run, a stage. `round` counts upwards, `number` counts the attempts of one round.
-    `signature` is the hash of the tensors' names, shapes and types (`gossip.averaging.tensors`).
-    """
-
-    name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
-    round: Number
-    number: Number
     mode: Mode
     codec: Annotated[str, msgspec.Meta(max_length=CODEC_LENGTH_MAX)]
     signature: Hash
     items: Annotated[int, msgspec.Meta(ge=1, le=ITEMS_MAX)]
     dtype: Literal["float32", "float64"]
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that the members of one attempt must agree on.
+
+    `name` is the caller's: a run, a stage. `round` counts upwards, `number` counts the attempts of one round.
+    """
+
+    name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
+    round: Number
+    number: Number
+    terms: Terms
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=GROUP_MEMBERS_MAX)]
 
     @property
@@ -94,7 +100,7 @@ def fault_of(group: Group) -> str | None:
         return "a peer stands in the group twice"
     if sum(member.has_tensors for member in group.members) < 2:
         return "fewer than two members have tensors"
-    if group.mode == "butterfly" and not any(member.rate for member in group.members):
+    if group.terms.mode == "butterfly" and not any(member.rate for member in group.members):
         return "no member reduces"
     return None
 
@@ -106,9 +112,9 @@ def is_weight(weight: float) -> bool:
 
 def owners_of(group: Group) -> tuple[Owner, ...]:
     """Who reduces what, in the order of members. A member with nothing to reduce is none of them."""
-    if group.mode == "exchange":
-        return tuple(Owner(place, 0, group.items) for place in range(len(group.members)))
-    ends = _cumulated(_fractions(group), group.items)
+    if group.terms.mode == "exchange":
+        return tuple(Owner(place, 0, group.terms.items) for place in range(len(group.members)))
+    ends = _cumulated(_fractions(group), group.terms.items)
     return tuple(
         Owner(place, begin, end)
         for place, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))

@@ -12,7 +12,17 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
-from gossip.averaging.group import GROUP_MEMBERS_MAX, HASH_BYTES, ITEMS_MAX, Hash
+from gossip.averaging.group import (
+    GROUP_MEMBERS_MAX,
+    HASH_BYTES,
+    ITEMS_MAX,
+    NAME_BYTES_MAX,
+    Group,
+    Hash,
+    Member,
+    Number,
+    Terms,
+)
 
 PROTOCOL = "/peerloom/averaging/1"
 CHUNK_ITEMS = 1 << 18
@@ -30,6 +40,7 @@ SEAL_PURPOSE = "averaging-seal"
 Place = Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)]
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=ITEMS_MAX // CHUNK_ITEMS + GROUP_MEMBERS_MAX)]
 FACT_BODY_BYTES_MAX = 8_192
+RoundName = Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
 
 
 class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):
@@ -109,7 +120,31 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     attempt: Hash
 
 
-Message = Commitment | Have | Seal | Chunk | Ask | Withdraw
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """I want to take part in this attempt of this round, with this entry and under these terms."""
+
+    name: RoundName
+    round: Number
+    number: Number
+    member: Member
+    terms: Terms
+
+
+class Roster(msgspec.Struct, frozen=True, array_like=True, tag="roster"):
+    """This is the group of the attempt. Whoever accepts it sends it to all members before anything else."""
+
+    group: Group
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """This round is over for me: do not wait for me."""
+
+    name: RoundName
+    round: Number
+
+
+AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw
+Message = Join | Roster | Finished | AttemptMessage
 
 
 def checked_chunk(message: Chunk) -> memoryview:

@@ -35,6 +35,8 @@ class Reason(StrEnum):
     NO_HAVE_SETS = "not all members that reduce said what they hold"
     INCOMPLETE = "not all reduced parts arrived"
     NOT_FINITE = "the mean is not finite"
+    ALONE = "nobody else to average with"
+    FINISHED = "the others finished without this peer"
     CANCELLED = "cancelled here"
 
 

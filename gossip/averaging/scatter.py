@@ -32,7 +32,7 @@ class Scatter:
         self._mine = owners.get(place)
         self._codec = codec
         self._weight = weight
-        self._is_exchange = group.mode == "exchange"
+        self._is_exchange = group.terms.mode == "exchange"
         self._outgoing = (
             None if vector is None else Outgoing(vector, codec, tuple(owners.values()), self._is_exchange)
         )

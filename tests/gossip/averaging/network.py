@@ -9,17 +9,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.averaging.attempt import Attempt, Sends
-from gossip.averaging.group import Group, Member
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.group import Group, Member, Terms
 from gossip.averaging.messages import MESSAGE_BYTES_MAX, Message
 from gossip.averaging.outcome import Averaged, Failed, Patience
+from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
+from gossip.averaging.rounds import Round, RoundSettings
 from tests.gossip.swarm import HashSigner, peer_of
 
 PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0)
@@ -51,46 +54,56 @@ def group_of(
     dtype: str = "float32",
     number: int = 0,
 ) -> Group:
-    return Group(b"test", 0, number, mode, codec, SIGNATURE, items, dtype, members)  # type: ignore[arg-type]  # as on the wire
+    terms = Terms(mode, codec, SIGNATURE, items, dtype)  # type: ignore[arg-type]  # as on the wire
+    return Group(b"test", 0, number, terms, members)
 
 
-class Averaging:
-    """One attempt of a group, all members in one process. `vectors` and `weights` by number."""
+class Core(Protocol):
+    """An attempt or a round."""
+
+    result: Averaged | Failed | None
+
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def ready(self) -> tuple[PeerId, ...]: ...
+    def start(self, now: float) -> Any: ...
+    def wake(self, now: float) -> Any: ...
+    def lost(self, now: float, peer: PeerId) -> Any: ...
+    def pull(self, now: float, peer: PeerId) -> Any: ...
+    def receive(self, now: float, sender: PeerId, message: Any) -> Any: ...
+
+
+C = TypeVar("C", bound=Core)
+
+
+class Network(Generic[C]):
+    """Cores by number, over one network."""
 
     def __init__(
         self,
-        group: Group,
-        vectors: dict[int, Vector],
-        weights: dict[int, float] | None = None,
+        cores: dict[int, C],
         *,
         seed: int = 1,
         loss: float = 0.0,
         latency_seconds: float = 0.01,
         rate: float = 1e9,
-        patience: Patience = PATIENCE,
     ) -> None:
         self.rng = Random(seed)
-        self.group = group
         self.now = 0.0
         self.loss = loss
         self.latency_seconds = latency_seconds
-        self.rates = dict.fromkeys(range(len(group.members)), rate)
-        self.attempts: dict[int, Attempt] = {}
-        self.numbers: dict[PeerId, int] = {}
+        self.attempts = cores
+        self.rates = dict.fromkeys(cores, rate)
+        self.numbers = {peer_of(number): number for number in cores}
         self.gone: dict[int, float] = {}
         self.refusals: list[tuple[int, str]] = []
         self.tamper: Callable[[int, int, Message], Message] = lambda _from, _to, message: message
         self.hooks: list[Callable[[], None]] = []
         self._heap: list[tuple[float, int, int, int, bytes]] = []
         self._order = itertools.count()
-        self._free_at: dict[int, float] = dict.fromkeys(range(len(group.members)), 0.0)
+        self._free_at: dict[int, float] = dict.fromkeys(cores, 0.0)
         self._arrives: dict[tuple[int, int], float] = {}
-        for number, member in enumerate(group.members):
-            peer = PeerId(member.peer)
-            self.numbers[peer] = number
-            vector = vectors.get(number)
-            weight = (weights or {}).get(number, 1.0)
-            self.attempts[number] = Attempt(HashSigner(peer), group, vector, weight, 0.0, patience)
 
     @property
     def results(self) -> dict[int, Averaged | Failed | None]:
@@ -108,7 +121,13 @@ class Averaging:
         """The process is gone: it says nothing more, and others notice after a while."""
         self.gone[number] = inf if noticed_after is None else self.now + noticed_after
 
-    def send(self, sender: int, sends: Sends) -> None:
+    def restart(self, number: int, core: C) -> None:
+        """A process comes back with nothing in its memory."""
+        self.gone.pop(number, None)
+        self.attempts[number] = core
+        self.send(number, core.start(self.now))
+
+    def send(self, sender: int, sends: Any) -> None:
         for peer, message in sends:
             receiver = self.numbers[peer]
             changed = self.tamper(sender, receiver, message)
@@ -162,18 +181,81 @@ class Averaging:
                 self.gone[dead] = -inf
                 for number, attempt in self.attempts.items():
                     if number not in self.gone:
-                        self.send(number, attempt.lost(self.now, self.group.peers[dead]))
+                        self.send(number, attempt.lost(self.now, peer_of(dead)))
 
     def _deliver(self, sender: int, receiver: int, data: bytes) -> None:
         if receiver in self.gone:
             return
         try:
             message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
-            sends = self.attempts[receiver].receive(self.now, self.group.peers[sender], message)
+            sends = self.attempts[receiver].receive(self.now, peer_of(sender), message)
         except RemoteProtocolError as error:
             self.refusals.append((receiver, str(error)))
             return
         self.send(receiver, sends)
+
+
+class Averaging(Network[Attempt]):
+    """One attempt of a group. `vectors` and `weights` by number."""
+
+    def __init__(
+        self,
+        group: Group,
+        vectors: dict[int, Vector],
+        weights: dict[int, float] | None = None,
+        patience: Patience = PATIENCE,
+        **network: Any,
+    ) -> None:
+        self.group = group
+        attempts = {}
+        for number, member in enumerate(group.members):
+            weight = (weights or {}).get(number, 1.0)
+            signer = HashSigner(PeerId(member.peer))
+            attempts[number] = Attempt(signer, group, vectors.get(number), weight, 0.0, patience)
+        super().__init__(attempts, **network)
+
+
+class Rounds(Network[Round]):
+    """One round of peers that know each other."""
+
+    def __init__(
+        self,
+        vectors: dict[int, Vector],
+        count: int,
+        *,
+        settings: RoundSettings | None = None,
+        rates: dict[int, int] | None = None,
+        terms: Terms | None = None,
+        **network: Any,
+    ) -> None:
+        self.vectors = vectors
+        self.count = count
+        self.own_rates = rates or {}
+        items = len(next(iter(vectors.values())))
+        self.terms = terms or Terms("butterfly", "float32", SIGNATURE, items, "float32")
+        self.settings = settings or RoundSettings(0.2, 10.0, 5)
+        self.drawn = Random(network.get("seed", 1))
+        self.now = 0.0
+        super().__init__({number: self.core(number) for number in range(count)}, **network)
+
+    def core(self, number: int, now: float = 0.0) -> Round:
+        expected = [peer_of(other) for other in range(self.count)]
+        vector = self.vectors.get(number)
+        rate = self.own_rates.get(number, 1_000_000)
+        return Round(
+            HashSigner(peer_of(number)),
+            b"test",
+            7,
+            self.terms,
+            vector,
+            1.0,
+            rate,
+            expected,
+            self.drawn.randbytes,
+            now,
+            Pace(1e7, 0.5),
+            self.settings,
+        )
 
 
 def vectors_of(

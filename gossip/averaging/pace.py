@@ -1,0 +1,54 @@
+"""How long to wait for an averaging attempt, from how long earlier ones took.
+
+As a retransmission timer does (RFC 6298, after Jacobson 1988): the mean of seconds a byte and of its
+deviation, and four deviations of slack, with a floor; a failure doubles it, a success brings it back.
+"""
+
+from gossip.averaging.outcome import Patience
+
+GAIN = 1 / 8
+DEVIATION_GAIN = 1 / 4
+DEVIATIONS = 4
+FLOOR_SECONDS = 2.0
+"""Under it the start of others, not the transfer, decides."""
+BACKOFF_MAX = 8.0
+
+
+class Pace:
+    """The measured pace of this peer's attempts. `bytes_per_second` is a first guess."""
+
+    def __init__(self, bytes_per_second: float = 1e6, floor_seconds: float = FLOOR_SECONDS) -> None:
+        self._mean = 1 / bytes_per_second
+        self._deviation = self._mean / 2
+        self._backoff = 1.0
+        self._is_measured = False
+        self._floor_seconds = floor_seconds
+
+    def succeeded(self, size_bytes: int, seconds: float) -> None:
+        """An attempt on so many bytes took so long, from its start to its result."""
+        sample = seconds / max(size_bytes, 1)
+        if not self._is_measured:
+            # The first measurement replaces the guess.
+            self._is_measured = True
+            self._mean, self._deviation = sample, sample / 2
+        self._deviation += DEVIATION_GAIN * (abs(sample - self._mean) - self._deviation)
+        self._mean += GAIN * (sample - self._mean)
+        self._backoff = 1.0
+
+    def failed(self) -> None:
+        """An attempt failed for want of time."""
+        self._backoff = min(2 * self._backoff, BACKOFF_MAX)
+
+    def patience(self, size_bytes: int) -> Patience:
+        """For an attempt on vectors of so many bytes as coded."""
+        expected = size_bytes * (self._mean + DEVIATIONS * self._deviation)
+        seconds = self._backoff * max(expected, self._floor_seconds)
+        stall = max(seconds / 2, self._floor_seconds)
+        return Patience(
+            scatter_seconds=seconds,
+            commit_seconds=max(seconds / 2, self._floor_seconds),
+            gather_seconds=seconds,
+            stall_seconds=stall,
+            ask_seconds=max(seconds / 20, self._floor_seconds / 10),
+            linger_seconds=seconds,
+        )
