@@ -10,6 +10,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 
 DEFAULT_PORT = 9747
 DEFAULT_LISTEN = Address("ip4", "0.0.0.0", DEFAULT_PORT)  # noqa: S104 - a node is there to be reached
+DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
 CORES_MAX = 4_096
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
@@ -93,6 +95,13 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class Web:
+    """The daemon's page. `address` is on this machine alone; None: there is no page."""
+
+    address: Address | None = DEFAULT_WEB
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a node is told before it starts. An `observer` watches and takes no stage."""
 
@@ -103,6 +112,7 @@ class Config:
     listen: Listen = Listen()
     swarm: Swarm = Swarm()
     resources: Resources = Resources()
+    web: Web = Web()
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -147,6 +157,10 @@ class _ResourcesTable(msgspec.Struct, frozen=True):
     allow_unfenced: bool | None = None
 
 
+class _WebTable(msgspec.Struct, frozen=True):
+    address: str | None = None
+
+
 class _File(msgspec.Struct, frozen=True):
     name: str | None = None
     data_dir: str | None = None
@@ -155,6 +169,7 @@ class _File(msgspec.Struct, frozen=True):
     listen: _ListenTable = _ListenTable()
     swarm: _SwarmTable = _SwarmTable()
     resources: _ResourcesTable = _ResourcesTable()
+    web: _WebTable = _WebTable()
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -177,6 +192,18 @@ def read_announce(text: str) -> Address:
             "want an address that others can use; one of a link alone is told on that link by beacon"
         )
     return address
+
+
+def read_web(text: str) -> Web:
+    """Where the page is served: an address of this machine alone, or `off`."""
+    if text == "off":
+        return Web(None)
+    address = read_listen(text)
+    if not ip_address(address.host).is_loopback:
+        raise ValueError(
+            "the page is for this machine alone: want off, or such as 127.0.0.1:9748 (elsewhere: ssh -L)"
+        )
+    return Web(address)
 
 
 def read_memory(text: str) -> Memory:
@@ -287,6 +314,7 @@ RULES = (
     Rule("cores", ("resources", "cores"), _read_cores),
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
     Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
+    Rule("web", ("web", "address"), read_web),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
 )
 _CONFIG_RULE = Rule("config", (), _read_path)
@@ -431,4 +459,5 @@ def _build(values: Mapping[str, Any]) -> Config:
                 )
             )
         ),
+        web=values.get("web", Web()),
     )

@@ -276,5 +276,13 @@ class StrangerRefused(Event, frozen=True, kw_only=True):
     count: int
 
 
+class PageOpened(Event, frozen=True, kw_only=True):
+    """The page of this node is served at `address`, a URL of this machine. `port_wanted` was taken by others
+    where it is not the one in `address`."""
+
+    address: str
+    port_wanted: int
+
+
 class NodeStopped(Event, frozen=True, kw_only=True):
     """This node said goodbye to the swarm."""

@@ -15,9 +15,11 @@ from typing import Any
 import trio
 
 from node.config import Config
+from node.containment import keep_running
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout
 from node.events import Event, MemberJoined
 from node.runtime import Node
+from node.web.page import Page
 
 END_SECONDS_MAX = 13.0
 """From the wish to leave to the end of the process: handing over takes up to eight, a goodbye one."""
@@ -63,6 +65,10 @@ async def _serve_until_told(
     """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
     async with Node(config, report=report) as node, trio.open_nursery() as nursery:
         nursery.start_soon(_leave_on_signal, node.stopping)
+        if config.web.address is not None:
+            page = Page(node)
+            node.handlers["page"] = page.tell
+            nursery.start_soon(keep_running, "page", page.run)
         if require_join_seconds is not None:
             nursery.start_soon(_require_join, node, require_join_seconds)
         await node.stopping.wait()

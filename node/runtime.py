@@ -8,7 +8,7 @@ fold of all of them, and whoever wants to watch subscribes.
 """
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -30,7 +30,7 @@ from node import state as views
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
 from node.containment import contain, failures, keep_running, note
-from node.control import ControlServer
+from node.control import CommandHandler, ControlServer
 from node.events import (
     CapacityMeasured,
     Event,
@@ -43,7 +43,8 @@ from node.events import (
     StrangerRefused,
 )
 from node.executor import RealExecutor
-from node.library.surface import EVENTS_KEPT_MAX, Surface
+from node.history import EventHistory
+from node.library.surface import Surface
 from node.runs.admission import Machine
 from node.runs.blobs import BlobServer
 from node.runs.checkpoints import Checkpoints
@@ -111,6 +112,8 @@ class Node(Surface):
         seeds = (*config.join.seeds, *(parse_address(text) for text in join))
         self.config = config
         self.state = views.State()
+        self.history = EventHistory()
+        self.handlers: dict[str, CommandHandler] = {}
         self.stopping = trio.Event()
         self.handed_over = trio.Event()
         self._is_met = trio.Event()
@@ -128,7 +131,6 @@ class Node(Surface):
         self._observe = observe or _ignore
         self._make_swim = swim
         self._make_kademlia = kademlia
-        self._recent: deque[Event] = deque(maxlen=EVENTS_KEPT_MAX)
         self._watchers: list[trio.MemorySendChannel[Event]] = []
         self._refused: Counter[str] = Counter()
         self._stack = AsyncExitStack()
@@ -176,8 +178,8 @@ class Node(Surface):
         if self._network is None and isinstance(storage, FolderStorage):
             # The control channel is for people at this machine; a simulated node is on none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
-            handlers = {**Commands(self).handlers, **checkpoints.handlers}
-            control = ControlServer(handlers, storage.path)
+            self.handlers = {**Commands(self).handlers, **checkpoints.handlers}
+            control = ControlServer(self.handlers, storage.path)
             await nursery.start(control.run)
         nursery.start_soon(keep_running, "joining", self.joining.run)
         if self.config.join.lan and self.network.local is not None:
@@ -372,18 +374,22 @@ class Node(Surface):
         own = Counter({"internal_errors": failures.total()})
         return dict(Counter(dict(self.network.counters)) + self._refused + own)
 
+    def publish(self, event: Event) -> None:
+        """Tell of what a part beside the node has done, such as its page."""
+        self._publish(event)
+
     def _publish(self, event: Event) -> None:
         # What a screen makes of an event is no concern of the protocol that tells of it.
         try:
             self.state = views.apply(self.state, event)
         except Exception as error:
             note(error, f"the state at a {type(event).__name__}")
+        self.history.append(event)
         try:
             if self._report is not None:
                 self._report(event)
         except Exception as error:
             note(error, f"the screen at a {type(event).__name__}")
-        self._recent.append(event)
         for watcher in self._watchers:
             try:
                 watcher.send_nowait(event)

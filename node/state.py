@@ -37,6 +37,8 @@ class MemberView:
     reason: str
     found_through: str
     capacity: events.CapacityMeasured | None
+    noticed_by: PeerId | None = None
+    """Who suspected it, for a member that is suspect or dead."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class State:
     members: Mapping[PeerId, MemberView] = field(default_factory=lambda: MappingProxyType({}))
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
+    page: events.PageOpened | None = None
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def alive(self) -> tuple[MemberView, ...]:
@@ -106,6 +109,11 @@ def _(event: events.CapacityMeasured, state: State) -> State:
 @_fold.register
 def _(event: events.FencesTried, state: State) -> State:
     return replace(state, fences=event)
+
+
+@_fold.register
+def _(event: events.PageOpened, state: State) -> State:
+    return replace(state, page=event)
 
 
 @_fold.register
@@ -143,7 +151,7 @@ def _(event: events.MemberJoined, state: State) -> State:
 
 @_fold.register
 def _(event: events.MemberSuspected, state: State) -> State:
-    return _with_status(state, event.peer, "suspect", event.at, "no ack")
+    return _with_status(state, event.peer, "suspect", event.at, "no ack", event.by)
 
 
 @_fold.register
@@ -153,7 +161,9 @@ def _(event: events.MemberRefuted, state: State) -> State:
 
 @_fold.register
 def _(event: events.MemberLost, state: State) -> State:
-    return _with_status(state, event.peer, "dead", event.at, event.reason)
+    member = state.members.get(event.peer)
+    by = member.noticed_by if member is not None else None
+    return _with_status(state, event.peer, "dead", event.at, event.reason, by)
 
 
 @_fold.register
@@ -281,11 +291,13 @@ def _with_member(state: State, member: MemberView) -> State:
     return replace(state, members=MappingProxyType(members))
 
 
-def _with_status(state: State, peer: PeerId, status: str, at: float, reason: str) -> State:
+def _with_status(
+    state: State, peer: PeerId, status: str, at: float, reason: str, by: PeerId | None = None
+) -> State:
     member = state.members.get(peer)
     if member is None:
         return state
-    return _with_member(state, replace(member, status=status, since=at, reason=reason))
+    return _with_member(state, replace(member, status=status, since=at, reason=reason, noticed_by=by))
 
 
 def _with_run(state: State, view: RunView) -> State:
@@ -321,6 +333,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "capacity": capacity_document(state.capacity),
         "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
+        "page": state.page.address if state.page is not None else None,
         "joins": [join_document(join) for join in state.joins],
         "members_alive": len(alive),
         "members_known": len(state.members),
@@ -339,6 +352,7 @@ def peers_document(state: State, now: float) -> dict[str, Any]:
                 "name": member.name,
                 "status": member.status,
                 "reason": member.reason,
+                "noticed_by": peer_text(member.noticed_by) if member.noticed_by is not None else None,
                 "since": rfc3339(member.since),
                 "since_seconds": round(max(0.0, now - member.since), 3),
                 "found_through": member.found_through,

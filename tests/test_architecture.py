@@ -22,11 +22,11 @@ ALLOWED = {
 
 # The floors inside node, lowest first: a file imports its own floor and those below.
 FLOORS = (
-    ("errors", "events", "config", "containment", "seams", "locks", "nearest", "paths", "toml"),
+    ("errors", "events", "history", "config", "containment", "seams", "locks", "nearest", "paths", "toml"),
     ("state", "transport", "storage"),
     ("services",),
     ("runs",),
-    ("control", "executor", "commands", "library", "runtime", "process"),
+    ("control", "executor", "commands", "library", "runtime", "web", "process"),
     ("cli", "__main__"),
 )
 

@@ -62,6 +62,7 @@ HISTORY: list[events.Event] = [
         at=NOW - 7381, fences=("limits: some",), unfenced=("files: no landlock",), is_allowed=False
     ),
     STARTED,
+    events.PageOpened(at=NOW - 7380, address="http://127.0.0.1:40500", port_wanted=9748),
     events.RunRemembered(
         at=NOW - 7380,
         run="fedcba9876543210",
@@ -210,6 +211,7 @@ def test_the_screen_of_a_node() -> None:
           swarm       default; joining through 2 addresses
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
+          dashboard   http://127.0.0.1:40500   (port 9748 was taken)
         20:10:20   3 others could not reach this node: python -m node doctor
         20:10:20   others reach this node now
         join  refused    old-box:9747   10.0.0.6 is up, but no node listens on port 9747

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli import checkpoint, identity, leave, model, peers, runs, simulation, status, train
+from node.cli import checkpoint, identity, leave, model, page, peers, runs, simulation, status, train
 from node.cli.demo.command import demo
 from node.cli.dispatch import DEBUG, dispatch
 from node.cli.doctor.command import doctor
@@ -24,6 +24,7 @@ app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)
+app.command("page")(page.page)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
 app.add_typer(model.app, name="model")
@@ -60,6 +61,7 @@ def main(
     memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
     cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
     location: Annotated[Text, typer.Option(metavar="PLACE", help="Where this machine stands.")] = None,
+    web: Annotated[Text, typer.Option(metavar="ADDR|off", help="Where this machine sees its page.")] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
     require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
     as_json: AsJson = False,
@@ -81,6 +83,7 @@ def main(
         "memory": memory,
         "cores": cores,
         "location": location,
+        "web": web,
         "observer": observer or None,
     }
     if version:

@@ -79,6 +79,12 @@ class EventScreen:
                 lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
         return lines
 
+    def _page(self, event: Event) -> list[str]:
+        port = event["address"].rpartition(":")[2]
+        wanted = event["port_wanted"]
+        note = f"   (port {wanted} was taken)" if wanted not in (0, int(port)) else ""
+        return [labelled("dashboard", event["address"] + note)]
+
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event
         return [labelled("compute", capacity_text(event))] if self._has_started else []
@@ -219,6 +225,7 @@ def _counted(count: int, what: str, plural: str) -> str:
 
 _RENDERERS = {
     "NodeStarted": EventScreen._started,
+    "PageOpened": EventScreen._page,
     "CapacityMeasured": EventScreen._measured,
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,

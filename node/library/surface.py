@@ -10,7 +10,6 @@ types and a docstring of its own, and nowhere else. Not here: what it takes to r
 """
 
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,11 +22,10 @@ from node import state as views
 from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
+from node.history import EventHistory
 from node.seams import Seams
 from node.services.joining import Joining
 
-EVENTS_KEPT_MAX = 4_096
-"""Events that `events(since=...)` can still tell of: the newest. Some 2 MB."""
 ADDRESSES_JOINED_MAX = 256
 """Addresses for one call of `join`. More would be a scan, not a join."""
 
@@ -43,7 +41,7 @@ class Surface:
     counters: Any
     watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
     _found: Callable[[Sequence[PeerId]], None]
-    _recent: deque[Event]
+    history: EventHistory
 
     @property
     def id(self) -> str:
@@ -107,7 +105,7 @@ class Surface:
         """
         wanted = tuple(types) or (Event,)
         with self.watch() as coming:
-            earlier = [event for event in self._recent if event.at >= since]
+            earlier = [event for _, event in self.history.since(since)]
             for event in earlier:
                 if isinstance(event, wanted):
                     yield event

@@ -68,9 +68,12 @@ class SwarmProcesses:
     The preset `local` notices a death in a second or two, at the price of five probes a second.
     """
 
-    def __init__(self, folder: Path, swarm: str, pause: Pause, *, preset: str = "local") -> None:
+    def __init__(
+        self, folder: Path, swarm: str, pause: Pause, *, preset: str = "local", with_page: str = ""
+    ) -> None:
         self.folder = folder
         self._preset = preset
+        self._with_page = with_page
         self.nodes: dict[str, Neighbour] = {}
         self._swarm = swarm
         self._pause = pause
@@ -102,6 +105,7 @@ class SwarmProcesses:
         data_dir = self.folder / name
         # Its neighbours are those it is told of: another demo on this machine is none of its business.
         arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--no-lan", "--name", name]
+        arguments += ["--web", f"{HOST}:0" if name == self._with_page else "off"]
         arguments += ["--swarm", self._swarm, "--preset", self._preset, "--device", "cpu", "--cores", "1"]
         arguments += ["--join", join] if join is not None else []
         process = self._processes[name]

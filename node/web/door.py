@@ -1,0 +1,277 @@
+"""The HTTP door: HTTP/1.1 by h11 on trio, for what this node serves to its own machine.
+
+Not the pages themselves (`node.web.page`), and not who may see them (`node.web.guard`). Every request is
+bounded in size and time, every connection in what it may hold up, so a client that is slow, silent or hostile
+costs a task and some kilobytes. An answer is whole (`Response`) or goes on (`Streaming`); what goes on is
+cancelled as soon as the client hangs up.
+"""
+
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import h11
+import msgspec
+import trio
+
+from node.containment import contain
+from node.web.guard import HEADERS, Refusal, refuse_stranger
+
+CONNECTIONS_MAX = 128
+"""A browser opens six a page; the newest beyond this are closed at once."""
+HEADER_BYTES_MAX = 16 << 10
+BODY_BYTES_MAX = 64 << 10
+"""An action is a few names; a run's data never comes this way."""
+REQUEST_SECONDS_MAX = 5.0
+"""From a request's first byte to its last."""
+IDLE_SECONDS_MAX = 30.0
+"""How long a connection may wait for its next request."""
+SEND_SECONDS_MAX = 20.0
+"""A client that takes nothing for so long is cut off; a page comes back and goes on where it was."""
+SEND_BUFFER_BYTES = 128 << 10
+"""What the system holds of one client. Without this it grows to megabytes for one that reads slowly."""
+DRAIN_SECONDS_MAX = 0.5
+"""How long what a refused client still sends is thrown away, so that it reads why."""
+QUERY_FIELDS_MAX = 32
+_CHUNK_BYTES = 16 << 10
+
+Send = Callable[[bytes], Awaitable[None]]
+"""Sends a piece of a body that goes on; waits while the client reads slowly."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. `headers` have names in lower case; `path` is decoded; of a query's repeated name the last
+    counts."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A whole answer."""
+
+    body: bytes = b""
+    status: HTTPStatus = HTTPStatus.OK
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """An answer that goes on until `write` returns or the client hangs up."""
+
+    write: Callable[[Send], Awaitable[None]]
+    content_type: str
+    headers: tuple[tuple[str, str], ...] = field(default=(("cache-control", "no-store"),))
+
+
+Handler = Callable[[Request], Awaitable[Response | Streaming]]
+
+
+def problem(status: HTTPStatus, reason: str) -> Response:
+    """An answer that says what was wrong."""
+    return Response(msgspec.json.encode({"error": reason}), status, headers=(("cache-control", "no-store"),))
+
+
+class Door:
+    """Serves `handler` on `host`, at `port` or at any free one if others hold that."""
+
+    def __init__(self, handler: Handler, host: str, port: int) -> None:
+        self._handler = handler
+        self._host = host
+        self._port_wanted = port
+        self._connections = 0
+        self.port = 0
+        self.turned_away = 0
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; `port` is known once it has started. Raises OSError: no port is free."""
+        try:
+            listeners = await trio.open_tcp_listeners(self._port_wanted, host=self._host)
+        except OSError:
+            listeners = await trio.open_tcp_listeners(0, host=self._host)
+        self.port = listeners[0].socket.getsockname()[1]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(trio.serve_listeners, self._serve, listeners)
+            task_status.started()
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        if self._connections >= CONNECTIONS_MAX:
+            self.turned_away += 1
+            await trio.aclose_forcefully(stream)
+            return
+        self._connections += 1
+        try:
+            with contain("page connection"):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+                await _Connection(stream, self._handler).run()
+        finally:
+            self._connections -= 1
+            with trio.move_on_after(1.0, shield=True):
+                await trio.aclose_forcefully(stream)
+
+
+class _Gone(Exception):
+    """The client has hung up, or takes nothing."""
+
+
+class _Connection:
+    """One client: requests one after another."""
+
+    def __init__(self, stream: trio.SocketStream, handler: Handler) -> None:
+        self._stream = stream
+        self._handler = handler
+        self._wants_body = True
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES_MAX)
+
+    async def run(self) -> None:
+        try:
+            while await self._serve_one():
+                self._http.start_next_cycle()
+        except* (_Gone, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # nobody is left who could be told
+
+    async def _serve_one(self) -> bool:
+        """Serve one request; whether another may follow."""
+        self._wants_body = True
+        try:
+            with trio.fail_after(IDLE_SECONDS_MAX):
+                await self._first_bytes()
+            with trio.fail_after(REQUEST_SECONDS_MAX):
+                request = await self._read_request()
+        except h11.RemoteProtocolError as error:
+            status = HTTPStatus(error.error_status_hint)
+            await self._refuse(Refusal(status, "this is no HTTP/1.1 request that this node understands"))
+            return False
+        except trio.TooSlowError:
+            if self._http.their_state is h11.IDLE and not self._http.trailing_data[0]:
+                return False  # between two requests: an idle connection just ends
+            await self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long"))
+            return False
+        if request is None:
+            return False
+        if isinstance(request, Refusal):
+            await self._refuse(request)
+            return False
+        stranger = refuse_stranger(request.method, request.headers)
+        answer: Response | Streaming
+        if stranger is not None:
+            answer = problem(stranger.status, stranger.reason)
+        else:
+            answer = await self._answer(request)
+        await self._send_answer(answer)
+        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def _answer(self, request: Request) -> Response | Streaming:
+        answer: Response | Streaming
+        answer = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
+        with contain("page"):
+            answer = await self._handler(request)
+        return answer
+
+    # Reading
+
+    async def _first_bytes(self) -> None:
+        if not self._http.trailing_data[0] and self._http.their_state is h11.IDLE:
+            self._http.receive_data(await self._stream.receive_some(_CHUNK_BYTES))
+
+    async def _read_request(self) -> Request | Refusal | None:
+        head = await self._event()
+        if not isinstance(head, h11.Request):
+            return None
+        self._wants_body = head.method != b"HEAD"
+        headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
+        if headers.get("expect", "").lower() == "100-continue":
+            continued = h11.InformationalResponse(status_code=100, headers=[])
+            await self._send(self._http.send(continued))
+        body = bytearray()
+        while not isinstance(event := await self._event(), h11.EndOfMessage):
+            if not isinstance(event, h11.Data):
+                return None
+            body += event.data
+            if len(body) > BODY_BYTES_MAX:
+                return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {BODY_BYTES_MAX} bytes")
+        return _request(head, headers, bytes(body))
+
+    async def _event(self) -> object:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._stream.receive_some(_CHUNK_BYTES))
+        return event
+
+    # Writing
+
+    async def _send_answer(self, answer: Response | Streaming) -> None:
+        if isinstance(answer, Response):
+            await self._send_whole(answer)
+            return
+        headers = (*answer.headers, ("content-type", answer.content_type), ("connection", "close"))
+        head = h11.Response(status_code=200, headers=_headers(headers))
+        await self._send(self._http.send(head))
+        if self._wants_body:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_for_end, nursery.cancel_scope)
+                await answer.write(self._send_piece)
+                nursery.cancel_scope.cancel()
+            if nursery.cancel_scope.cancelled_caught and self._http.our_state is not h11.SEND_BODY:
+                raise _Gone
+        await self._send(self._http.send(h11.EndOfMessage()))
+
+    async def _send_whole(self, answer: Response) -> None:
+        headers = [*answer.headers, ("content-type", answer.content_type)]
+        if answer.status is not HTTPStatus.NOT_MODIFIED:
+            headers.append(("content-length", str(len(answer.body))))
+        data = self._http.send(h11.Response(status_code=answer.status, headers=_headers(headers))) or b""
+        if self._wants_body and answer.body and answer.status is not HTTPStatus.NOT_MODIFIED:
+            data += self._http.send(h11.Data(data=answer.body)) or b""
+        await self._send(data + (self._http.send(h11.EndOfMessage()) or b""))
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        """Say why, if the protocol still allows an answer; the connection ends with it."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        answer = problem(refusal.status, refusal.reason)
+        headers = (*answer.headers, ("connection", "close"))
+        await self._send_whole(Response(answer.body, answer.status, answer.content_type, headers))
+        await self._stream.send_eof()
+        with trio.move_on_after(
+            DRAIN_SECONDS_MAX
+        ):  # closed on unread bytes, the system would drop the answer
+            while await self._stream.receive_some(_CHUNK_BYTES):
+                pass
+
+    async def _send_piece(self, data: bytes) -> None:
+        await self._send(self._http.send(h11.Data(data=data)))
+
+    async def _send(self, data: bytes | None) -> None:
+        with trio.move_on_after(SEND_SECONDS_MAX) as scope:
+            await self._stream.send_all(data or b"")
+        if scope.cancelled_caught:
+            raise _Gone
+
+    async def _watch_for_end(self, scope: trio.CancelScope) -> None:
+        # Whatever a client sends here is no request that it may make now, so it ends the answer as EOF does.
+        with suppress(trio.BrokenResourceError):
+            await self._stream.receive_some(1)
+        scope.cancel()
+
+
+def _headers(given: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [*given, *HEADERS]
+
+
+def _request(head: h11.Request, headers: dict[str, str], body: bytes) -> Request | Refusal:
+    try:
+        target = urlsplit(head.target.decode("ascii"))
+        fields = parse_qsl(target.query, keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
+        path = unquote(target.path, errors="strict")
+    except (ValueError, UnicodeDecodeError):
+        return Refusal(HTTPStatus.BAD_REQUEST, "this is no path that this node understands")
+    return Request(head.method.decode("ascii"), path, dict(fields), headers, body)

@@ -1,0 +1,71 @@
+"""Who may ask this node over HTTP: pure rules over a request's headers, for `node.web.door`.
+
+The page listens on this machine alone, yet a browser here also runs pages of strangers. Three things keep
+those out: the Host must name this machine, so a name that a stranger points at 127.0.0.1 (DNS rebinding) is
+refused; an Origin or Sec-Fetch-Site of elsewhere is refused, and no answer allows another origin (no CORS);
+whatever changes something needs the token, which a stranger's page can neither read nor guess.
+"""
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Any port: one that is forwarded here (`ssh -L`) has another."""
+TOKEN_HEADER = "x-peerloom-token"  # noqa: S105 - the name of a header
+HEADERS = (
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("referrer-policy", "no-referrer"),
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+)
+"""On every answer: nobody frames the page, reads it from elsewhere, or has it load what is not ours."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not served."""
+
+    status: HTTPStatus
+    reason: str
+
+
+def refuse_stranger(method: str, headers: Mapping[str, str]) -> Refusal | None:
+    """None for a request of this machine's own programs and pages. `headers` have names in lower case."""
+    host = headers.get("host", "")
+    if _name(host) not in LOCAL_HOSTS:
+        return Refusal(HTTPStatus.MISDIRECTED_REQUEST, "this node answers to 127.0.0.1 and localhost only")
+    origin = headers.get("origin")
+    if origin is not None and origin != f"http://{host}":
+        return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
+    site = headers.get("sec-fetch-site", "none")
+    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    if site not in ("same-origin", "none") and not is_link:
+        return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
+    return None
+
+
+def refuse_action(headers: Mapping[str, str], token: str) -> Refusal | None:
+    """None for an action with the token. A form cannot set either header, so no form is an action."""
+    if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
+    given = headers.get(TOKEN_HEADER, "")
+    if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
+        return Refusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: python -m node page")
+    return None
+
+
+def _name(host: str) -> str:
+    """The host of a Host header, without its port."""
+    if host.startswith("["):
+        name, bracket, rest = host.partition("]")
+        return name + bracket if not rest or rest.startswith(":") else ""
+    name, colon, port = host.partition(":")
+    return name.lower() if not colon or port.isdigit() else ""

@@ -1,0 +1,266 @@
+"""The page of a node: which path is answered by what, on one HTTP door of this machine.
+
+    /  /run  /plan  /models  /node  /events      one page; its script (static/) shows the view of the path
+    /api/view  /api/stream                       a snapshot; snapshots and deltas as server-sent events
+    /api/export                                  events by filter, a line of JSON each
+    /api/run/RUN  /api/events  /api/whatif       a run's course; events by filter; a plan without some peers
+    /api/actions/...                             what changes something
+    /static/...                                  scripts and styles of ours, and the vendored ones
+
+The page is no part of the node: it reads `State`, the history of events and the counters, and acts through
+the same handlers as the command line. If it fails, it is begun again, and the node has not noticed.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from itertools import islice
+from typing import Any, Protocol
+
+import msgspec
+import trio
+
+from node import state as states
+from node.config import Config
+from node.control import CommandHandler, Emit
+from node.errors import PeerloomError
+from node.events import Event, PageOpened
+from node.history import EventHistory
+from node.seams import Seams
+from node.state import State
+from node.web import limits, views, whatif
+from node.web.assets import Assets
+from node.web.door import Door, Request, Response, Send, Streaming, problem
+from node.web.guard import refuse_action
+from node.web.live import Live
+
+STREAMS_MAX = 32
+"""Pages open at once: a person's windows."""
+EVENTS_ANSWERED_MAX = 2_000
+"""Events in one answer; an export asks again from where it ended."""
+EXPORT_LINES = 200
+"""So many are sent at once, so that a slow reader is waited for."""
+TOKEN_BYTES = 16
+VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
+ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
+"""What a person may do on the page, by the command that does it."""
+
+
+class LocalNode(Protocol):
+    """What the page needs of `node.runtime.Node`."""
+
+    config: Config
+    state: State
+    seams: Seams
+    history: EventHistory
+
+    @property
+    def handlers(self) -> Mapping[str, CommandHandler]: ...
+    @property
+    def counters(self) -> dict[str, int]: ...
+    def publish(self, event: Event) -> None: ...
+
+
+class Page:
+    """Serves one node's page until cancelled. `token` is what its actions ask for."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+        self.token = node.seams.entropy(TOKEN_BYTES).hex()
+        self._assets = Assets()
+        self.live = Live(
+            node.history,
+            boot=node.seams.entropy(8).hex(),
+            state=lambda: node.state,
+            counters=lambda: node.counters,
+            limits=limits.document(node.config),
+            links=self._links,
+            wall=node.seams.clock.wall,
+        )
+        self._streams = 0
+        self._address = ""
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Raises OSError: this machine has no port for it."""
+        wanted = self._node.config.web.address
+        assert wanted is not None
+        door = Door(self.answer, wanted.host, wanted.port)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(door.run)
+            host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
+            self._address = f"http://{host}:{door.port}"
+            opened = PageOpened(
+                at=self._node.seams.clock.wall(), address=self._address, port_wanted=wanted.port
+            )
+            self._node.publish(opened)
+            nursery.start_soon(self.live.run)
+            task_status.started()
+
+    def _links(self) -> dict[str, float]:
+        """The members that this node has heard prove who they are, with the seconds that a join through them
+        took, 0 where none did."""
+        state, network = self._node.state, self._node.seams.network
+        joined = {join.peer: join.seconds for join in state.joins if join.outcome == "ok"}
+        return {
+            views.peer_key(peer): round(joined.get(peer, 0.0), 6)
+            for peer, member in state.members.items()
+            if member.status in ("alive", "suspect") and network.host_of(peer) is not None
+        }
+
+    async def tell(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """The command `page`: where it is, with the token for this user's browser."""
+        return {"schema": "peerloom/link/1", "address": self._address, "link": self.link}
+
+    @property
+    def link(self) -> str:
+        """The address with the token, for this user's browser alone: what follows # never leaves it."""
+        return f"{self._address}/#token={self.token}"
+
+    async def answer(self, request: Request) -> Response | Streaming:
+        """Answer one request that the guard has let through."""
+        path = request.path
+        if request.method == "POST":
+            if path.startswith("/api/actions/"):
+                return await self._act(request, path.removeprefix("/api/actions/"))
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+        if request.method not in ("GET", "HEAD"):
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "want GET, HEAD or POST")
+        if path in VIEWS or path.startswith("/run/"):
+            return self._assets.serve("index.html", request.headers.get("if-none-match"))
+        if path.startswith("/static/"):
+            name, known = path.removeprefix("/static/"), request.headers.get("if-none-match")
+            return self._assets.serve(name, known)
+        return self._read(path, request)
+
+    def _read(self, path: str, request: Request) -> Response | Streaming:
+        if path == "/api/view":
+            self.live.tick()
+            return _json(self.live.snapshot())
+        if path == "/api/stream":
+            return self._stream(request)
+        if path == "/api/export":
+            return self._export(request)
+        if path == "/api/events":
+            return self._events(request)
+        if path == "/api/whatif":
+            view = self._node.state.runs.get(request.query.get("run", ""))
+            if view is None:
+                return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+            without = frozenset(request.query.get("without", "").split(",")) - {""}
+            return _json(msgspec.json.encode(whatif.document(self._node.state, view, without)))
+        if path.startswith("/api/run/"):
+            return self._course(path.removeprefix("/api/run/"))
+        return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    # Live
+
+    def _stream(self, request: Request) -> Response | Streaming:
+        if self._streams >= STREAMS_MAX:
+            return problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{STREAMS_MAX} pages are open already")
+        after = self._resumed(request.headers.get("last-event-id") or request.query.get("after", ""))
+
+        async def write(send: Send) -> None:
+            self._streams += 1
+            try:
+                with self.live.watching():
+                    await send(b"retry: 1000\n\n")
+                    async with aclosing(self.live.follow(after)) as found:
+                        async for number, kind, data in found:
+                            await send(self._message(number, kind, data))
+            finally:
+                self._streams -= 1
+
+        headers = (("cache-control", "no-store"), ("x-accel-buffering", "no"))
+        return Streaming(write, "text/event-stream", headers)
+
+    def _message(self, number: int, kind: str, data: bytes) -> bytes:
+        if kind == "beat":
+            return b": beat\n\n"
+        # msgspec writes no line breaks, so one data line is the whole message.
+        return b"event: %s\nid: %s.%d\ndata: %s\n\n" % (kind.encode(), self.live.boot.encode(), number, data)
+
+    def _resumed(self, text: str) -> int | None:
+        """The number that a page has seen of this life of the node; None for a new page."""
+        boot, _, number = text.partition(".")
+        is_number = number.isascii() and number.isdigit() and len(number) <= 15
+        return int(number) if boot == self.live.boot and is_number else None
+
+    # Reading
+
+    def _course(self, run: str) -> Response:
+        view = self._node.state.runs.get(run)
+        if view is None:
+            return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+        self.live.tick()
+        course = self.live.charts.courses.get(run)
+        document = {
+            "schema": "peerloom/course/1",
+            "number": self.live.number,
+            "run": views.run_row(view),
+            "course": course.document() if course is not None else None,
+        }
+        return _json(msgspec.json.encode(document))
+
+    def _events(self, request: Request) -> Response:
+        """Events by filter: `after` (a number), `kind`, `text` (in the event's JSON), `count`."""
+        after, count = request.query.get("after", "0"), request.query.get("count", "500")
+        if not all(text.isascii() and text.isdigit() and len(text) <= 15 for text in (after, count)):
+            return problem(HTTPStatus.BAD_REQUEST, "after and count are whole numbers")
+        rows = list(islice(self._found(request, int(after)), min(int(count), EVENTS_ANSWERED_MAX)))
+        number = rows[-1][0] if rows else self._node.history.last
+        document = {
+            "schema": "peerloom/events/1",
+            "dropped": self._node.history.dropped,
+            "next": number,
+            "last": self._node.history.last,
+            "events": [msgspec.Raw(row) for _, row in rows],
+        }
+        return _json(msgspec.json.encode(document))
+
+    def _export(self, request: Request) -> Streaming:
+        """All events by filter that are still here, a line each."""
+        rows = [row for _, row in self._found(request, 0)]
+
+        async def write(send: Send) -> None:
+            for start in range(0, len(rows), EXPORT_LINES):
+                await send(b"".join(row + b"\n" for row in rows[start : start + EXPORT_LINES]))
+
+        name = ("content-disposition", 'attachment; filename="events.jsonl"')
+        return Streaming(write, "application/jsonl", (name, ("cache-control", "no-store")))
+
+    def _found(self, request: Request, after: int) -> Iterator[tuple[int, bytes]]:
+        """(number, JSON) of the events that a request's `kind` and `text` let through."""
+        kind, text = request.query.get("kind", ""), request.query.get("text", "").lower().encode()
+        for number, event in self._node.history.after(after):
+            if not kind or type(event).__name__ == kind:
+                row = msgspec.json.encode({"number": number, **states.event_document(event)})
+                if text in row.lower():
+                    yield number, row
+
+    # Acting
+
+    async def _act(self, request: Request, name: str) -> Response:
+        refusal = refuse_action(request.headers, self.token)
+        if refusal is not None:
+            return problem(refusal.status, refusal.reason)
+        handler = self._node.handlers.get(ACTIONS.get(name, ""))
+        if handler is None:
+            return problem(HTTPStatus.NOT_FOUND, "there is no such action")
+        try:
+            arguments = msgspec.json.decode(request.body or b"{}", type=dict[str, str])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return problem(HTTPStatus.BAD_REQUEST, "want a JSON object of texts")
+        try:
+            result = await handler(dict(arguments), _ignore)
+        except PeerloomError as error:
+            return problem(HTTPStatus.CONFLICT, str(error.what))
+        return _json(msgspec.json.encode({"result": result}))
+
+
+async def _ignore(event: object) -> None:
+    """What a command tells on its way is on the page already."""
+    del event
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, headers=(("cache-control", "no-store"),))

@@ -1,0 +1,120 @@
+// What the page knows: one snapshot, then deltas by server-sent events. The browser reconnects by itself and
+// names the last delta that it has; the node answers with what came after it, or with a new snapshot.
+
+export const EVENTS_MAX = 2000;
+export const POINTS_MAX = 4000;
+
+export const store = {
+  link: "loading", at: 0, node: null, members: new Map(), runs: new Map(), courses: new Map(), events: [],
+  links: new Map(), alerts: [], number: -1, skew: 0,
+};
+const listeners = new Set();
+let planned = false;
+
+export function subscribe(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+function changed() {
+  if (planned) return;
+  planned = true;
+  requestAnimationFrame(() => {
+    planned = false;
+    for (const listener of listeners) listener();
+  });
+}
+
+let columns = [];
+const member = (row) => Object.fromEntries(columns.map((name, index) => [name, row[index]]));
+
+export function reset(message) {
+  columns = message.member_columns;
+  store.members = new Map(message.members.map((row) => [row[0], member(row)]));
+  store.runs = new Map(message.runs.map((run) => [run.run, run]));
+  store.events = message.events;
+  store.node = message.node;
+  store.links = new Map(Object.entries(message.links || {}));
+  store.alerts = message.alerts || [];
+  store.number = message.number;
+  store.at = message.at;
+  store.courses.clear();
+  store.skew = message.at - Date.now() / 1000;
+  store.link = "live";
+  changed();
+}
+
+export function apply(message) {
+  for (const row of message.members || []) store.members.set(row[0], member(row));
+  for (const key of message.gone || []) store.members.delete(key);
+  for (const run of message.runs || []) store.runs.set(run.run, run);
+  for (const run of message.runs_gone || []) store.runs.delete(run);
+  if (message.node) store.node = message.node;
+  if (message.links) store.links = new Map(Object.entries(message.links));
+  if (message.alerts) store.alerts = message.alerts;
+  if (message.events) store.events = store.events.concat(message.events).slice(-EVENTS_MAX);
+  for (const [run, points] of Object.entries(message.points || {})) extend(run, "points", points, message.number);
+  for (const [run, marks] of Object.entries(message.marks || {})) extend(run, "marks", marks, message.number);
+  store.number = message.number;
+  store.at = message.at;
+  store.skew = message.at - Date.now() / 1000;
+  store.link = "live";
+  changed();
+}
+
+function extend(run, what, rows, number) {
+  const course = store.courses.get(run);
+  if (!course || !course.points || number <= course.number) return;
+  course[what] = course[what].concat(rows);
+  if (course[what].length > POINTS_MAX) course[what] = course[what].filter((_, index) => index % 2 === 0);
+  course.version += 1;
+}
+
+// A run's course is asked for once somebody looks at it; from then on deltas go on with it.
+export function course(run) {
+  const known = store.courses.get(run);
+  if (known) return known;
+  const fresh = { points: null, marks: [], number: 0, version: 0, error: "" };
+  store.courses.set(run, fresh);
+  fetch(`/api/run/${encodeURIComponent(run)}`).then(async (answer) => {
+    const document = await answer.json();
+    if (!answer.ok) throw new Error(document.error);
+    fresh.number = document.number;
+    fresh.points = document.course ? document.course.points : [];
+    fresh.marks = document.course ? document.course.marks : [];
+  }).catch((error) => { fresh.error = String(error.message || error); fresh.points = []; })
+    .finally(() => { fresh.version += 1; changed(); });
+  return fresh;
+}
+
+export const now = () => Date.now() / 1000 + store.skew;
+
+export function connect() {
+  const source = new EventSource("/api/stream");
+  source.addEventListener("reset", (event) => reset(JSON.parse(event.data)));
+  source.addEventListener("delta", (event) => apply(JSON.parse(event.data)));
+  source.onerror = () => {
+    store.link = store.node ? "lost" : "unreachable";
+    changed();
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+  };
+  source.onopen = () => { if (store.node) { store.link = "live"; changed(); } };
+}
+
+// The token comes behind the # of the link that `python -m node page` prints; it stays in this window.
+const given = /token=([0-9a-f]+)/.exec(location.hash);
+if (given) {
+  sessionStorage.setItem("token", given[1]);
+  history.replaceState(null, "", location.pathname);
+}
+export const mayAct = () => Boolean(sessionStorage.getItem("token"));
+
+export async function act(name, argumentsGiven) {
+  const answer = await fetch(`/api/actions/${name}`, {
+    method: "POST", body: JSON.stringify(argumentsGiven || {}),
+    headers: { "content-type": "application/json", "x-peerloom-token": sessionStorage.getItem("token") || "" },
+  });
+  const document = await answer.json();
+  if (!answer.ok) throw new Error(document.error || answer.statusText);
+  return document.result;
+}

@@ -1,0 +1,113 @@
+"""What the page shows, as plain documents: pure functions of `State` (ARCHITECTURE law 5).
+
+Rows of members are lists in the order of `MEMBER_COLUMNS`, because a thousand of them are one answer. A peer
+is shown by the end of its id, as on every screen; `peer_key` has enough of it to tell all apart.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from crypto.identity import PeerId, peer_text
+from node import state as views
+from node.state import MemberView, RunView, State
+
+KEY_LETTERS = 12
+"""Seventy bits of a peer id."""
+ENDED_RUNS_SHOWN_MAX = 32
+MEMBER_COLUMNS = (
+    "key", "name", "status", "since", "reason", "noticed_by", "found_through", "address", "location",
+    "device", "cores", "memory_free_bytes", "flops_per_second",
+)  # fmt: skip
+_OVER = ("done", "failed", "stopped")
+
+
+@lru_cache(maxsize=8_192)
+def peer_key(peer: PeerId) -> str:
+    """The end of a peer's id, by which the page knows it."""
+    return peer_text(peer)[-KEY_LETTERS:]
+
+
+def member_row(member: MemberView) -> list[object]:
+    """One member, in the order of `MEMBER_COLUMNS`."""
+    capacity = member.capacity
+    offers: tuple[object, ...] = ("", "", 0, 0, 0)
+    if capacity is not None:
+        speed = int(capacity.flops_per_second)
+        offers = (capacity.location, capacity.device, capacity.cores, capacity.memory_free_bytes, speed)
+    return [
+        peer_key(member.peer),
+        member.name,
+        member.status,
+        round(member.since, 1),
+        "" if member.reason == member.status else member.reason,
+        peer_key(member.noticed_by) if member.noticed_by is not None else "",
+        member.found_through,
+        member.addresses[0] if member.addresses else "",
+        *offers,
+    ]
+
+
+def run_row(view: RunView) -> dict[str, Any]:
+    """One run, with its plan by peer keys."""
+    document = views.run_document(view)
+    document["requester"] = peer_key(view.requester)
+    if view.plan is not None:
+        document["plan"] |= {
+            "planner": peer_key(view.plan.planner),
+            "trainer": peer_key(view.plan.trainer),
+            "trainers": [peer_key(peer) for peer in view.plan.trainers],
+            "stages": [
+                {"layers": list(layers), "replicas": [peer_key(peer) for peer in replicas]}
+                for layers, replicas in zip(view.plan.layers, view.plan.stages, strict=True)
+            ],
+        }
+    return document
+
+
+def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """This node: where it is, what it offers, what it counted. `limits` are those of its configuration."""
+    started = state.started
+    return {
+        "peer": peer_text(started.peer) if started else "",
+        "key": peer_key(started.peer) if started else "",
+        "name": started.name if started else "",
+        "swarm": started.swarm if started else "",
+        "is_private": started.is_private if started else False,
+        "addresses": list(started.addresses) if started else [],
+        "data_dir": started.data_dir if started else "",
+        "started": started.at if started else None,
+        "capacity": views.capacity_document(state.capacity),
+        "fences": views.fences_document(state.fences),
+        "reachability": views.reachability_document(state.reachability),
+        "joins": [views.join_document(join) for join in state.joins],
+        "limits": dict(limits),
+        "refused": dict(state.refused),
+        "counters": dict(sorted(counters.items())),
+    }
+
+
+def shown_runs(state: State) -> dict[str, RunView]:
+    """All runs that go on, and the newest of those that have ended."""
+    ended = [run for run, view in state.runs.items() if view.status in _OVER]
+    hidden = set(ended[:-ENDED_RUNS_SHOWN_MAX])
+    return {run: view for run, view in state.runs.items() if run not in hidden}
+
+
+def members_changed(before: State, after: State) -> tuple[list[list[object]], list[str]]:
+    """The rows of members that are new or another, and the keys of those that are gone."""
+    if before.members is after.members:
+        return [], []
+    rows = [
+        member_row(member) for peer, member in after.members.items() if before.members.get(peer) is not member
+    ]
+    gone = [peer_key(peer) for peer in before.members if peer not in after.members]
+    return rows, gone
+
+
+def runs_changed(before: State, after: State) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of runs that are new or another, and the ids of those that are gone."""
+    if before.runs is after.runs:
+        return [], []
+    rows = [run_row(view) for run, view in after.runs.items() if before.runs.get(run) is not view]
+    return rows, [run for run in before.runs if run not in after.runs]

@@ -1,0 +1,222 @@
+"""The page's HTTP door on real sockets: what it serves, what it refuses, and that nobody brings it down."""
+
+import json
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from node.web import door
+from node.web.guard import refuse_action, refuse_stranger
+from tests.node.web.world import Told, joined, run_events, served, started
+
+
+def told() -> Told:
+    node = Told()
+    for event in [started(), *(joined(number) for number in range(1, 5)), *run_events()]:
+        node.publish(event)
+    return node
+
+
+@pytest.mark.parametrize("path", ["/", "/run", f"/run/{'ab' * 8}", "/plan", "/models", "/node", "/events"])
+async def test_every_view_has_a_url_of_its_own(path: str) -> None:
+    async with served(told()) as page:
+        status, headers, body = await page.ask(path)
+        assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert b'id="page"' in body
+        assert "default-src 'none'" in headers["content-security-policy"]
+
+
+async def test_a_known_file_is_not_sent_again() -> None:
+    async with served() as page:
+        _, headers, _ = await page.ask("/static/app.js")
+        status, _, body = await page.ask("/static/app.js", if_none_match=headers["etag"])
+        assert (status, body) == (304, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/static/../page.py", "GET", 404),
+        ("/static/%2e%2e/page.py", "GET", 404),
+        ("/nothing", "GET", 404),
+        ("/api/run/" + "f" * 16, "GET", 404),
+        ("/api/events?after=x", "GET", 400),
+        ("/%ff", "GET", 400),
+        ("/", "DELETE", 405),
+        ("/api/view", "POST", 405),
+    ],
+)
+async def test_what_is_not_there_has_a_clear_status(path: str, method: str, status: int) -> None:
+    async with served() as page:
+        answered, _, body = await page.ask(path, method=method)
+        assert answered == status
+        assert "error" in json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "127.0.0.1.evil.example:9748"},
+        {"host": "localhost@evil.example"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site", "sec_fetch_mode": "cors"},
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_other_origins_and_rebound_names_are_refused(headers: dict[str, str], method: str) -> None:
+    async with served(told()) as page:
+        path = "/api/view" if method == "GET" else "/api/actions/stop"
+        body = b"" if method == "GET" else b'{"run": "abababababababab"}'
+        status, answered, text = await page.ask(
+            path,
+            method=method,
+            body=body,
+            content_type="application/json",
+            x_peerloom_token=page.page.token,
+            **headers,
+        )
+        assert status in (403, 421)
+        assert not [name for name in answered if name.startswith("access-control")]
+        assert b"members" not in text
+        assert page.node.asked == []
+
+
+async def test_an_action_needs_the_token_and_does_what_the_command_does() -> None:
+    async with served(told()) as page:
+        body = b'{"run": "abababababababab"}'
+        wanted = {"content_type": "application/json", "origin": f"http://{page.host}"}
+        for token in ("", "0" * 32, page.page.token[:-1]):
+            refused, _, _ = await page.ask(
+                "/api/actions/stop", method="POST", body=body, x_peerloom_token=token, **wanted
+            )
+            assert refused == 401
+        assert page.node.asked == []
+        done, _, answer = await page.ask(
+            "/api/actions/stop", method="POST", body=body, x_peerloom_token=page.page.token, **wanted
+        )
+        assert (done, json.loads(answer)) == (200, {"result": {"stopped": True}})
+        failed, _, answer = await page.ask(
+            "/api/actions/stop", method="POST", body=b"{}", x_peerloom_token=page.page.token, **wanted
+        )
+        assert (failed, json.loads(answer)["error"]) == (409, "run is not known here")
+
+
+def test_a_form_is_no_action_even_with_the_token() -> None:
+    headers = {"content-type": "text/plain", "x-peerloom-token": "secret"}
+    refusal = refuse_action(headers, "secret")
+    assert refusal is not None
+    assert refusal.status == 415
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9748", "localhost", "LOCALHOST:1", "[::1]:80"])
+def test_names_of_this_machine_are_served(host: str) -> None:
+    assert refuse_stranger("GET", {"host": host}) is None
+
+
+def test_a_link_from_elsewhere_opens_the_page() -> None:
+    headers = {"host": "localhost:1", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert refuse_stranger("GET", headers) is None
+    assert refuse_stranger("POST", headers) is not None
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01 this is tls\r\n\r\n", b" 400 "),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 4 * door.HEADER_BYTES_MAX + b"\r\n\r\n", b" 431 "),
+        (b"POST /api/actions/stop HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n"
+         + b"a" * 99_999, b" 413 "),
+        (b"GET / HTTP/1.1\r\n\r\n", b" 400 "),
+    ],
+)  # fmt: skip
+async def test_what_is_no_request_gets_a_status(data: bytes, status: bytes) -> None:
+    async with served() as page:
+        assert status in (await page.raw(data)).partition(b"\r\n")[0]
+
+
+async def test_one_connection_carries_many_requests() -> None:
+    async with served() as page:
+        one = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode()
+        last = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\nconnection: close\r\n\r\n".encode()
+        assert (await page.raw(one * 4 + last)).count(b"HTTP/1.1 200") == 5
+
+
+async def test_slow_requests_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "REQUEST_SECONDS_MAX", 0.1)
+    async with served() as page:
+        assert b" 408 " in await page.raw(b"GET / HT")
+
+
+async def test_idle_connections_are_closed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "IDLE_SECONDS_MAX", 0.1)
+    async with served() as page:
+        assert await page.raw(b"") == b""
+
+
+async def test_the_newest_connection_beyond_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "CONNECTIONS_MAX", 1)
+    async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
+        await first.send_all(b"GET")
+        assert await page.raw(b"") == b""
+
+
+PATHS = [b"/", b"*", b"/api/stream", b"/api/events?after=-1", b"//[", b"/%00", b"/api/actions/"]
+NAMES = [b"host", b"Host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"x"]
+VALUES = [b"localhost", b"5", b"-1", b"chunked", b"100-continue", b"websocket"]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=200),
+            st.builds(
+                lambda method, path, fields, body: (
+                    b"%s %s HTTP/1.1\r\n" % (method, path)
+                    + b"".join(b"%s: %s\r\n" % each for each in fields)
+                    + b"\r\n"
+                    + body
+                ),
+                st.sampled_from([b"GET", b"POST", b"HEAD", b"OPTIONS", b"PRI", b"\0"]),
+                st.sampled_from(PATHS),
+                st.lists(
+                    st.tuples(
+                        st.sampled_from(NAMES),
+                        st.one_of(
+                            st.sampled_from(VALUES),
+                            st.binary(max_size=20),
+                        ),
+                    ),
+                    max_size=5,
+                ),
+                st.binary(max_size=50),
+            ),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)  # fmt: skip
+def test_nothing_that_is_sent_brings_the_door_down(attempts: list[bytes]) -> None:
+    async def check() -> None:
+        async with served() as page:
+            for attempt in attempts:
+                with trio.move_on_after(5):
+                    async with await trio.open_tcp_stream("127.0.0.1", page.port) as client:
+                        try:
+                            await client.send_all(attempt)
+                            await client.send_eof()
+                            answer = bytearray()
+                            async for chunk in client:
+                                answer += chunk
+                        except trio.BrokenResourceError:
+                            continue
+                        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+                        assert not answer.startswith(b"HTTP/1.1 500")
+            assert (await page.ask("/api/view"))[0] == 200
+
+    trio.run(check)

@@ -1,0 +1,152 @@
+"""What open pages are told: snapshots, deltas, and where a page goes on that was away."""
+
+import json
+
+import pytest
+import trio
+import trio.lowlevel
+
+from node import events
+from node.web import live, views
+from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started, stream
+
+RUN = "ab" * 8
+
+
+def told(members: int = 4) -> Told:
+    node = Told()
+    for event in [started(), *(joined(number) for number in range(1, members + 1)), *run_events()]:
+        node.publish(event)
+    return node
+
+
+async def test_a_page_begins_with_all_and_goes_on_with_what_is_new() -> None:
+    async with served(told()) as page, stream(page) as messages:
+        kind, _, whole = await messages.next()
+        assert kind == "reset"
+        assert [row[1] for row in whole["members"]] == ["n1", "n2", "n3", "n4"]
+        assert whole["runs"][0]["step"] == 3
+        page.node.publish(events.MemberSuspected(at=STARTED, peer=peer(2), by=peer(3)))
+        page.node.publish(events.MemberLost(at=STARTED, peer=peer(2), reason="no ack for 1.2 s"))
+        kind, _, delta = await messages.next()
+        assert kind == "delta"
+        (row,) = delta["members"]
+        member = dict(zip(whole["member_columns"], row, strict=True))
+        assert (member["name"], member["status"], member["reason"]) == ("n2", "dead", "no ack for 1.2 s")
+        assert member["noticed_by"] == views.peer_key(peer(3))
+
+
+async def test_a_death_in_a_run_is_a_mark_on_its_curve() -> None:
+    async with served(told()) as page, stream(page) as messages:
+        await messages.next()
+        page.node.publish(events.MemberLost(at=STARTED + 20, peer=peer(2), reason="no ack"))
+        (mark,) = (await messages.until("marks"))["marks"][RUN]
+        assert mark == [STARTED + 20, 3, "death", f"{views.peer_key(peer(2))}: no ack"]
+        course = (await page.json(f"/api/run/{RUN}"))["course"]
+        assert mark in course["marks"]
+        assert [point[2] for point in course["points"]] == [2.3, 1.15, pytest.approx(2.3 / 3)]
+
+
+async def test_a_page_that_was_away_goes_on_where_it_was() -> None:
+    async with served(told()) as page, stream(page):
+        async with stream(page) as messages:
+            _, seen, _ = await messages.next()
+        page.node.publish(joined(9))
+        async with stream(page, seen) as messages:
+            kind, _, delta = await messages.next()
+            assert kind == "delta"
+            assert [row[1] for row in delta["members"]] == ["n9"]
+
+
+@pytest.mark.parametrize("last", ["another-life.1", "x", ".", "0" * 999, "\xff.1"])
+async def test_a_page_of_another_life_begins_anew(last: str) -> None:
+    async with served(told()) as page, stream(page, last) as messages:
+        assert (await messages.next())[0] == "reset"
+
+
+async def test_a_page_that_fell_behind_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "DELTAS_KEPT_MAX", 2)
+    async with served(told()) as page, stream(page) as watching:
+        _, seen, _ = await watching.next()
+        for number in range(20, 24):
+            page.node.publish(joined(number))
+            await watching.until("members")
+        async with stream(page, seen) as messages:
+            kind, _, whole = await messages.next()
+            assert kind == "reset"
+            assert len(whole["members"]) == 8
+
+
+async def test_deltas_add_up_to_the_whole() -> None:
+    async with served(told()) as page, stream(page) as messages:
+        _, _, whole = await messages.next()
+        rows = {row[0]: row for row in whole["members"]}
+        for number in range(1, 40):
+            page.node.publish(joined(number % 13))
+            if number % 5 == 0:
+                page.node.publish(events.MemberLeft(at=STARTED + number, peer=peer(number % 13)))
+            await trio.lowlevel.checkpoint()
+        page.node.publish(joined(99))
+        while views.peer_key(peer(99)) not in rows:
+            _, _, delta = await messages.next()
+            rows |= {row[0]: row for row in delta.get("members", [])}
+        expected = (await page.json("/api/view"))["members"]
+        assert sorted(rows.values(), key=str) == sorted(expected, key=str)
+
+
+async def test_nobody_looks_and_nothing_is_encoded() -> None:
+    async with served(told()) as page:
+        deltas = page.page.live
+        for number in range(100, 200):
+            page.node.publish(joined(number))
+            deltas.tick()
+        assert not deltas._ring
+        assert deltas._snapshot is None
+
+
+async def test_a_browser_that_reads_nothing_holds_up_nobody() -> None:
+    node = told(200)
+    async with served(node) as page, await trio.open_tcp_stream("127.0.0.1", page.port) as asleep:
+        await asleep.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
+        async with stream(page) as messages:
+            await messages.next()
+            for turn in range(6):
+                for number in range(1, 201):
+                    node.publish(joined(number, at=STARTED + turn + 1, location=f"place-{turn}"))
+                await messages.until("members")
+            live_page = page.page.live
+            assert live_page._ring_bytes <= live.DELTA_BYTES_KEPT_MAX
+            assert (await page.ask("/api/view"))[0] == 200
+
+
+async def test_a_thousand_peers_are_one_small_snapshot() -> None:
+    async with served(told(1_000)) as page:
+        _, _, body = await page.ask("/api/view")
+        assert len(json.loads(body)["members"]) == 1_000
+        assert len(body) <= 200_000
+
+
+async def test_links_are_those_of_peers_that_were_heard() -> None:
+    node = told()
+    node.seams.network.heard.add(peer(1))
+    node.publish(
+        events.JoinTried(at=STARTED, address="x:1", outcome="ok", detail="", peer=peer(1), seconds=0.02)
+    )
+    async with served(node) as page:
+        assert (await page.json("/api/view"))["links"] == {views.peer_key(peer(1)): 0.02}
+
+
+async def test_events_are_found_by_number_kind_and_text() -> None:
+    async with served(told()) as page:
+        found = await page.json("/api/events?kind=MemberJoined&text=N3")
+        assert [event["name"] for event in found["events"]] == ["n3"]
+        rest = await page.json(f"/api/events?after={found['events'][0]['number']}&count=2")
+        assert [event["kind"] for event in rest["events"]] == ["MemberJoined", "RunAccepted"]
+        assert rest["last"] == len(page.node.history.after(0))
+
+
+async def test_an_export_holds_every_event_that_is_found() -> None:
+    async with served(told(500)) as page:
+        _, headers, body = await page.ask("/api/export?kind=MemberJoined")
+        assert "attachment" in headers["content-disposition"]
+        assert body.count(b'"kind":"MemberJoined"') == 500
