@@ -47,7 +47,8 @@ class NodesFound:
 class RecordStored:
     """The end of a `store`: of `tried` nodes `acknowledged` keep the record, ourselves included.
 
-    With 0 `acknowledged` nobody has it. `refusals` are the reasons given, each once.
+    With 0 `acknowledged` nobody has it, with fewer than `wanted` too few have to rely on it. `refusals` are
+    the reasons given, each once.
     """
 
     request: int
@@ -55,6 +56,21 @@ class RecordStored:
     tried: int
     refusals: tuple[Refusal, ...] = ()
     rounds: int = 0
+    wanted: int = 1
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether enough nodes keep the record."""
+        return self.acknowledged >= self.wanted
 
 
-Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored
+@dataclass(frozen=True)
+class PeerPinged:
+    """The end of a `ping`: how long the answer took, None where none came in time."""
+
+    request: int
+    peer: PeerId
+    seconds: float | None
+
+
+Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored | PeerPinged

@@ -16,27 +16,25 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht import messages
-from dht.events import Event, Joined, NodesFound, PeerHeard, RecordsFound, RecordStored
+from dht.events import Event, Joined, NodesFound, PeerHeard, PeerPinged, RecordsFound
 from dht.groups import Origins
-from dht.keys import KEY_BITS, Key, distance, node_key, random_key
+from dht.keys import KEY_BITS, Key, distance, node_key
 from dht.lookup import Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
-from dht.records import OWN_SOURCE, Record, RecordStore, Refusal, check_record
-from dht.requests import Pending, Publication, Requests, Search, checked_page
-from dht.routing import WAITING_MAX, Bucket, Contact, Table
+from dht.paths import DisjointLookup
+from dht.records import Record, RecordStore, Refusal, check_record
+from dht.replication import Replication
+from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
+from dht.routing import WAITING_MAX, Contact, Table
 from dht.serving import nodes_reply, values_reply
 from dht.settings import Settings
-from dht.timers import Timer, Timers
+from dht.timers import Timers
+from dht.tokens import SECRET_BYTES, WriteTokens
+from dht.upkeep import Upkeep
+from dht.work import has_work
 
 Sends = list[tuple[PeerId, Message]]
 
-WATCHED_PATIENCE = 4
-"""Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
-become a client, or its DHT be mute. And where all of a bucket are watched, whoever stood there beside them
-would have been named too: so many times more seldom it is looked into."""
-HOLDERS_SLACK = 2
-"""A record is kept for others if this node knows fewer than so many times k that are nearer to its key. Its
-publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
 SEEDS_MAX = 32
 """Peers of the last `join`, asked again when the table has run empty."""
 
@@ -50,14 +48,22 @@ class Kademlia:
     """
 
     __slots__ = (
-        "_addresses", "_checking", "_expiry_due", "_is_client", "_own_records", "_refresh_due",
-        "_rejoin_due", "_requests", "_rng", "_searches", "_seeds", "_sends", "_signer", "_timers", "events",
-        "key", "origins", "peer", "records", "settings", "table", "wall_offset"
+        "_addresses", "_checking", "_rejoin_due", "_requests", "_searches", "_seeds",
+        "_sends", "_tokens", "events", "is_client", "key", "origins", "peer", "records",
+        "replication", "rng", "settings", "signer", "table", "timers", "upkeep", "wall_offset",
     )  # fmt: skip
 
     def __init__(
-        self, signer: Signer, settings: Settings, rng: Random, addresses: tuple[Address, ...]
+        self,
+        signer: Signer,
+        settings: Settings,
+        rng: Random,
+        addresses: tuple[Address, ...],
+        *,
+        secret: bytes = b"",
     ) -> None:
+        """`secret` makes this node's write tokens unguessable: SECRET_BYTES from the shell's entropy; without
+        it they come from `rng`, which is enough for an experiment."""
         self.peer = signer.peer
         self.key = node_key(signer.peer)
         self.settings = settings
@@ -68,30 +74,30 @@ class Kademlia:
             self.key, k=settings.k, failures_max=settings.failures_max, group_max=settings.group_max
         )
         self.records = RecordStore(settings, self.key)
-        self._signer = signer
-        self._rng = rng
+        self.rng = rng
+        self.is_client = False
+        self.signer = signer
+        self._tokens = WriteTokens(secret or rng.randbytes(SECRET_BYTES))
         self._addresses = address_texts(addresses)
-        self._is_client = False
         self._searches: dict[int, Search] = {}
-        self._own_records: dict[Key, tuple[Record, Timer]] = {}
         self._seeds: tuple[PeerId, ...] = ()
         # Those with a ping in flight that no lookup asked for.
         self._checking: dict[PeerId, Contact] = {}
         self._sends: Sends = []
-        self._timers = Timers()
+        self.timers = Timers()
         self._requests = Requests(
-            settings, rng, self._timers, send=self._send, slow=self._slow, silent=self._silent
+            settings, rng, self.timers, send=self._send, slow=self._slow, silent=self._silent
         )
+        self.replication = Replication(self)
         self._rejoin_due = inf
-        self._refresh_due = inf
-        self._expiry_due = inf
+        self.upkeep = Upkeep(self)
 
     # The core shape.
 
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
-        return min(self._timers.due, self._rejoin_due, self._refresh_due, self._expiry_due)
+        return min(self.timers.due, self.upkeep.deadline, self._rejoin_due)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -101,12 +107,16 @@ class Kademlia:
             "contacts": (len(self.table) + waiting, (self.settings.k + WAITING_MAX) * KEY_BITS),
             "records": (len(self.records), self.settings.records_max),
             "checks": (len(self._checking), self.settings.checks_max),
+            **self.replication.sizes,
+            **self.upkeep.sizes,
         }
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError, without effect, for what no correct peer sends."""
         if sender == self.peer:
             raise RemoteProtocolError("a message from ourselves")
+        if not has_work(sender, self.settings.work_bits):
+            raise RemoteProtocolError("a node id without the swarm's proof of work")
         if isinstance(message, messages.Answer):
             self._take_answer(now, sender, message)
         else:
@@ -116,14 +126,10 @@ class Kademlia:
 
     def wake(self, now: float) -> Sends:
         """Do what is due."""
-        self._timers.run(now)
+        self.timers.run(now)
         if self._rejoin_due <= now:
             self._join(now)
-        if self._refresh_due <= now:
-            self._refresh(now)
-        if self._expiry_due <= now:
-            self.records.expire(self._wall(now))
-            self._expiry_due = now + self.settings.expiry_check_seconds if len(self.records) else inf
+        self.upkeep.wake(now)
         return self._drain()
 
     # What local code asks for.
@@ -131,7 +137,7 @@ class Kademlia:
     def appear(self, addresses: Sequence[Address], *, client: bool = False) -> None:
         """From now on this node is at `addresses`; a `client`, whom others cannot reach, only asks: it stands
         in no table, and keeps nothing for others."""
-        self._is_client = client
+        self.is_client = client
         self._addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
@@ -147,17 +153,19 @@ class Kademlia:
         Not for a place among those who wait: whoever hears of all peers would ping half of them, and have
         them ping back, only to be ready for a loss that the next hint makes good.
         """
+        if not has_work(peer, self.settings.work_bits):
+            return []
         known, texts = self.table.get(peer), address_texts(addresses)
         if (asked := self._checking.get(peer)) is not None:
             asked.watched = True
         if known is not None:
             known.watched = True
             if known.silence is not None or (texts and texts != known.addresses):
-                self._check(now, known)  # where it is now it is to say itself
+                self.check(now, known)  # where it is now it is to say itself
         elif self.table.wants(peer, waiting=False, group=(group := self.origins.group(peer, texts))):
             contact = Contact(peer, texts, group)
             contact.watched = True
-            self._check(now, contact)
+            self.check(now, contact)
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
@@ -169,88 +177,94 @@ class Kademlia:
     def remove(self, now: float, peer: PeerId) -> Sends:
         """`peer` is known to be dead: it loses its place at once, and no lookup waits for it."""
         self.unwatch(peer)
+        self.upkeep.lose(now, self.table.get(peer))
         self._verify(now, self.table.remove(peer))
         for search in list(self._searches.values()):
             search.lookup.passed_over(peer)
             self._advance(now, search)
         return self._drain()
 
-    def find(self, now: float, key: Key) -> tuple[int, Sends]:
-        """Look for the records under `key`. Ends in `RecordsFound`, at once if we are alone."""
-        search = self._search(now, key, self._report_records, values=True)
+    def restore(self, now: float, contacts: Sequence[tuple[PeerId, Sequence[Address]]]) -> Sends:
+        """Ping the contacts of an earlier life (`saved`), the nearest to us first: who answers is met."""
+        nearest = sorted(contacts, key=lambda each: distance(node_key(each[0]), self.key))
+        for peer, addresses in nearest:
+            self.add(now, peer, addresses)
+            self.unwatch(peer)
+        return self._drain()
+
+    @property
+    def saved(self) -> list[tuple[PeerId, tuple[str, ...]]]:
+        """The contacts to begin the next life with: those that answered last."""
+        return [(contact.peer, contact.addresses) for contact in self.table if contact.silence is None]
+
+    def find(self, now: float, key: Key, *, paths: int = 1, first: bool = False) -> tuple[int, Sends]:
+        """Look for the records under `key`, over so many disjoint `paths`; `first`: one record is enough, as
+        for an immutable value. Ends in `RecordsFound`, at once if we are alone."""
+        search = self.search(now, key, self._report_records, values=True, paths=paths, first=first)
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
         """Look for the nodes nearest to `key`. Ends in `NodesFound`, at once if we are alone."""
-        search = self._search(now, key, self._report_nodes)
+        search = self.search(now, key, self._report_nodes)
         return search.number, self._drain()
 
     def store(self, now: float, fact: Fact) -> tuple[int, Sends]:
         """Store a signed record with the k nearest alive, ourselves among them if we are.
 
-        Ends in `RecordStored`. A record of our own is stored again every `republish_seconds` until
-        it expires, a newer one of ours comes, or `forget`.
+        Ends in `RecordStored`. A record of our own, or an immutable value, is stored again every
+        `republish_seconds` until it expires, a newer one of ours comes, or `forget`.
 
         Raises:
             RemoteProtocolError: the record is malformed or its signature does not hold.
         """
-        record = check_record(self._signer, fact)
-        if record.publisher == self.peer:
-            self._remember(now, record)
-        search = self._search(now, record.key, partial(self._publish, record, False))
-        return search.number, self._drain()
+        return self.replication.store(now, check_record(self.signer, fact)), self._drain()
 
     def forget(self, key: Key) -> None:
-        """Store our own record under `key` no more; its replicas go when it expires."""
-        if key in self._own_records:
-            self._own_records.pop(key)[1].call_off()
+        """Store our own records under `key` no more; the replicas go when they expire."""
+        self.replication.forget(key)
+
+    def ping(self, now: float, peer: PeerId, addresses: Sequence[Address] = ()) -> tuple[int, Sends]:
+        """Ask a peer whether it lives. Ends in `PeerPinged`."""
+        number = self.new_id()
+
+        def tell(_now: float, token: bytes | None, seconds: float) -> None:
+            self.events.append(PeerPinged(number, peer, None if token is None else seconds))
+
+        contact = self.table.get(peer) or Contact(peer, address_texts(addresses))
+        if self._may_ask(now, peer) and peer != self.peer:
+            self.ask(now, contact, messages.Ping(self.new_id(), self._addresses), Inquiry(tell))
+        else:
+            tell(now, None, 0.0)
+        return number, self._drain()
 
     # Others.
 
     def _reply(self, now: float, sender: PeerId, message: messages.Request) -> messages.Answer:
-        ours = self._addresses
+        ours, token = self._addresses, b"" if self.is_client else self._tokens.make(now, sender)
         match message:
             case messages.Ping():
-                return messages.Pong(message.id, ours)
+                return messages.Pong(message.id, ours, token)
             case messages.FindNode():
-                return nodes_reply(message, sender, addresses=ours, table=self.table, settings=self.settings)
+                return nodes_reply(
+                    message, sender, addresses=ours, token=token, table=self.table, settings=self.settings
+                )
             case messages.FindValue():
                 return values_reply(
                     message,
                     sender,
-                    self._wall(now),
+                    self.wall(now),
+                    self.replication.copies(now, Key(message.key)),
                     addresses=ours,
+                    token=token,
                     table=self.table,
                     records=self.records,
                     settings=self.settings,
                 )
             case messages.Store():
-                record = check_record(self._signer, message.record)
-                is_ours = self.records.holds(record) or self._is_near(record.key)
-                refusal = self._keep(now, record, sender, message.addresses) if is_ours else Refusal.DISTANT
-                return messages.Stored(message.id, ours, refusal or "")
-
-    def _is_near(self, key: Key) -> bool:
-        """Whether this node may be one of the k nearest to a key, as far as it knows."""
-        count = HOLDERS_SLACK * self.settings.k
-        nearer = self.table.nearest(key, count)
-        return len(nearer) < count or distance(self.key, key) < distance(nearer[-1].id, key)
-
-    def _keep(
-        self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
-    ) -> Refusal | None:
-        """Keep a record of our own, or one that `sender` sent, who claims to be at `texts`."""
-        source, has_quota = (OWN_SOURCE, False) if sender is None else self.origins.source(sender, texts)
-        refusal = self.records.put(
-            self._wall(now),
-            record,
-            source=source,
-            is_publisher=sender in (None, record.publisher),
-            has_quota=has_quota,
-        )
-        if refusal is None:
-            self._expiry_due = min(self._expiry_due, now + self.settings.expiry_check_seconds)
-        return refusal
+                is_proven = self._tokens.holds(now, sender, message.token)
+                # Before the signature is looked at, which costs a hundred times as much.
+                refusal = self.replication.take(now, sender, message) if is_proven else Refusal.UNPROVEN
+                return messages.Stored(message.id, ours, refusal)
 
     def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
         """`sender` asked us something: a known contact is alive, a stranger is worth a ping, and a client
@@ -261,8 +275,12 @@ class Kademlia:
         contact = self.table.heard(now, sender)
         if contact is not None:
             self._take_claim(contact, texts)
-        elif self.table.wants(sender, group=(group := self.origins.group(sender, texts))):
-            self._check(now, Contact(sender, texts, group))
+            if contact.silence is not None:
+                self.check(now, contact)  # it lives, and may have become reachable again
+        elif not self.upkeep.is_liar(now, sender) and self.table.wants(
+            sender, group=(group := self.origins.group(sender, texts))
+        ):
+            self.check(now, Contact(sender, texts, group))
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
         """A verified contact says where it is."""
@@ -277,33 +295,34 @@ class Kademlia:
             contact.addresses = readable
             self.events.append(PeerHeard(contact.peer, addresses))
 
-    def _check(self, now: float, contact: Contact) -> None:
+    def check(self, now: float, contact: Contact) -> None:
         """Ping a contact, if that is not being done already and not too many others are."""
         if contact.peer in self._checking or len(self._checking) >= self.settings.checks_max:
             return
         self._checking[contact.peer] = contact
-        self._ask(now, contact, messages.Ping(self._requests.new_id(), self._addresses), None)
+        self.ask(now, contact, messages.Ping(self.new_id(), self._addresses), None)
 
     def _verify(self, now: float, contact: Contact | None) -> None:
         """Ping a contact, if there is one that nothing was heard of for a while."""
         if contact is not None and contact.heard + self.settings.fresh_seconds <= now:
-            self._check(now, contact)
+            self.check(now, contact)
 
     # Requests of ours.
 
-    def _ask(
+    def ask(
         self,
         now: float,
         contact: Contact,
         message: messages.Request,
-        purpose: Search | Publication | None,
+        purpose: Search | Publication | Inquiry | None,
         *,
         page: int = 0,
     ) -> None:
+        """Send a request, and tell `purpose` what came of it."""
         if self.table.get(contact.peer) is not contact:
             texts = contact.addresses
             if isinstance(purpose, Search):
-                texts = purpose.lookup.addresses.get(contact.peer, texts)
+                texts = purpose.lookup.places(contact.peer) or texts
             addresses = readable_addresses(texts, contact.peer)
             readable = address_texts(addresses)
             contact.addresses = texts if readable == texts else readable  # one object, as above
@@ -319,9 +338,12 @@ class Kademlia:
     def _silent(self, now: float, pending: Pending) -> None:
         """A peer has not answered in time."""
         peer = pending.contact.peer
+        known = self.table.get(peer)
         concerned = self.table.failed(now, peer, pending.started)
+        if known is not None and self.table.get(peer) is None:
+            self.upkeep.lose(now, known)
         if concerned is not None and concerned.peer == peer:
-            self._timers.at(now + self.settings.recheck_seconds, partial(self._recheck, concerned))
+            self.timers.at(now + self.settings.recheck_seconds, partial(self._recheck, concerned))
         elif concerned is not None:
             self._verify(now, concerned)
         elif not len(self.table) and self._seeds:
@@ -335,52 +357,75 @@ class Kademlia:
                 search.lookup.passed_over(peer)
                 self._advance(now, search)
             case Publication() as publication:
-                self._count(publication, None)
+                self.replication.count(publication, None)
+            case Inquiry() as inquiry:
+                inquiry.then(now, None, now - pending.started)
 
     def _recheck(self, contact: Contact, now: float) -> None:
         if contact.silence is not None and self.table.get(contact.peer) is contact:
-            self._check(now, contact)
+            self.check(now, contact)
 
     def _take_answer(self, now: float, sender: PeerId, answer: messages.Answer) -> None:
         pending = self._requests.answered(sender, answer)
         if pending is None:
             return
-        # All checks come before the first effect: a bad answer is no answer, and its request times out.
-        records = checked_page(self._signer, pending, answer) if isinstance(answer, messages.Values) else []
+        # All checks come before the first effect: a bad answer is no answer, and its time is up.
+        records = self._checked(now, sender, pending, answer)
         self._requests.close(now, pending)
-        self._welcome(now, pending.contact, answer.addresses)
+        token = b"" if isinstance(answer, messages.Stored) else answer.token
+        self._welcome(now, pending.contact, answer.addresses, token)
         match pending.purpose:
             case None if not pending.passed_over:
                 self._checking.pop(sender, None)
             case Publication() as publication if not pending.passed_over:
-                self._count(publication, answer.refused if isinstance(answer, messages.Stored) else None)
+                refused = answer.refused if isinstance(answer, messages.Stored) else None
+                self.replication.count(publication, refused)
+            case Inquiry() as inquiry if not pending.passed_over:
+                inquiry.then(now, token, now - pending.started)
             case Search() as search if answer.addresses == CLIENT_ADDRESSES:
                 # It may have become one since somebody named it; nothing is to be stored there.
                 search.lookup.passed_over(sender)
                 self._advance(now, search)
             case Search() as search if search.number in self._searches:
                 if isinstance(answer, messages.Nodes | messages.Values):
+                    search.lookup.give_token(sender, token)
                     self._take_hints(now, search, pending, answer, records)
                     self._advance(now, search)
 
-    def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...]) -> None:
+    def _checked(self, now: float, sender: PeerId, pending: Pending, answer: messages.Answer) -> list[Record]:
+        """The records of an answer. A bad one costs its sender its place, and the request no more time."""
+        if not isinstance(answer, messages.Values):
+            return []
+        try:
+            return checked_page(self.signer, pending, answer)
+        except RemoteProtocolError:
+            self._requests.spoil(now, pending)
+            self.upkeep.distrust(now, sender)
+            raise
+
+    def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
         """A contact answered: it may stand in the table, unless it is a client."""
         if texts == CLIENT_ADDRESSES:
             self._verify(now, self.table.remove(contact.peer))
             return
+        if self.upkeep.is_liar(now, contact.peer):
+            return
         contact.group = self.origins.group(contact.peer, texts or contact.addresses)
+        self.upkeep.found(contact.peer)
+        is_known = self.table.get(contact.peer) is not None
         oldest = self.table.answered(now, contact)
         kept = self.table.get(contact.peer)
         if kept is not None:
             kept.watched = kept.watched or contact.watched  # it may have come by another way meanwhile
             self._take_claim(kept, texts)
+            if not is_known and token:
+                self.replication.welcome(now, kept, token)
         self._verify(now, oldest)
-        if self._refresh_due == inf:
-            self._refresh_due = now + self.settings.refresh_seconds
+        self.upkeep.begin(now)
 
     # Lookups.
 
-    def _search(
+    def search(
         self,
         now: float,
         key: Key,
@@ -388,21 +433,29 @@ class Kademlia:
         *,
         values: bool = False,
         seeds: Sequence[Contact] = (),
+        paths: int = 1,
+        first: bool = False,
     ) -> Search:
-        self._touch(now, self.table.bucket_of(key))
+        """Begin a lookup, which ends in `then`."""
+        self.upkeep.touch(now, self.table.bucket_of(key))
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self.table.nearest(key, 2 * self.settings.k)
         if len(known) < self.settings.alpha:
             # After an outage of our own all seem to fail; better to ask them than to ask nobody.
             known = self.table.nearest(key, self.settings.k, failing=True)
-        lookup = Lookup(key, self.peer, (*known, *seeds), self.settings, values=values)
+        seeded = (*known, *seeds)
+        lookup: Lookup | DisjointLookup
+        if paths > 1:
+            lookup = DisjointLookup(key, self.peer, seeded, self.settings, values=values, count=paths)
+        else:
+            lookup = Lookup(key, self.peer, seeded, self.settings, values=values, first=first)
         if values:
-            for held in self.records.get(self._wall(now), key):
+            for held in self.records.get(self.wall(now), key):
                 lookup.learn(held)
-        search = Search(self._requests.new_id(), lookup, then)
+        search = Search(self.new_id(), lookup, then)
         self._searches[search.number] = search
         due = now + self.settings.lookup_seconds_max
-        search.time_limit = self._timers.at(due, partial(self._stop, search))
+        search.time_limit = self.timers.at(due, partial(self._stop, search))
         self._advance(now, search)
         return search
 
@@ -412,11 +465,11 @@ class Kademlia:
             return
         lookup = search.lookup
         for contact in lookup.next():
-            request = self._requests.new_id()
+            request = self.new_id()
             message: messages.Request = messages.FindNode(request, self._addresses, lookup.key)
             if lookup.values:
                 message = messages.FindValue(request, self._addresses, lookup.key, b"")
-            self._ask(now, contact, message, search)
+            self.ask(now, contact, message, search)
         if lookup.done:
             del self._searches[search.number]
             if search.time_limit is not None:
@@ -437,28 +490,33 @@ class Kademlia:
     ) -> None:
         lookup = search.lookup
         for record in records:
-            if not record.expired(self._wall(now)):
-                lookup.learn(record)
+            if not record.expired(self.wall(now)):
+                lookup.show(pending.contact.peer, record)
         # What a peer said of itself goes before what others say of it.
         hints = [self._hinted(lookup, hint) for hint in answer.hints[: self.settings.k]]
+        hints = [hint for hint in hints if self._may_ask(now, hint.peer)]
         lookup.named(pending.contact.peer, hints)
         more = isinstance(answer, messages.Values) and answer.more
         if more and pending.page + 1 < self.settings.pages_max:
             last = records[-1].publisher
-            message = messages.FindValue(self._requests.new_id(), self._addresses, lookup.key, last)
-            self._ask(now, pending.contact, message, search, page=pending.page + 1)
+            message = messages.FindValue(self.new_id(), self._addresses, lookup.key, last)
+            self.ask(now, pending.contact, message, search, page=pending.page + 1)
         else:
             lookup.answered(pending.contact)
 
-    def _hinted(self, lookup: Lookup, hint: messages.Hint) -> Contact:
+    def _may_ask(self, now: float, peer: PeerId) -> bool:
+        return not self.upkeep.is_liar(now, peer) and has_work(peer, self.settings.work_bits)
+
+    def _hinted(self, lookup: Lookup | DisjointLookup, hint: messages.Hint) -> Contact:
         peer = PeerId(hint.peer)
-        known = lookup.candidates.get(peer)  # the same few are named again and again
+        known = lookup.candidate(peer)  # the same few are named again and again
         if known is None or known.addresses != hint.addresses:
             known = self.table.get(peer)
             known = known or Contact(peer, hint.addresses, self.origins.group(peer, hint.addresses))
         return known
 
-    def _report_records(self, _now: float, search: Search) -> None:
+    def _report_records(self, now: float, search: Search) -> None:
+        self.replication.repair(now, search)
         records = search.lookup.records
         found = tuple(records[publisher] for publisher in sorted(records))
         self.events.append(RecordsFound(search.number, search.lookup.key, found, search.lookup.rounds))
@@ -467,105 +525,35 @@ class Kademlia:
         peers = tuple(contact.peer for contact in search.lookup.nearest)
         self.events.append(NodesFound(search.number, search.lookup.key, peers))
 
-    # Storing.
-
-    def _publish(self, record: Record, quiet: bool, now: float, search: Search) -> None:
-        nearest = search.lookup.nearest
-        here = len(nearest) < self.settings.k
-        here = here or distance(self.key, record.key) < distance(nearest[-1].id, record.key)
-        here = here and not self._is_client
-        if here:
-            nearest = nearest[: self.settings.k - 1]
-        tried = len(nearest) + here
-        publication = Publication(search.number, tried, tried, quiet, search.lookup.rounds)
-        for contact in nearest:
-            message = messages.Store(self._requests.new_id(), self._addresses, record.fact)
-            self._ask(now, contact, message, publication)
-        if here:
-            self._count(publication, self._keep(now, record) or "")
-
-    def _count(self, publication: Publication, refused: str | None) -> None:
-        publication.count(refused)
-        if publication.waiting == 0 and not publication.quiet:
-            self.events.append(
-                RecordStored(
-                    publication.number,
-                    publication.acknowledged,
-                    publication.tried,
-                    publication.refusals,
-                    publication.rounds,
-                )
-            )
-
-    def _remember(self, now: float, record: Record) -> None:
-        """Keep our own record to store it again."""
-        self.forget(record.key)
-        # A tenth of jitter: what was stored together must not come again together for ever.
-        seconds = self.settings.republish_seconds * self._rng.uniform(0.9, 1.1)
-        timer = self._timers.at(now + seconds, partial(self._republish, record))
-        self._own_records[record.key] = (record, timer)
-
-    def _republish(self, record: Record, now: float) -> None:
-        if self._wall(now) >= record.expires:
-            self.forget(record.key)
-            return
-        self._remember(now, record)
-        self._search(now, record.key, partial(self._publish, record, True))
-
     # Upkeep.
 
     def _join(self, now: float) -> None:
-        seeds = [Contact(peer) for peer in self._seeds if peer != self.peer]
+        others = (peer for peer in self._seeds if peer != self.peer and self._may_ask(now, peer))
+        seeds = [Contact(peer) for peer in others]
         # Tried again then, unless somebody answers.
         self._rejoin_due = now + self.settings.rejoin_seconds if seeds else inf
-        self._search(now, self.key, self._joined, seeds=seeds)
+        self.search(now, self.key, self._joined, seeds=seeds)
 
     def _joined(self, now: float, search: Search) -> None:
         self.events.append(Joined(len(self.table)))
         if not search.lookup.nearest:
             return
         self._rejoin_due = inf
-        # The lookup of our own key went past the far buckets: refresh them, one after the other.
-        for bucket in self.table.buckets:
-            if bucket is not self.table.bucket_of(self.key):
-                bucket.touch_last_updated(-inf)
-        self._refresh_due = now + self.settings.refresh_gap_seconds
-
-    def _refresh(self, now: float) -> None:
-        """Refresh the bucket that was looked into least recently, if it is time, and ask those of its
-        contacts whether they live of whom nothing was heard for so long."""
-        settings = self.settings
-        stalest = self._stalest()
-        if stalest.last_updated + settings.refresh_seconds <= now:
-            for contact in stalest.get_nodes():
-                patience = WATCHED_PATIENCE if contact.watched else 1
-                if contact.heard + patience * settings.refresh_seconds <= now:
-                    self._check(now, contact)
-            if self._is_worth_a_lookup(stalest):
-                self._search(now, random_key(self._rng, *stalest.range), lambda _now, _search: None)
-            else:
-                self._touch(now, stalest)
-        due = self._stalest().last_updated + settings.refresh_seconds
-        self._refresh_due = max(due, now + settings.refresh_gap_seconds)
-
-    def _is_worth_a_lookup(self, bucket: Bucket) -> bool:
-        if bucket.full and bucket is not self.table.bucket_of(self.key):
-            return False  # there is no room for whom it would find; whoever is lost makes room
-        if not bucket.nodes or not all(contact.watched for contact in bucket.nodes.values()):
-            return True
-        return self._rng.random() * WATCHED_PATIENCE < 1  # as often on average: no bucket need remember when
-
-    def _touch(self, now: float, bucket: Bucket) -> None:
-        # Give or take a quarter: what was filled together must not be refreshed together for ever.
-        bucket.touch_last_updated(now + self.settings.refresh_seconds * self._rng.uniform(-0.25, 0.25))
-
-    def _stalest(self) -> Bucket:
-        return min(self.table.buckets, key=lambda bucket: bucket.last_updated)
+        self.upkeep.refresh_all(now)
 
     # Small things.
 
-    def _wall(self, now: float) -> float:
+    def wall(self, now: float) -> float:
+        """The wall clock at the monotonic time `now`."""
         return now + self.wall_offset
+
+    def new_id(self) -> int:
+        """The number of a request or a search."""
+        return self._requests.new_id()
+
+    def store_message(self, record: Record, token: bytes, *, cached: bool = False) -> messages.Store:
+        """A Store from this node."""
+        return messages.Store(self.new_id(), self._addresses, record.fact, token, cached)
 
     def _send(self, peer: PeerId, message: Message) -> None:
         self._sends.append((peer, message))

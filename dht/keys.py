@@ -45,6 +45,11 @@ def record_key(purpose: str, name: bytes) -> Key:
     return Key(hashlib.sha256(purpose.encode() + b"\0" + name).digest()[:KEY_BYTES])
 
 
+def content_key(value: bytes) -> Key:
+    """Return where an immutable value stands: a hash of what it is."""
+    return record_key("immutable", value)
+
+
 def distance(one: bytes, other: bytes) -> int:
     """The xor distance of two keys, 0 to KEY_MAX."""
     return int.from_bytes(one, "big") ^ int.from_bytes(other, "big")

@@ -21,7 +21,7 @@ from kademlia.node import Node, NodeHeap
 from crypto.identity import PeerId
 from dht.groups import is_crowded, spread
 from dht.keys import Key, node_key
-from dht.records import Record
+from dht.records import Rank, Record
 from dht.routing import Contact
 from dht.settings import Settings
 
@@ -63,7 +63,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
             self._sorted = [contact for _, contact in sorted(self.heap)]
             self._near = None
         if self._near is None or self._near[0] != count:
-            self._near = count, _nearest(self._sorted, count, self._group_max)
+            self._near = count, nearest_spread(self._sorted, count, self._group_max)
         return self._near[1]
 
     def push(self, contact: Contact) -> None:
@@ -91,15 +91,26 @@ class Lookup:
         settings: Settings,
         *,
         values: bool,
+        width: int | None = None,
+        first: bool = False,
+        taken: "dict[PeerId, Lookup] | None" = None,
     ) -> None:
+        """`width`: how many of the nearest have to answer once there are records, `find_width` unless said.
+        `first`: the first record ends it. `taken`: whom other paths of one lookup have asked (`paths`)."""
         self.key = key
         self.values = values
+        # What those that answered gave: a token to store with, and the records that they showed.
+        self.tokens: dict[PeerId, bytes] = {}
+        self.shown: dict[PeerId, dict[PeerId, Rank]] = {}
         self.requests = 0
         self.records: dict[PeerId, Record] = {}
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
         self.candidates: dict[PeerId, Contact] = {}
         self._own = own
         self._settings = settings
+        self._found_width = settings.find_width if width is None else width
+        self._is_first_enough = first
+        self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
         self._standing: dict[PeerId, Standing] = {}
         # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
@@ -131,6 +142,8 @@ class Lookup:
         chosen = waiting[: max(places, 0)]
         for contact in chosen:
             self._standing[contact.peer] = Standing.ASKED
+            if self._taken is not None:
+                self._taken[contact.peer] = self
         self._asked += len(chosen)
         self.requests += len(chosen)
         return chosen
@@ -157,6 +170,12 @@ class Lookup:
             good, ghosts = self._word[source]
             self._word[source] = (good + 1, ghosts)
 
+    def exclude(self, peer: PeerId) -> None:
+        """Another path has asked `peer`: on this one it does not count."""
+        if self._standing.get(peer) is Standing.HEARD:
+            self._standing[peer] = Standing.PASSED_OVER
+            self._shortlist.remove([node_key(peer)])
+
     def slow(self, peer: PeerId) -> None:
         """`peer` takes longer than usual: its answer is awaited, and another one asked meanwhile."""
         if self._standing.get(peer) is Standing.ASKED:
@@ -181,6 +200,23 @@ class Lookup:
         self._asked -= self._standing[peer] is Standing.ASKED
         self._slow -= self._standing[peer] is Standing.SLOW
 
+    def give_token(self, peer: PeerId, token: bytes) -> None:
+        """`peer` has given a token to store with."""
+        self.tokens[peer] = token
+
+    def candidate(self, peer: PeerId) -> Contact | None:
+        """Return a candidate as it was named last."""
+        return self.candidates.get(peer)
+
+    def places(self, peer: PeerId) -> tuple[str, ...] | None:
+        """Return the addresses that a candidate was named with."""
+        return self.addresses.get(peer)
+
+    def show(self, peer: PeerId, record: Record) -> None:
+        """`peer` has handed out a record."""
+        self.shown.setdefault(peer, {})[record.publisher] = record.rank
+        self.learn(record)
+
     def learn(self, record: Record) -> None:
         """Keep a record if it is its publisher's newest so far."""
         kept = self.records.get(record.publisher)
@@ -196,7 +232,7 @@ class Lookup:
     @property
     def done(self) -> bool:
         """Whether the nearest alive have all answered, or a limit was reached."""
-        if self._stopped:
+        if self._stopped or (self._is_first_enough and self.records):
             return True
         if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):
             return True
@@ -206,19 +242,23 @@ class Lookup:
     @property
     def nearest(self) -> list[Contact]:
         """The k nearest of those that answered, nearest first, spread over address groups."""
-        answered = sorted(self._answered, key=Node(self.key).distance_to)
-        return _nearest(answered, self._settings.k, self._settings.group_max)
+        return nearest_spread(self.answers, self._settings.k, self._settings.group_max)
 
     @property
     def _width(self) -> int:
         """How many of the nearest have to answer before the end: fewer, once there are records."""
-        return self._settings.find_width if self.records else self._settings.k
+        return self._found_width if self.records else self._settings.k
+
+    @property
+    def answers(self) -> list[Contact]:
+        """All that answered, nearest first."""
+        return sorted(self._answered, key=Node(self.key).distance_to)
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
         peer = contact.peer
         standing = self._standing.get(peer)
         if standing is None:
-            if peer == self._own:
+            if peer == self._own or (self._taken is not None and self._taken.get(peer, self) is not self):
                 return
             self._standing[peer] = Standing.HEARD
             self._depth[peer] = 0 if source is None else self._depth[source] + 1
@@ -260,6 +300,6 @@ class Lookup:
         self._shortlist.remove(dropped)
 
 
-def _nearest(contacts: list[Contact], count: int, group_max: int) -> list[Contact]:
+def nearest_spread(contacts: list[Contact], count: int, group_max: int) -> list[Contact]:
     nearest = contacts[:count]
     return spread(contacts, count, group_max) if is_crowded(nearest, group_max) else nearest

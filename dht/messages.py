@@ -5,6 +5,7 @@
     FindValue -> Values     a page of records under a key, and the nearest contacts
     Store     -> Stored     kept, or the reason why not
 
+All answers but Stored carry a write token (`tokens`), which a Store to that node has to show.
 Every message carries its request's id and the sender's own addresses, so that the address a node
 passes on is the one a peer claims for itself and not what somebody else said of it. Who sent a
 message is known from the session beneath, never from the message.
@@ -42,6 +43,9 @@ RECORDS_MAX = 32
 
 REASON_LENGTH_MAX = 24
 
+TOKEN_BYTES = 8
+"""A token lives ten minutes and each guess costs a message: 64 bits are plenty."""
+
 CLIENT_ADDRESSES = ("-",)
 """In place of addresses: the sender cannot be reached by others, asks only, and wants to stand in no table.
 No version reads it as an address, so one that does not know it takes it for an address of a later kind."""
@@ -50,6 +54,7 @@ AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
 AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -75,6 +80,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     id: RequestId
     addresses: AddressTexts
+    token: Token = b""
 
 
 class FindNode(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -91,6 +97,7 @@ class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
     id: RequestId
     addresses: AddressTexts
     hints: Hints
+    token: Token = b""
 
 
 class FindValue(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -110,14 +117,18 @@ class Values(msgspec.Struct, frozen=True, array_like=True, tag=6):
     records: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=RECORDS_MAX)]
     more: bool
     hints: Hints
+    token: Token = b""
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Keep this record."""
+    """Keep this record. `token` is from the receiver's own answer; `cached`: a copy from a lookup, which a
+    node that is not near the key may keep for a short time."""
 
     id: RequestId
     addresses: AddressTexts
     record: Fact
+    token: Token = b""
+    cached: bool = False
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=8):

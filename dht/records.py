@@ -2,10 +2,12 @@
 
 A record is a `crypto.facts.Fact` of purpose "dht-record", so any holder may pass it on and no
 holder can alter it. The key's publishers are its sub-keys: nobody can overwrite another's record.
+An immutable value has no publisher: its key is the hash of its value, so whoever hands it out proves it, and
+anybody may store it again, with a later expiry.
 What this is not: a place for values above 900 bytes (publish their hash), or a lock.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -15,10 +17,10 @@ import msgspec
 
 from crypto.crowds import Crowd
 from crypto.encoding import decode, encode
-from crypto.errors import LocalProtocolError
+from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
-from crypto.identity import PeerId
-from dht.keys import KEY_BYTES, Key, distance
+from crypto.identity import PEER_ID_BYTES, PeerId
+from dht.keys import KEY_BYTES, Key, content_key, distance
 from dht.messages import KeyBytes
 from dht.settings import Settings
 
@@ -37,6 +39,10 @@ LIFETIME_SECONDS_MAX = 48 * 3600.0
 """Who still cares for a record publishes it again; what nobody cares for goes."""
 
 
+Rank = tuple[int, int, bytes]
+"""What is compared of two records of one publisher: sequence, expiry, and the bytes themselves."""
+
+
 class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     """What the publisher signs. `expires` is in unix seconds; a higher `sequence` replaces a lower."""
 
@@ -45,6 +51,9 @@ class RecordBody(msgspec.Struct, frozen=True, array_like=True):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     expires: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
+
+NOBODY = PeerId(bytes(PEER_ID_BYTES))
+"""The publisher of immutable values. No key pair has this public key."""
 
 OWN_SOURCE = b"own"
 """Where our own records come from, and what passes no network."""
@@ -59,7 +68,7 @@ class Refusal(StrEnum):
     """Why a holder does not keep a record."""
 
     DISTANT = "too far from the key"
-
+    UNPROVEN = "no valid token"
     OLD = "a newer one is kept"
     EXPIRED = "expired"
     FAR = "expires too late"
@@ -80,7 +89,7 @@ class Record:
     fact: Fact = field(repr=False)
 
     @property
-    def rank(self) -> tuple[int, int, bytes]:
+    def rank(self) -> Rank:
         """Of two records of one publisher the higher rank wins, on every node alike.
 
         Under one sequence that is the later expiry; two values under one sequence are the
@@ -106,9 +115,25 @@ def sign_record(signer: Signer, key: Key, value: bytes, *, sequence: int, expire
     return signer.sign(RECORD_PURPOSE, encode(RecordBody(key, value, sequence, expires)))
 
 
+def make_immutable(value: bytes, *, expires: int) -> Fact:
+    """Return an immutable value, ready for `Kademlia.store`; its key is `dht.keys.content_key`.
+
+    Raises:
+        LocalProtocolError: a value or number out of bounds.
+    """
+    if len(value) > VALUE_BYTES_MAX or not 0 <= expires < 2**63:
+        raise LocalProtocolError(f"an immutable value has at most {VALUE_BYTES_MAX} bytes")
+    return Fact(NOBODY, encode(RecordBody(content_key(value), value, 0, expires)), b"")
+
+
 def check_record(signer: Signer, fact: Fact) -> Record:
-    """The record in `fact`, if its form and signature hold; else RemoteProtocolError."""
+    """The record in `fact`, if its form and signature (or, of an immutable value, its key) hold; else
+    RemoteProtocolError."""
     body: RecordBody = decode(fact.body, RecordBody, bytes_max=BODY_BYTES_MAX)
+    if fact.author == NOBODY:
+        if fact.signature or body.sequence or body.key != content_key(body.value):
+            raise RemoteProtocolError("an immutable value under another key than its own")
+        return Record(NOBODY, Key(body.key), body.value, 0, body.expires, fact)
     publisher = signer.check(RECORD_PURPOSE, fact)
     return Record(publisher, Key(body.key), body.value, body.sequence, body.expires, fact)
 
@@ -127,6 +152,8 @@ class RecordStore:
         self._by_key: dict[Key, dict[PeerId, Record]] = {}
         self._of_publisher: dict[PeerId, int] = {}
         self._count = 0
+        # What has changed since somebody last asked, if anybody does.
+        self._changed: dict[tuple[Key, PeerId], None] | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -134,6 +161,24 @@ class RecordStore:
     def holds(self, record: Record) -> bool:
         """Whether one of this key and publisher is kept."""
         return record.publisher in self._by_key.get(record.key, {})
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, in the order in which their keys came."""
+        for records in self._by_key.values():
+            yield from records.values()
+
+    def kept(self, key: Key, publisher: PeerId) -> Record | None:
+        """Return the record of this key and publisher, be it expired."""
+        return self._by_key.get(key, {}).get(publisher)
+
+    def watch_changes(self) -> None:
+        """From now on remember what changes, for `take_changes`."""
+        self._changed = {}
+
+    def take_changes(self) -> dict[tuple[Key, PeerId], Record | None]:
+        """Return what has changed since the last call: the record as it is now, None where it is gone."""
+        changed, self._changed = self._changed, None if self._changed is None else {}
+        return {place: self.kept(*place) for place in changed or ()}
 
     def put(
         self,
@@ -158,6 +203,8 @@ class RecordStore:
             if record.rank < kept.rank:
                 return Refusal.OLD
             self._by_key[record.key][record.publisher] = record
+            if record.rank > kept.rank:
+                self._note(record)
             # Whoever passes on another's record does not make it one of its own.
             if is_publisher:
                 self._sources.add((record.key, record.publisher), source)
@@ -169,6 +216,7 @@ class RecordStore:
         self._by_key.setdefault(record.key, {})[record.publisher] = record
         self._of_publisher[record.publisher] = self._of_publisher.get(record.publisher, 0) + 1
         self._count += 1
+        self._note(record)
         return None
 
     def get(self, wall: float, key: Key) -> list[Record]:
@@ -188,7 +236,9 @@ class RecordStore:
     def _make_room(self, record: Record, source: bytes, *, has_quota: bool) -> Refusal | None:
         """Drop what has to go for a new record, or say why there is no room for it."""
         settings = self._settings
-        if self._of_publisher.get(record.publisher, 0) >= settings.records_per_publisher_max:
+        # Immutable values have no publisher who could be held to a quota; where they come from has one.
+        of_publisher = 0 if record.publisher == NOBODY else self._of_publisher.get(record.publisher, 0)
+        if of_publisher >= settings.records_per_publisher_max:
             return Refusal.PUBLISHER_FULL
         same_key = self._by_key.get(record.key, {})
         if len(same_key) >= settings.records_per_key_max:
@@ -218,7 +268,12 @@ class RecordStore:
         self._drop(self._by_key[key][publisher])
         return None
 
+    def _note(self, record: Record) -> None:
+        if self._changed is not None:
+            self._changed[record.key, record.publisher] = None
+
     def _drop(self, record: Record) -> None:
+        self._note(record)
         self._sources.remove((record.key, record.publisher))
         records = self._by_key[record.key]
         del records[record.publisher]

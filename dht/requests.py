@@ -14,13 +14,19 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from dht import messages
 from dht.lookup import Lookup
+from dht.paths import DisjointLookup
 from dht.records import Record, Refusal, check_record
-from dht.routing import Contact
+from dht.routing import Contact, Trip
 from dht.settings import Settings
 from dht.timers import Timer, Timers
 
 PATIENCE_SECONDS_MIN = 0.02
 """On a local network answers come in a millisecond, but a busy Python process may pause for ten."""
+
+PATIENCE_TRIPS = 3
+"""Usual round trips after which a peer is passed over: the first request, the second, and some room."""
+SILENCE_SECONDS_MIN = 0.15
+"""Nobody is passed over sooner: a process that trains, or collects garbage, may pause for 0.1 s."""
 
 
 @dataclass(eq=False)
@@ -28,7 +34,7 @@ class Search:
     """A lookup and what follows when it ends: `then(now, search)`."""
 
     number: int
-    lookup: Lookup
+    lookup: Lookup | DisjointLookup
     then: Callable[[float, "Search"], None]
     time_limit: Timer | None = None
 
@@ -37,13 +43,15 @@ class Search:
 class Publication:
     """The second half of a store: who still has to answer, and how many keep the record.
 
-    `quiet` if it is upkeep, and nobody waits for its event; `rounds` are those of its lookup.
+    `quiet` if it is upkeep, and nobody waits for its event; `wanted` are the holders without which it has
+    failed; `rounds` are those of its lookup.
     """
 
     number: int
     tried: int
     waiting: int
     quiet: bool
+    wanted: int
     rounds: int
     acknowledged: int = 0
     refusals: tuple[Refusal, ...] = ()
@@ -58,47 +66,72 @@ class Publication:
             self.refusals = tuple(dict.fromkeys((*self.refusals, Refusal(refused))))
 
 
+@dataclass(frozen=True)
+class Inquiry:
+    """A question to one peer that local code, or upkeep, asks: `then(now, token or None, seconds)`, None if
+    it stays silent."""
+
+    then: Callable[[float, bytes | None, float], None]
+
+
 @dataclass(eq=False)
 class Pending:
     """One request in flight. `purpose` is None for a ping that checks a contact."""
 
     contact: Contact
     message: messages.Request
-    purpose: Search | Publication | None
+    purpose: Search | Publication | Inquiry | None
     page: int
     started: float
     timer: Timer | None = None
     passed_over: bool = False
 
 
-class Patience:
-    """How long an answer usually takes: smoothed mean and deviation over all peers (RFC 6298).
+def learn_trip(trip: Trip | None, seconds: float) -> Trip:
+    """Return the smoothed mean and deviation of round trips after one more (RFC 6298).
 
     Measured from the first sending even where the second was answered: too long is the safe side.
     """
+    if trip is None:
+        return seconds, seconds / 2
+    mean, deviation = trip
+    return mean + (seconds - mean) / 8, deviation + (abs(seconds - mean) - deviation) / 4
 
-    __slots__ = ("_deviation", "_mean", "_seconds_max")
 
-    def __init__(self, seconds_max: float) -> None:
-        self._seconds_max = seconds_max
-        self._mean: float | None = None
-        self._deviation = 0.0
+class Patience:
+    """How long an answer usually takes: of one peer where it has answered before, else of all peers."""
 
-    def learn(self, seconds: float) -> None:
-        """One round trip."""
-        if self._mean is None:
-            self._mean = seconds
-            self._deviation = seconds / 2
-            return
-        self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
-        self._mean += (seconds - self._mean) / 8
+    __slots__ = ("_settings", "_trip")
 
-    @property
-    def seconds(self) -> float:
-        """After this a peer is slower than usual."""
-        if self._mean is None:
-            return self._seconds_max
-        return min(max(self._mean + 4 * self._deviation, PATIENCE_SECONDS_MIN), self._seconds_max)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._trip: Trip | None = None
+
+    def learn(self, contact: Contact, seconds: float) -> None:
+        """Take one round trip of a contact into account."""
+        self._trip = learn_trip(self._trip, seconds)
+        contact.trip = learn_trip(contact.trip, seconds)
+
+    def repeat_seconds(self, contact: Contact) -> float:
+        """Return after how long this peer is slower than usual, and is asked once more."""
+        settings = self._settings
+        if contact.trip is not None:
+            return _bounded(contact.trip, settings.request_seconds_max / 2)
+        if self._trip is None:
+            return settings.request_seconds / 2
+        return _bounded(self._trip, settings.request_seconds / 2)
+
+    def silence_seconds(self, contact: Contact) -> float:
+        """Return after how long it is passed over: the second request has had its time as well."""
+        longest = (
+            self._settings.request_seconds if contact.trip is None else self._settings.request_seconds_max
+        )
+        return min(max(PATIENCE_TRIPS * self.repeat_seconds(contact), SILENCE_SECONDS_MIN), longest)
+
+
+def _bounded(trip: Trip, seconds_max: float) -> float:
+    mean, deviation = trip
+    return min(max(mean + 4 * deviation, PATIENCE_SECONDS_MIN), seconds_max)
 
 
 class Requests:
@@ -125,7 +158,7 @@ class Requests:
         self._send = send
         self._slow = slow
         self._silent = silent
-        self._patience = Patience(settings.request_seconds / 2)
+        self._patience = Patience(settings)
         self._last = rng.getrandbits(48)
         self._pending: dict[int, Pending] = {}
 
@@ -139,7 +172,7 @@ class Requests:
     def open(self, pending: Pending) -> None:
         """Send a request, and once more if that seems needed."""
         pending.timer = self._timers.at(
-            pending.started + self._patience.seconds, partial(self._repeat, pending)
+            pending.started + self._patience.repeat_seconds(pending.contact), partial(self._repeat, pending)
         )
         self._pending[pending.message.id] = pending
         self._send(pending.contact.peer, pending.message)
@@ -163,13 +196,21 @@ class Requests:
 
     def close(self, now: float, pending: Pending) -> None:
         """Its answer was good: nothing more is awaited."""
-        self._patience.learn(now - pending.started)
+        self._patience.learn(pending.contact, now - pending.started)
         if pending.timer is not None:
             pending.timer.call_off()
         del self._pending[pending.message.id]
 
+    def spoil(self, now: float, pending: Pending) -> None:
+        """Its answer was bad: let its time be up at the next wake, which is due at once."""
+        if pending.passed_over:
+            return
+        if pending.timer is not None:
+            pending.timer.call_off()
+        pending.timer = self._timers.at(now, partial(self._pass_over, pending))
+
     def _repeat(self, pending: Pending, now: float) -> None:
-        due = max(pending.started + self._settings.request_seconds, now)
+        due = max(pending.started + self._patience.silence_seconds(pending.contact), now)
         pending.timer = self._timers.at(due, partial(self._pass_over, pending))
         self._send(pending.contact.peer, pending.message)
         self._slow(now, pending)

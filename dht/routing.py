@@ -10,11 +10,13 @@ The rules:
   are all that anybody can make us hold.
 - Of a bucket, who was heard of least recently comes first. A newcomer to a full bucket waits in its
   replacement cache, and the first is pinged: who has been up for long is likely to stay up.
-- An address group (`groups`) with more than BUCKET_GROUP_MAX contacts in a full bucket makes room for others
-  at once, and with more than `group_max` among the nearest it gives way to the next nearest of other groups.
+- An address group (`groups`) has at most `group_max` contacts in the table and BUCKET_GROUP_MAX in a bucket,
+  as in go-libp2p, once k contacts of other groups are known: a swarm within one network has only its own.
+  Until then it makes room for others in a full bucket, and gives way among the nearest.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from operator import attrgetter
@@ -34,6 +36,10 @@ BUCKET_GROUP_MAX = 2
 """Contacts of one address group that a full bucket keeps where others want their places, as in go-libp2p."""
 
 
+Trip = tuple[float, float]
+"""Smoothed mean and deviation of a peer's round trips, in seconds."""
+
+
 class Contact:
     """A peer with its key, and where it may be reached; verified once it stands in a Table.
 
@@ -42,10 +48,10 @@ class Contact:
 
     `watched`: somebody else will say if it dies, so its silence is no reason for a ping. `silence`, if our
     last request is unanswered: how many in a row, and when that was known of the last of them. `group`: its
-    address group, None if it counts alone.
+    address group, None if it counts alone. `trip`: how long it takes to answer, once it has.
     """
 
-    __slots__ = ("addresses", "group", "heard", "long_id", "peer", "silence", "watched")
+    __slots__ = ("addresses", "group", "heard", "long_id", "peer", "silence", "trip", "watched")
 
     def __init__(self, peer: PeerId, addresses: tuple[str, ...] = (), group: bytes | None = None) -> None:
         self.group = group
@@ -54,6 +60,7 @@ class Contact:
         self.addresses = addresses
         self.heard = -inf
         self.silence: tuple[int, float] | None = None
+        self.trip: Trip | None = None
         self.watched = False
 
     @property
@@ -209,20 +216,22 @@ class Table:
         if key == self._own.id:
             return False
         bucket = self._bucket(peer)
-        if bucket.find(key) is not None:
+        if bucket.find(key) is not None or not self._admits(group, bucket):
             return False
         if not bucket.full or (waiting and not bucket.replacements_full):
             return True
         return bool(bucket.has_in_range(self._own)) or (self._has_groups and bucket.wants_to_know(group))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
-        """A known contact sent us something: it is alive, and the most recently heard of its bucket."""
+        """A known contact asked us something: it is the most recently heard of its bucket.
+
+        Only an answer ends its silence: whoever asks and never answers is of no use to anybody.
+        """
         key = node_key(peer)
         bucket = self._bucket(peer)
         contact = bucket.find(key)
-        if contact is not None:
+        if contact is not None and contact.silence is None:
             contact.heard = now
-            contact.silence = None
         return contact
 
     def answered(self, now: float, contact: Contact) -> Contact | None:
@@ -232,11 +241,17 @@ class Table:
         """
         if contact.id == self._own.id:
             return None
-        kept = self.get(contact.peer) or contact
+        kept = self.get(contact.peer)
+        if kept is None and not self._admits(contact.group, self._bucket(contact.peer)):
+            return None
+        kept = kept or contact
         kept.group = contact.group
+        kept.trip = contact.trip or kept.trip
         self._has_groups = self._has_groups or kept.group is not None
         kept.heard = now
         kept.silence = None
+        if self._has_groups:
+            self._trim(kept)
         while not (bucket := self.bucket_of(kept.id)).add_node(kept):
             if not bucket.has_in_range(self._own):
                 return bucket.head()
@@ -308,6 +323,29 @@ class Table:
         if without is not None:
             nearest = [contact for contact in nearest if contact.peer != without]
         return nearest[:count]
+
+    def _admits(self, group: bytes | None, bucket: Bucket) -> bool:
+        """Return whether a newcomer of `group` may stand in this bucket at all."""
+        if group is None or not self._has_groups:
+            return True
+        groups = Counter(contact.group for contact in self)
+        if groups.total() - groups[group] < self._k:
+            return True
+        inside = sum(contact.group == group for contact in bucket.nodes.values())
+        return groups[group] < self._group_max and inside < BUCKET_GROUP_MAX
+
+    def _trim(self, newcomer: Contact) -> None:
+        """Drop what a group holds beyond its limit, from before others were known."""
+        groups = Counter(contact.group for contact in self if contact is not newcomer)
+        known = groups.total() + 1
+        del groups[None]
+        for group, size in groups.items():
+            if size > self._group_max and known - size >= self._k:
+                of_group = [contact for contact in self if contact.group == group and contact is not newcomer]
+                # The fullest bucket first: there it stands in the way of most.
+                crowds = Counter(id(self._bucket(contact.peer)) for contact in of_group)
+                of_group.sort(key=lambda contact: (-crowds[id(self._bucket(contact.peer))], contact.heard))
+                self.remove(of_group[0].peer)
 
     def _bucket(self, peer: PeerId) -> Bucket:
         return self.buckets[bisect_left(self._ends, node_number(peer))]

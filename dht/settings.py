@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dht.messages import HINTS_MAX, MESSAGE_BYTES_MAX
+from dht.work import WORK_BITS_MAX
 
 PAYLOAD_BYTES_MIN = 300
 """Room for a reply's head and a few hints; less would make lookups blind."""
@@ -32,8 +33,20 @@ class Settings:
     More finds fresher sequences and more publishers. A find that holds none always asks `k`."""
 
     request_seconds: float = 0.5
-    """How long after it was asked a silent peer is passed over; above 0. The longest round trip there
-    is. A request is sent a second time after the usual round trip, half of this at the latest."""
+    """How long after it was asked a silent peer is passed over at the latest, if nothing is known of it; over
+    0. A request is sent a second time after the usual round trip, half of this at the latest."""
+
+    request_seconds_max: float = 3.0
+    """The same for a peer that is known to be far or slow: up to twice its usual time, and no longer than
+    this; at least `request_seconds`."""
+
+    paths: int = 4
+    """Disjoint paths of a lookup that matters (S/Kademlia); 1 or more. A liar can spoil only the path it is
+    on, and each path costs about as many requests as a lookup of its own."""
+
+    work_bits: int = 0
+    """Proof of work that an id needs to be asked, met or answered (`work`), 0 for none to WORK_BITS_MAX.
+    All of a swarm need the same."""
 
     late_seconds: float = 2.0
     """How much longer an answer is still welcome after that; 0 or more."""
@@ -65,6 +78,32 @@ class Settings:
     republish_seconds: float = 1_800.0
     """How often a node stores its own records again, give or take a tenth; above 0. 30 minutes
     keeps 19 of 20 replicas alive at a median session of an hour."""
+
+    republish_gap_seconds: float = 0.5
+    """The least time between two records that a node stores again for others; above 0. Records of a publisher
+    that is gone live on with it: any holder stores them again, whoever finds first that nobody has."""
+
+    holders_min: int = 3
+    """A store that reaches fewer has failed, unless the network or `k` is smaller; 1 or more."""
+
+    handover_max: int = 64
+    """Records handed to one newcomer, the nearest to it; 0 or more."""
+
+    repairs_max: int = 2
+    """Copies stored on the way of a find that met nodes without the record; 0 or more."""
+
+    cache_seconds: float = 300.0
+    """How long such a copy is kept by a node that is not near the key; 0 or more."""
+
+    cache_max: int = 256
+    """Such copies kept; 0 or more."""
+
+    lost_max: int = 64
+    """Contacts that fell silent and are tried again now and then, so that a network that was split grows
+    together; 0 or more."""
+
+    lost_retry_seconds: float = 60.0
+    """Between two such tries; above 0."""
 
     lookup_requests_max: int = 128
     """Requests of one lookup; at least `k`. An honest one needs about `k` + 10."""
@@ -110,6 +149,9 @@ class Settings:
             "alpha": 1 <= self.alpha <= self.k,
             "find_width": 1 <= self.find_width <= self.k,
             "request_seconds": self.request_seconds > 0,
+            "request_seconds_max": self.request_seconds_max >= self.request_seconds,
+            "work_bits": 0 <= self.work_bits <= WORK_BITS_MAX,
+            "paths": self.paths >= 1,
             "late_seconds": self.late_seconds >= 0,
             "failures_max": self.failures_max >= 1,
             "recheck_seconds": self.recheck_seconds > self.request_seconds,
@@ -119,6 +161,14 @@ class Settings:
             "refresh_gap_seconds": self.refresh_gap_seconds > 0,
             "rejoin_seconds": self.rejoin_seconds > self.request_seconds,
             "republish_seconds": self.republish_seconds > 0,
+            "republish_gap_seconds": self.republish_gap_seconds > 0,
+            "holders_min": self.holders_min >= 1,
+            "handover_max": self.handover_max >= 0,
+            "repairs_max": self.repairs_max >= 0,
+            "cache_seconds": self.cache_seconds >= 0,
+            "cache_max": self.cache_max >= 0,
+            "lost_max": self.lost_max >= 0,
+            "lost_retry_seconds": self.lost_retry_seconds > 0,
             "lookup_requests_max": self.lookup_requests_max >= self.k,
             "lookup_seconds_max": self.lookup_seconds_max > self.request_seconds,
             "pages_max": self.pages_max >= 1,

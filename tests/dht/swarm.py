@@ -124,6 +124,14 @@ class Swarm:
         raise AssertionError(f"no {kind.__name__} within 24 s")
 
 
+def token(node: Kademlia, sender: PeerId, now: float = 0.0) -> bytes:
+    """What `node` lets `sender` store with; the pings that follow are not answered."""
+    for receiver, message in node.receive(now, sender, Ping(0, ())):
+        if receiver == sender and isinstance(message, Pong):
+            return message.token
+    raise AssertionError("a ping is answered")
+
+
 def lone(number: int = 0) -> Kademlia:
     """A node that knows nobody."""
     return Swarm(17).start(number)

@@ -19,7 +19,7 @@ from dht.messages import Hint, Message, Nodes, Ping, Pong, Store, Stored, Values
 from dht.records import Refusal
 from dht.routing import BUCKET_GROUP_MAX, Contact, Table
 from dht.settings import Settings
-from tests.dht.swarm import WALL, Swarm, lone, met, record, signer
+from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
 SYBILS = 20
@@ -113,7 +113,8 @@ def test_a_swarm_within_one_network_finds_and_stores_as_any() -> None:
 
 def keep(node: Kademlia, sender: int, place: Address, author: int, key: Key = KEY) -> str:
     """One Store and what is answered; the sender's later ping is not."""
-    message = Store(1, (place.short,), record(author, key))
+    given = token(node, signer(sender).peer)
+    message = Store(1, (place.short,), record(author, key), given)
     sends = node.receive(0.0, signer(sender).peer, message)
     (answer,) = [each for _, each in sends if isinstance(each, Stored)]
     return answer.refused

@@ -152,7 +152,9 @@ def test_who_failed_to_answer_is_not_named_to_others_until_it_answers() -> None:
     contacts.failed(1.0, PEERS[0], asked=0.5)
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     assert len(contacts.nearest(node_key(PEERS[0]), 1, failing=True)) == 1
-    contacts.heard(1.0, PEERS[0])
+    contacts.heard(1.0, PEERS[0])  # it asks, which proves nothing: only an answer does
+    assert contacts.nearest(node_key(PEERS[0]), 1) == []
+    contacts.answered(1.0, Contact(PEERS[0]))
     assert len(contacts.nearest(node_key(PEERS[0]), 1)) == 1
     assert contacts.nearest(node_key(PEERS[0]), 1, without=PEERS[0]) == []
 

@@ -141,9 +141,9 @@ class Counting(Kademlia):
 
     counts: ClassVar[Counter[str]] = Counter()
 
-    def _ask(self, *arguments: Any, **options: Any) -> None:
+    def ask(self, *arguments: Any, **options: Any) -> None:
         self.counts["asked"] += 1
-        super()._ask(*arguments, **options)
+        super().ask(*arguments, **options)
 
     def _silent(self, *arguments: Any) -> None:
         self.counts["silent"] += 1

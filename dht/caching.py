@@ -1,0 +1,57 @@
+"""Copies of records that lookups leave behind on their way, for a short time (Kademlia section 4.1).
+
+What lies here is no replica: nobody counts it, hands it over or stores it again. It answers lookups that pass
+by, and it is gone within minutes, so that an old sequence does not outlive a new one.
+"""
+
+from crypto.identity import PeerId
+from dht.keys import Key
+from dht.records import Record
+
+CACHED_PER_KEY_MAX = 8
+"""Publishers under one key; a list of many is read where it belongs."""
+
+
+class RecordCache:
+    """At most `cache_max` copies, each for `cache_seconds`; the oldest make room."""
+
+    def __init__(self, cache_max: int, cache_seconds: float) -> None:
+        self._cache_max = cache_max
+        self._cache_seconds = cache_seconds
+        self._by_key: dict[Key, dict[PeerId, tuple[Record, float]]] = {}
+        self._order: dict[tuple[Key, PeerId], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def put(self, now: float, record: Record) -> bool:
+        """Keep a copy; return whether it is kept."""
+        kept = self._by_key.get(record.key, {})
+        known = kept.get(record.publisher)
+        if known is None and len(kept) >= CACHED_PER_KEY_MAX:
+            return False
+        if known is not None and record.rank <= known[0].rank:
+            return record.rank == known[0].rank  # nobody makes a copy older than it is
+        self._order.pop((record.key, record.publisher), None)
+        self._order[record.key, record.publisher] = None
+        self._by_key.setdefault(record.key, {})[record.publisher] = (record, now + self._cache_seconds)
+        while len(self._order) > self._cache_max:
+            self._drop(*next(iter(self._order)))
+        return (record.key, record.publisher) in self._order
+
+    def get(self, now: float, wall: float, key: Key) -> list[Record]:
+        """Return the copies under `key` that still count, and drop the others."""
+        copies = self._by_key.get(key)
+        if copies is None:
+            return []
+        for publisher, (record, until) in list(copies.items()):
+            if until <= now or record.expired(wall):
+                self._drop(key, publisher)
+        return [record for record, _ in copies.values()]
+
+    def _drop(self, key: Key, publisher: PeerId) -> None:
+        del self._order[key, publisher]
+        copies = self._by_key[key]
+        del copies[publisher]
+        if not copies:
+            del self._by_key[key]

@@ -1,0 +1,142 @@
+"""A lookup over disjoint paths (Baumgart & Mies 2007, S/Kademlia section 4.4).
+
+Several lookups of one key start from different contacts, and no peer is asked on two of them. A liar can lead
+astray only the path it is on, so a record is found while one path has met only honest peers. Each path goes
+all the way: what it costs is as many requests as so many lookups. It answers to `lookup.Lookup`'s methods.
+"""
+
+from collections.abc import Iterable
+
+from kademlia.node import Node
+
+from crypto.identity import PeerId
+from dht.keys import Key
+from dht.lookup import Lookup, nearest_spread
+from dht.records import Rank, Record
+from dht.routing import Contact
+from dht.settings import Settings
+
+
+class DisjointLookup:
+    """`count` lookups of one key with nobody in common. The nearest seeds are dealt to them in turn."""
+
+    def __init__(
+        self,
+        key: Key,
+        own: PeerId,
+        seeds: Iterable[Contact],
+        settings: Settings,
+        *,
+        values: bool,
+        count: int,
+    ) -> None:
+        self.key = key
+        self.values = values
+        self._settings = settings
+        self._asked: dict[PeerId, Lookup] = {}
+        self._seeded = list(seeds)
+        self._paths = [
+            Lookup(key, own, self._seeded[place::count], settings, values=values, taken=self._asked)
+            for place in range(count)
+        ]
+
+    def next(self) -> list[Contact]:
+        """Whom to ask now; each is asked once, on one path."""
+        chosen: list[Contact] = []
+        for path in self._paths:
+            for contact in path.next():
+                chosen.append(contact)
+                for other in self._paths:
+                    if other is not path:
+                        other.exclude(contact.peer)
+        return chosen
+
+    def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
+        """`source` named `hints`, which count on its own path alone."""
+        if (path := self._asked.get(source)) is not None:
+            path.named(source, hints)
+
+    def answered(self, contact: Contact) -> None:
+        """`contact` has answered in full."""
+        if (path := self._asked.get(contact.peer)) is not None:
+            path.answered(contact)
+
+    def slow(self, peer: PeerId) -> None:
+        """`peer` takes longer than usual."""
+        if (path := self._asked.get(peer)) is not None:
+            path.slow(peer)
+
+    def passed_over(self, peer: PeerId) -> None:
+        """`peer` took too long, or is known to be dead: for all paths that have heard of it."""
+        for path in self._paths:
+            path.passed_over(peer)
+
+    def show(self, peer: PeerId, record: Record) -> None:
+        """`peer` has handed out a record."""
+        if (path := self._asked.get(peer)) is not None:
+            path.show(peer, record)
+
+    def learn(self, record: Record) -> None:
+        """Keep a record that this node holds itself."""
+        self._paths[0].learn(record)
+
+    def stop(self) -> None:
+        """Time is up: end with what there is."""
+        for path in self._paths:
+            path.stop()
+
+    @property
+    def done(self) -> bool:
+        """Whether all paths have come to their ends."""
+        return all(path.done for path in self._paths)
+
+    @property
+    def requests(self) -> int:
+        return sum(path.requests for path in self._paths)
+
+    @property
+    def rounds(self) -> int:
+        return max(path.rounds for path in self._paths)
+
+    @property
+    def records(self) -> dict[PeerId, Record]:
+        """The newest of each publisher, of all paths."""
+        newest: dict[PeerId, Record] = {}
+        for path in self._paths:
+            for publisher, record in path.records.items():
+                if publisher not in newest or newest[publisher].rank < record.rank:
+                    newest[publisher] = record
+        return dict(list(newest.items())[: self._settings.found_max])
+
+    @property
+    def answers(self) -> list[Contact]:
+        """All that answered, nearest first."""
+        found = [contact for path in self._paths for contact in path.answers]
+        return sorted(found, key=Node(self.key).distance_to)
+
+    @property
+    def nearest(self) -> list[Contact]:
+        """The k nearest of those that answered, nearest first, spread over address groups."""
+        return nearest_spread(self.answers, self._settings.k, self._settings.group_max)
+
+    @property
+    def tokens(self) -> dict[PeerId, bytes]:
+        return {peer: token for path in self._paths for peer, token in path.tokens.items()}
+
+    @property
+    def shown(self) -> dict[PeerId, dict[PeerId, Rank]]:
+        return {peer: ranks for path in self._paths for peer, ranks in path.shown.items()}
+
+    def candidate(self, peer: PeerId) -> Contact | None:
+        """Return a candidate as it was named last."""
+        return next(filter(None, (path.candidate(peer) for path in self._paths)), None)
+
+    def places(self, peer: PeerId) -> tuple[str, ...] | None:
+        """Return the addresses that a candidate was named with on the path that asks it."""
+        path = self._asked.get(peer)
+        return None if path is None else path.places(peer)
+
+    def give_token(self, peer: PeerId, token: bytes) -> None:
+        """`peer` has given a token to store with."""
+        if (path := self._asked.get(peer)) is not None:
+            path.give_token(peer, token)

@@ -1,0 +1,308 @@
+"""How records come to the nodes that are to hold them, and stay there while these come and go.
+
+- A store looks for the k nearest alive, gives each a copy with the token it has just handed out, counts who
+  keeps it, and has failed below `holders_min`.
+- The publisher stores its own records again every `republish_seconds`. A holder that nobody stored a record
+  with for longer than that does it in the publisher's place, so records outlive their publishers until they
+  expire; whoever does it first spares the others the work, for they all are stored with (Kademlia 2.5).
+- A newcomer to the neighbourhood is handed, once, what it is to hold, by the one nearest to each key.
+- A find leaves its newest records with the nearest that answered without them: who is to hold them holds
+  them then, anybody else keeps them for a short time.
+
+What it is not: quotas are `records`' business, and sending `kademlia`'s.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from dht import messages
+from dht.caching import RecordCache
+from dht.events import Event, RecordStored
+from dht.groups import Origins
+from dht.keys import Key, distance
+from dht.records import NOBODY, OWN_SOURCE, Record, RecordStore, Refusal, check_record
+from dht.requests import Inquiry, Publication, Search
+from dht.routing import Contact, Table
+from dht.settings import Settings
+from dht.timers import Timer, Timers
+
+HOLDERS_SLACK = 2
+"""A record is kept for others if this node knows fewer than so many times k that are nearer to its key. Its
+publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
+HANDED_MAX = 1_024
+"""Newcomers remembered as having been handed their share."""
+REPAIRED_RECORDS_MAX = 4
+"""A find of more publishers than this repairs nothing: its copies would be more than its answers."""
+
+Place = tuple[Key, PeerId]
+"""A record's key and publisher."""
+
+
+class Ground(Protocol):
+    """What replication needs of the core that it is a part of."""
+
+    peer: PeerId
+    key: Key
+    settings: Settings
+    table: Table
+    records: RecordStore
+    events: list[Event]
+    timers: Timers
+    origins: Origins
+    signer: Signer
+    rng: Random
+    is_client: bool
+
+    def wall(self, now: float) -> float: ...
+    def new_id(self) -> int: ...
+    def search(
+        self, now: float, key: Key, then: Callable[[float, Search], None], *, values: bool = False
+    ) -> Search: ...
+    def ask(
+        self, now: float, contact: Contact, message: messages.Request, purpose: Publication | Inquiry | None
+    ) -> None: ...
+    def store_message(self, record: Record, token: bytes, *, cached: bool = False) -> messages.Store: ...
+
+
+class Replication:
+    """The part of one core that stores records with others."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._own: dict[Place, tuple[Record, Timer]] = {}
+        self._handed: dict[PeerId, None] = {}
+        # When each held record is stored again, unless somebody does it first; the queue may be early.
+        self._due: dict[Place, float] = {}
+        self._queue: list[tuple[float, Key, PeerId]] = []
+        self._timer: Timer | None = None
+        self._last = 0.0
+        self._sweeping: Timer | None = None
+        self._cache = RecordCache(ground.settings.cache_max, ground.settings.cache_seconds)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {"cached records": (len(self._cache), self._ground.settings.cache_max)}
+
+    # Storing.
+
+    def store(self, now: float, record: Record) -> int:
+        """Store a record; the number of the request, which ends in `RecordStored`."""
+        if record.publisher in (self._ground.peer, NOBODY):
+            self._remember(now, record)
+        return self._ground.search(now, record.key, partial(self._publish, record, False)).number
+
+    def forget(self, key: Key) -> None:
+        """Store our own records under `key` no more; the replicas go when they expire."""
+        for publisher in (self._ground.peer, NOBODY):
+            if (key, publisher) in self._own:
+                self._own.pop((key, publisher))[1].call_off()
+
+    def count(self, publication: Publication, refused: str | None) -> None:
+        """One node's answer to a store, None for silence."""
+        publication.count(refused)
+        if publication.waiting == 0 and not publication.quiet:
+            self._ground.events.append(
+                RecordStored(
+                    publication.number,
+                    publication.acknowledged,
+                    publication.tried,
+                    publication.refusals,
+                    publication.rounds,
+                    publication.wanted,
+                )
+            )
+
+    def _publish(self, record: Record, quiet: bool, now: float, search: Search) -> None:
+        ground, settings = self._ground, self._ground.settings
+        nearest, tokens = search.lookup.nearest, search.lookup.tokens
+        here = len(nearest) < settings.k
+        here = here or distance(ground.key, record.key) < distance(nearest[-1].id, record.key)
+        here = here and not ground.is_client
+        if here:
+            nearest = nearest[: settings.k - 1]
+        tried = len(nearest) + here
+        wanted = min(settings.holders_min, settings.k, len(ground.table) + (not ground.is_client))
+        publication = Publication(
+            search.number, tried, tried, quiet, wanted=max(wanted, 1), rounds=search.lookup.rounds
+        )
+        for contact in nearest:
+            message = ground.store_message(record, tokens.get(contact.peer, b""))
+            ground.ask(now, contact, message, publication)
+        if here:
+            self.count(publication, self.keep(now, record))
+        elif not tried:
+            publication.waiting = 1  # nobody at all: said as a silence, so that somebody hears of it
+            self.count(publication, None)
+
+    def _remember(self, now: float, record: Record) -> None:
+        """Keep our own record to store it again."""
+        place = record.key, record.publisher
+        if place in self._own:
+            self._own.pop(place)[1].call_off()
+        # A tenth of jitter: what was stored together must not come again together for ever.
+        seconds = self._ground.settings.republish_seconds * self._ground.rng.uniform(0.9, 1.1)
+        timer = self._ground.timers.at(now + seconds, partial(self._republish, record))
+        self._own[place] = (record, timer)
+
+    def _republish(self, record: Record, now: float) -> None:
+        del self._own[record.key, record.publisher]
+        if self._ground.wall(now) < record.expires:
+            self._remember(now, record)
+            self._ground.search(now, record.key, partial(self._publish, record, True))
+
+    # Holding.
+
+    def take(self, now: float, sender: PeerId, message: messages.Store) -> str:
+        """Keep what a peer with a valid token wants stored; "", or why not. Raises RemoteProtocolError."""
+        ground = self._ground
+        record = check_record(ground.signer, message.record)
+        if ground.records.holds(record) or self._is_near(record.key):
+            return self.keep(now, record, sender, message.addresses)
+        is_cached = message.cached and not record.expired(ground.wall(now)) and self._cache.put(now, record)
+        return "" if is_cached else Refusal.DISTANT
+
+    def keep(
+        self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
+    ) -> str:
+        """Keep our own record, or one that `sender` sent, who claims to be at `texts`; "", or why not."""
+        ground = self._ground
+        source, has_quota = (OWN_SOURCE, False) if sender is None else ground.origins.source(sender, texts)
+        refusal = ground.records.put(
+            ground.wall(now),
+            record,
+            source=source,
+            is_publisher=sender in (None, record.publisher),
+            has_quota=has_quota,
+        )
+        if refusal is None:
+            self._hold(now, record)
+        return refusal or ""
+
+    def copies(self, now: float, key: Key) -> list[Record]:
+        """Return what lies here under `key` for a short time, as no holder's."""
+        return self._cache.get(now, self._ground.wall(now), key)
+
+    def _is_near(self, key: Key) -> bool:
+        """Whether this node may be one of the k nearest to a key, as far as it knows."""
+        count = HOLDERS_SLACK * self._ground.settings.k
+        nearer = self._ground.table.nearest(key, count)
+        return len(nearer) < count or distance(self._ground.key, key) < distance(nearer[-1].id, key)
+
+    def _sweep(self, now: float) -> None:
+        """Drop what has expired."""
+        self._ground.records.expire(self._ground.wall(now))
+        pause = self._ground.settings.expiry_check_seconds
+        self._sweeping = (
+            self._ground.timers.at(now + pause, self._sweep) if len(self._ground.records) else None
+        )
+
+    def _hold(self, now: float, record: Record) -> None:
+        """Somebody has just stored `record` with us, and so with the others."""
+        if self._sweeping is None:
+            pause = self._ground.settings.expiry_check_seconds
+            self._sweeping = self._ground.timers.at(now + pause, self._sweep)
+        place = record.key, record.publisher
+        is_new = place not in self._due
+        self._due[place] = now + self._ground.settings.republish_seconds * self._ground.rng.uniform(1.1, 1.6)
+        if is_new:
+            heapq.heappush(self._queue, (self._due[place], *place))
+            self._plan()
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.call_off()
+        self._timer = None
+        if self._queue:
+            due = max(self._queue[0][0], self._last + self._ground.settings.republish_gap_seconds)
+            self._timer = self._ground.timers.at(due, self._store_again)
+
+    def _store_again(self, now: float) -> None:
+        """Store the one held record again whose time is longest up."""
+        self._timer = None
+        ground = self._ground
+        while self._queue and self._queue[0][0] <= now:
+            _, key, publisher = self._queue[0]
+            record = ground.records.kept(key, publisher)
+            due = self._due[key, publisher]
+            if record is None or ground.wall(now) >= record.expires:
+                del self._due[key, publisher]
+                heapq.heappop(self._queue)
+            elif due > now:
+                heapq.heapreplace(self._queue, (due, key, publisher))
+            else:
+                due = now + ground.settings.republish_seconds * ground.rng.uniform(1.1, 1.6)
+                self._due[key, publisher] = due
+                heapq.heapreplace(self._queue, (due, key, publisher))
+                if (key, publisher) not in self._own and not ground.is_client:
+                    self._last = now
+                    ground.search(now, key, partial(self._publish, record, True))
+                    break
+        self._plan()
+
+    # Handing over.
+
+    def welcome(self, now: float, newcomer: Contact, token: bytes) -> None:
+        """A contact is new to the table: hand it what it is to hold and we are the nearest to, once."""
+        ground, settings = self._ground, self._ground.settings
+        if ground.is_client or not len(ground.records) or not settings.handover_max:
+            return
+        if newcomer.peer in self._handed:
+            return
+        near = ground.table.nearest(ground.key, 2 * settings.k)
+        if newcomer not in near:
+            return  # too far from us to hold any of what we hold
+        self._handed[newcomer.peer] = None
+        while len(self._handed) > HANDED_MAX:
+            del self._handed[next(iter(self._handed))]
+        shares = self._shares(newcomer, [contact for contact in near if contact is not newcomer], now)
+        for record in shares[: settings.handover_max]:
+            message = ground.store_message(record, token)
+            ground.ask(now, newcomer, message, Inquiry(_ignore))
+
+    def _shares(self, newcomer: Contact, others: Sequence[Contact], now: float) -> list[Record]:
+        """The live records of which we are the nearest holder and the newcomer one of the k nearest, those
+        nearest to it first."""
+        ground = self._ground
+        wall, own = ground.wall(now), int.from_bytes(ground.key, "big")
+        shares = []
+        for record in ground.records:
+            key = int.from_bytes(record.key, "big")
+            bound, place = own ^ key, newcomer.long_id ^ key
+            if record.expired(wall) or any(other.long_id ^ key < bound for other in others):
+                continue
+            if sum(other.long_id ^ key < place for other in others) < ground.settings.k:
+                shares.append((place, record))
+        return [record for _, record in sorted(shares, key=lambda share: share[0])]
+
+    # What a find leaves behind.
+
+    def repair(self, now: float, search: Search) -> None:
+        """Give the newest records of a find to the nearest that answered without them."""
+        ground, lookup = self._ground, search.lookup
+        records = lookup.records
+        if not records or len(records) > REPAIRED_RECORDS_MAX:
+            return
+        shown, tokens = lookup.shown, lookup.tokens
+        lacking: list[tuple[Contact, Record]] = []
+        for contact in lookup.answers:
+            known = shown.get(contact.peer, {})
+            for publisher in sorted(records):
+                record = records[publisher]
+                if contact.peer in tokens and (publisher not in known or known[publisher] < record.rank):
+                    lacking.append((contact, record))
+            if len(lacking) >= ground.settings.repairs_max:
+                break
+        for contact, record in lacking[: ground.settings.repairs_max]:
+            message = ground.store_message(record, tokens[contact.peer], cached=True)
+            ground.ask(now, contact, message, Inquiry(_ignore))
+
+
+def _ignore(now: float, token: bytes | None, seconds: float) -> None:
+    """Nothing follows: what was lost on the way comes with the next republishing."""
+    del now, token, seconds

@@ -1,0 +1,170 @@
+"""What keeps a routing table true: refreshes, another try with the lost, and no second one with liars.
+
+A bucket in which nothing was looked up for long is looked into, and contacts of whom nothing was heard are
+pinged. A contact that fell silent is tried again for about an hour, so that a network that was split grows
+together. Who sent an answer that no correct peer sends is neither asked nor met for a while.
+"""
+
+from collections.abc import Callable
+from math import inf
+from random import Random
+from typing import Protocol
+
+from crypto.identity import PeerId
+from dht.keys import Key, random_key
+from dht.requests import Search
+from dht.routing import Bucket, Contact, Table
+from dht.settings import Settings
+
+WATCHED_PATIENCE = 4
+"""Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
+become a client, or its DHT be mute. And where all of a bucket are watched, whoever stood there beside them
+would have been named too: so many times more seldom it is looked into."""
+LOST_TRIES_MAX = 60
+"""Pings to a contact that fell silent, one in `lost_retry_seconds` at most."""
+LIARS_MAX = 256
+"""Peers remembered for a bad answer, the newest."""
+LIAR_SECONDS = 600.0
+"""How long such a peer is neither asked nor met."""
+
+
+class Ground(Protocol):
+    """What upkeep needs of the core that it is a part of."""
+
+    key: Key
+    settings: Settings
+    table: Table
+    rng: Random
+
+    def check(self, now: float, contact: Contact) -> None: ...
+    def search(self, now: float, key: Key, then: Callable[[float, Search], None]) -> Search: ...
+
+
+class Upkeep:
+    """The part of one core that looks after its table. Times are monotonic seconds."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        # Contacts that fell silent, the longest lost first: how often each was tried since.
+        self._lost: dict[PeerId, tuple[Contact, int]] = {}
+        self._liars: dict[PeerId, float] = {}
+        self._retry_due = inf
+        self._refresh_due = inf
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return min(self._retry_due, self._refresh_due)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {
+            "lost contacts": (len(self._lost), self._ground.settings.lost_max),
+            "liars": (len(self._liars), LIARS_MAX),
+        }
+
+    def wake(self, now: float) -> None:
+        """Do what is due."""
+        if self._retry_due <= now:
+            self._retry_lost(now)
+        if self._refresh_due <= now:
+            self._refresh(now)
+
+    # Liars.
+
+    def distrust(self, now: float, peer: PeerId) -> None:
+        """A peer sent an answer that no correct one sends: it loses its place."""
+        self._ground.table.remove(peer)
+        self._liars.pop(peer, None)
+        self._liars[peer] = now + LIAR_SECONDS
+        while len(self._liars) > LIARS_MAX:
+            del self._liars[next(iter(self._liars))]
+
+    def is_liar(self, now: float, peer: PeerId) -> bool:
+        """Return whether that was lately."""
+        return self._liars.get(peer, -inf) > now
+
+    # The lost.
+
+    def found(self, peer: PeerId) -> None:
+        """A peer has answered: it is lost no more."""
+        self._lost.pop(peer, None)
+
+    def lose(self, now: float, contact: Contact | None) -> None:
+        """A contact fell silent: it is tried again now and then, for a split may lie between."""
+        if contact is None or not self._ground.settings.lost_max:
+            return
+        self._lost.pop(contact.peer, None)
+        lost = Contact(contact.peer, contact.addresses, contact.group)
+        self._lost[contact.peer] = (lost, 0)
+        while len(self._lost) > self._ground.settings.lost_max:
+            del self._lost[next(iter(self._lost))]
+        self._retry_due = min(self._retry_due, now + self._retry_pause())
+
+    def _retry_pause(self) -> float:
+        return self._ground.settings.lost_retry_seconds * self._ground.rng.uniform(0.5, 1.5)
+
+    def _retry_lost(self, now: float) -> None:
+        """Ping the contact that was lost, or tried, longest ago."""
+        self._retry_due = inf
+        if not self._lost:
+            return
+        peer = next(iter(self._lost))
+        contact, tries = self._lost.pop(peer)
+        if self._ground.table.wants(peer, waiting=False, group=contact.group):
+            self._ground.check(now, contact)
+        if tries + 1 < LOST_TRIES_MAX:
+            self._lost[peer] = (contact, tries + 1)
+        self._retry_due = now + self._retry_pause() if self._lost else inf
+
+    # Refreshes.
+
+    def begin(self, now: float) -> None:
+        """Somebody has answered: from now on there is something to refresh."""
+        if self._refresh_due == inf:
+            self._refresh_due = now + self._ground.settings.refresh_seconds
+
+    def refresh_all(self, now: float) -> None:
+        """A lookup of our own key went past the far buckets: refresh them, one after the other."""
+        table = self._ground.table
+        for bucket in table.buckets:
+            if bucket is not table.bucket_of(self._ground.key):
+                bucket.touch_last_updated(-inf)
+        self._refresh_due = now + self._ground.settings.refresh_gap_seconds
+
+    def touch(self, now: float, bucket: Bucket) -> None:
+        """A bucket was looked into, or there was no need to."""
+        # Give or take a quarter: what was filled together must not be refreshed together for ever.
+        spread = self._ground.rng.uniform(-0.25, 0.25)
+        bucket.touch_last_updated(now + self._ground.settings.refresh_seconds * spread)
+
+    def _refresh(self, now: float) -> None:
+        """Refresh the bucket that was looked into least recently, if it is time, and ask those of its
+        contacts whether they live of whom nothing was heard for so long."""
+        settings = self._ground.settings
+        stalest = self._stalest()
+        if stalest.last_updated + settings.refresh_seconds <= now:
+            for contact in stalest.get_nodes():
+                patience = WATCHED_PATIENCE if contact.watched else 1
+                if contact.heard + patience * settings.refresh_seconds <= now:
+                    self._ground.check(now, contact)
+            if self._is_worth_a_lookup(stalest):
+                self._ground.search(
+                    now, random_key(self._ground.rng, *stalest.range), lambda _now, _search: None
+                )
+            else:
+                self.touch(now, stalest)
+        due = self._stalest().last_updated + settings.refresh_seconds
+        self._refresh_due = max(due, now + settings.refresh_gap_seconds)
+
+    def _is_worth_a_lookup(self, bucket: Bucket) -> bool:
+        if bucket.full and bucket is not self._ground.table.bucket_of(self._ground.key):
+            return False  # there is no room for whom it would find; whoever is lost makes room
+        if not bucket.nodes or not all(contact.watched for contact in bucket.nodes.values()):
+            return True
+        # As often on average: no bucket need remember when.
+        return self._ground.rng.random() * WATCHED_PATIENCE < 1
+
+    def _stalest(self) -> Bucket:
+        return min(self._ground.table.buckets, key=lambda bucket: bucket.last_updated)
