@@ -186,7 +186,8 @@ class StepCommitted(Event, frozen=True, kw_only=True):
     For each stage: `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what
     they sent towards the last stage and `returned_bytes` towards the first. `bubble` is the share of all
     replicas' time that was not computing. `replayed` frames went out a second time. `rounding` is the
-    relative error that codecs added to activations and to gradients.
+    relative error that codecs added to activations and to gradients. `diverged` is why the step changed
+    nothing, empty where it did: then `loss` and `samples` are 0.
     """
 
     run: str
@@ -202,6 +203,7 @@ class StepCommitted(Event, frozen=True, kw_only=True):
     replayed: int = 0
     rounding: tuple[float, ...] = ()
     height: int = 0
+    diverged: str = ""
 
 
 class CheckpointKept(Event, frozen=True, kw_only=True):

@@ -64,6 +64,7 @@ class RunView:
     result: str = ""
     reason: str = ""
     steps_lost: int = 0
+    steps_skipped: int = 0
     committed: events.StepCommitted | None = None
 
 
@@ -218,6 +219,8 @@ def _(event: events.StepCommitted, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:
         return state
+    if event.diverged:
+        return _with_run(state, replace(view, step=event.step + 1, steps_skipped=view.steps_skipped + 1))
     losses = (*view.losses, event.loss)[-LOSSES_MAX:]
     return _with_run(state, replace(view, losses=losses, step=event.step + 1, committed=event))
 
@@ -434,6 +437,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "microbatches_replayed": view.microbatches_replayed,
         "reason": view.reason,
         "steps_lost": view.steps_lost,
+        "steps_skipped": view.steps_skipped,
         "last_step": None if committed is None else _step_document(committed),
         "weights": view.weights,
         "result": view.result,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -246,16 +247,30 @@ def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
     _fill(arenas["parameters"], specification, model, executor)
     batches = make_batches(dataset or load_digits(), wanted, model.graph)
     for step in range(wanted.steps):
-        samples = 0
+        samples, diverged = 0, False
         for number in range(step * wanted.microbatches, (step + 1) * wanted.microbatches):
             inputs, labels = (
                 pack([typed(array)], "raw", (len(array), *wanted.sizes)) for array in batches.train(number)
             )
-            forwarded = ask(executor, api.Forward(step, number, True, inputs, labels), api.Forwarded)
+            forwarded = executor.handle(api.Forward(step, number, True, inputs, labels))
+            if wanted.on_divergence == "continue" and isinstance(forwarded, api.Refused):
+                diverged = True
+                break
+            assert isinstance(forwarded, api.Forwarded), forwarded
             samples += forwarded.samples
         arenas["totals"][:] = arenas["gradients"]
-        norm = ask(executor, api.Norm(), api.Normed).squared_norm if wanted.optimizer.clip_norm else None
-        ask(executor, api.Apply(step, samples, norm), api.Applied)
+        norm = ask(executor, api.Norm(), api.Normed).squared_norm
+        diverged = diverged or (norm is not None and not isfinite(norm))
+        ask(
+            executor,
+            api.Apply(
+                step,
+                samples or 1,
+                norm if wanted.optimizer.clip_norm else None,
+                is_skipped=diverged and wanted.on_divergence == "continue",
+            ),
+            api.Applied,
+        )
     tensors = safetensors.numpy.load(ask(executor, api.Export(), api.Exported).data)
     rows = model.graph.parameters
     tensors |= {name: tensors[row.names[0]] for row in rows for name in row.names[1:]}

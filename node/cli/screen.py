@@ -191,6 +191,8 @@ class EventScreen:
         steps = self._steps.get(event["run"], 0)
         if step > FIRST_STEPS and step % STEPS_APART and step != steps:
             return []
+        if event.get("diverged"):
+            return [f"step {step:>5}  skipped: {event['diverged']}"]
         rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
         line = f"step {step:>5}  loss {event['loss']:.4f}  {rate:.0f} samples/s  replicas {event['replicas']}"
         if event["utilisation"]:

@@ -61,6 +61,7 @@ class CommitterShell:
             metrics=len(manifest.metrics),
             save_every=manifest.save_every,
             saved=saved,
+            skips_diverged=manifest.on_divergence == "continue",
         )
         self._signer = service.signer
         self._run = run
@@ -243,6 +244,7 @@ class CommitterShell:
                 replayed=sum(work.replayed for row in rows for work in row),
                 rounding=_rounding([work for row in rows for work in row]),
                 height=event.attempt // ATTEMPTS_PER_PLAN,
+                diverged=event.diverged,
             )
         )
         self._step_started = now

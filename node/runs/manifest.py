@@ -36,7 +36,9 @@ class TrainTable(msgspec.Struct, frozen=True):
 
     `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
     `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
-    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss.
+    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
+    whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
+    and is counted as skipped ("continue"); more than ten such steps in a row end it too.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
@@ -58,6 +60,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     dtype: Literal["float32", "float64"] = "float32"
     frames: Frames = "exact"
+    on_divergence: Literal["stop", "continue"] = "stop"
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -152,6 +155,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     save_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
     on_lost_quorum: Literal["wait", "fork"] = "wait"
+    on_divergence: Literal["stop", "continue"] = "stop"
 
     @property
     def graph_hash(self) -> bytes:
@@ -182,9 +186,11 @@ _NOT_ARITHMETIC = frozenset(
         "pipeline",
         "save_every",
         "on_lost_quorum",
+        "on_divergence",
     }
 )
-"""Fields of a Manifest that change nothing of what a step computes. `graph` is the model, `model` a name."""
+"""Fields of a Manifest that change nothing of what a step computes, only whether it is applied.
+`graph` is the model, `model` a name."""
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -454,7 +454,9 @@ class ReplicaShell:
     async def _apply(self, work: core.ApplyReady) -> None:
         self._is_changing = True
         try:
-            done = await self._call(api.Apply(work.step, work.samples, work.squared_norm))
+            done = await self._call(
+                api.Apply(work.step, work.samples, work.squared_norm, is_skipped=work.is_skipped)
+            )
         finally:
             self._is_changing = False
         assert isinstance(done, api.Applied)

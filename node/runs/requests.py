@@ -31,7 +31,7 @@ from partition.plan.plan import (
     StepNumber,
 )
 from partition.plan.votes import AgreementMessage
-from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Reason
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
@@ -258,6 +258,8 @@ def _check_value(name: str, field: object) -> None:
             raise RemoteProtocolError(f"a notice whose {name} no run has")
         case int(value) if not 0 <= value <= NUMBER_MAX:
             raise RemoteProtocolError(f"a notice whose {name} is impossible")
+        case str(value) if len(value) > REASON_LENGTH_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} is too long")
         case bytes(value) if len(value) != PEER_ID_BYTES:
             raise RemoteProtocolError(f"a notice whose {name} is no peer")
 

@@ -63,6 +63,7 @@ def make_manifest(
         pipeline=run_file.plan.pipeline,
         save_every=run_file.plan.checkpoint_every,
         on_lost_quorum=run_file.plan.on_lost_quorum,
+        on_divergence=run_file.train.on_divergence,
     )
     try:
         check_model(manifest, graph)

@@ -433,9 +433,22 @@ class StageExecutor:
             raise RemoteProtocolError(f"step {request.step} applied where step {self._next_step} is the next")
         if self._step not in (None, request.step):
             raise RemoteProtocolError(f"step {request.step} applied while the sums hold step {self._step}")
+        totals = self._vectors["totals"]
+        if request.is_skipped:
+            self._boundary.forget()  # what was rounded off may be as far from finite as what was sent
+        else:
+            self._step_optimizer(request, totals)
+        totals.tensor.zero_()
+        totals.give()
+        self._forget()
+        if self._next_step is not None:
+            self._next_step += 1
+        return Applied(blake3(self._arenas["parameters"]).digest())
+
+    def _step_optimizer(self, request: Apply, totals: Vector) -> None:
         program = self._program(TRAIN, True)
         clip = clip_factor(self._specification.optimizer, request.squared_norm, request.samples)
-        totals, gradients = self._vectors["totals"], self._vectors["gradients"]
+        gradients = self._vectors["gradients"]
         totals.take()
         if not is_finite(totals.tensor):
             raise NotFinite("a total gradient is not finite")
@@ -447,12 +460,6 @@ class StageExecutor:
         self._move_statistics(program, totals)
         self._vectors["parameters"].give()
         self._vectors["moments"].give()
-        totals.tensor.zero_()
-        totals.give()
-        self._forget()
-        if self._next_step is not None:
-            self._next_step += 1
-        return Applied(blake3(self._arenas["parameters"]).digest())
 
     def _move_statistics(self, program: Program, totals: Vector) -> None:
         """running = (1 - m)^N running + the shares of all N."""

@@ -22,6 +22,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NOTHING, Plan, plan_hash
 from partition.steps.disputes import USELESS, Disputes
+from partition.steps.divergence import Divergence, reported
 from partition.steps.evaluation import Evaluation
 from partition.steps.frames import read_header
 from partition.steps.ledger import Ledger, Place, places_of
@@ -56,7 +57,6 @@ from partition.steps.outcomes import (
     StepsPaused,
     TrainingEvaluated,
     TrainingFailed,
-    divergence,
     no_number,
     step_applied,
 )
@@ -95,15 +95,18 @@ class Committer:
         metrics: int = 0,
         save_every: int = 0,
         saved: int = 0,
+        skips_diverged: bool = False,
     ) -> None:
         """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never, and
-        `saved` the step of the newest checkpoint."""
+        `saved` the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not
+        finite changes nothing, in place of ending the run."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.steps = steps
         self.save_every = save_every
         self._saved = saved
+        self._divergence = Divergence(skips=skips_diverged)
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
         self.step = plan.step
@@ -335,7 +338,7 @@ class Committer:
         self._ledger.moved = {self._places[peer] for peer in self._suspected}
         self._suspected.clear()
         if not is_over and not self._take_synced():
-            return self._fail(no_number(f"step {self.step}: the loss"))
+            return self._skip(no_number(f"step {self.step}: the loss"))
         if not self._has_opened:
             self._has_opened = True
             self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
@@ -380,7 +383,7 @@ class Committer:
         if not self._ledger.owns(place, message.microbatch):
             return []
         if not isfinite(message.loss):
-            return self._fail(no_number(f"step {self.step}: the loss"))
+            return self._skip(no_number(f"step {self.step}: the loss"))
         self._ledger.count(place, message.microbatch)
         if place[0] == self._last:
             self._losses.put(message.microbatch, message.samples, message.loss)
@@ -408,23 +411,27 @@ class Committer:
         dissenters = minority(self.plan, {peer: row.digest for peer, row in self._reduced.items()})
         if dissenters:
             return self._reduce_again(dissenters)
-        norm, loss = squared_norm(self.plan, self._reduced), self._losses
-        if norm is not None and not isfinite(norm):
-            return self._fail(no_number(f"step {self.step}: the gradient's norm"))
-        if not loss.is_finite:
-            return self._fail(no_number(f"step {self.step}: the loss"))
+        norm = squared_norm(self.plan, self._reduced)
+        apply = self._losses.apply(self.plan_hash, self.step, self.attempt, norm)
+        if isinstance(apply, str):
+            return self._skip(apply)
         self._overdue.end(self._now)
+        return self._begin_apply(apply)
+
+    def _begin_apply(self, apply: Apply) -> Sends:
         self._overdue.begin(self._now, "applying", self.step, self.attempt)
-        self.phase, self._awaited = "applying", set(self._places)
-        self._apply = Apply(
-            plan=self.plan_hash,
-            step=self.step,
-            attempt=self.attempt,
-            samples=loss.samples,
-            squared_norm=norm,
-            loss=loss.total,
-        )
-        return self._to_replicas(self._apply)
+        self.phase, self._awaited, self._apply = "applying", set(self._places), apply
+        return self._to_replicas(apply)
+
+    def _skip(self, reason: str) -> Sends:
+        """The open step diverged: drop it everywhere, or end the run."""
+        apply = self._divergence.skip(self.plan_hash, self.step, self.attempt, reason)
+        if isinstance(apply, str):
+            return self._fail(apply)
+        if self.phase == "committing":
+            self._overdue.end(self._now)
+        self._commit = None
+        return self._begin_apply(apply)
 
     def _reduce_again(self, dissenters: list[PeerId]) -> Sends:
         self._dissents += 1
@@ -460,7 +467,8 @@ class Committer:
 
     def _tell(self, apply: Apply) -> None:
         """The step that this Apply ended is final. Whoever committed it may not have said so to everybody."""
-        self.events.append(step_applied(self.plan, apply, self._applied))
+        self.events.append(step_applied(self.plan, apply, self._applied, self._divergence.reason))
+        self._divergence.applied(apply)
 
     def _mind_checkpoint(self) -> None:
         """One is due, or was and came to nothing."""
@@ -540,8 +548,8 @@ class Committer:
             return []
         if message.microbatch is not None and not self._ledger.owes(place, message.microbatch):
             return []
-        where = f"{f'step {self.step}' if message.train else 'held out'}: in stage {place[0] + 1}"
-        return self._fail(divergence(f"{where} {message.reason}"))
+        reason, may_skip = reported(message, place[0])
+        return self._skip(reason) if may_skip else self._fail(reason)
 
     def _hurry(self) -> Sends:
         """Nothing has gone on for long: ask whoever holds it up, and do without who is stuck."""
@@ -578,14 +586,7 @@ class Committer:
         return self._to_everybody(self._open_message())
 
     def _open_message(self) -> Open:
-        return Open(
-            plan=self.plan_hash,
-            step=self.step,
-            attempt=self.attempt,
-            train=self.phase != "evaluating",
-            first=self._ledger.numbers.start,
-            stages=self._ledger.routes(),
-        )
+        return self._ledger.open(self.plan_hash, self.step, self.attempt)
 
     def _save_now(self) -> Sends:
         self._save_asked = False

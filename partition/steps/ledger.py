@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.plan.schedule import deal
-from partition.steps.messages import StageCommit, StageRoutes, Synced
+from partition.steps.messages import Open, StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
 """A replica: its stage, and its place there."""
@@ -64,6 +64,17 @@ class Ledger:
         return tuple(
             StageRoutes(bytes(owners[number] for number in self.numbers), tuple(sorted(counted)))
             for owners, counted in zip(self._owners, self._counted, strict=True)
+        )
+
+    def open(self, plan: bytes, step: int, attempt: int) -> Open:
+        """What replicas and trainers are told of it."""
+        return Open(
+            plan=plan,
+            step=step,
+            attempt=attempt,
+            train=self._train,
+            first=self.numbers.start,
+            stages=self.routes(),
         )
 
     def rows(self) -> tuple[StageCommit, ...]:

@@ -28,6 +28,8 @@ REASON_LENGTH_MAX = 300
 ROWS_MAX = STAGES_MAX * REPLICAS_MAX
 EVALUATIONS_IN_FLIGHT_MAX = 32
 """Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
+SKIPPED_MAX = 10
+"""Diverged steps in a row that a run may skip: more will not bring it back."""
 SAMPLES_MAX = 2**31
 """What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
 
@@ -51,6 +53,9 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
 
     `squared_norm` is that of all stages' totals. `loss` is summed over the samples: whoever has to finish the
     step, if this committer cannot, will know it by this alone.
+
+    `skipped` above 0: the step diverged and changes nothing, with as many steps in a row as this, itself
+    counted. It needs no totals, and `samples` and `loss` mean nothing.
     """
 
     step: StepNumber
@@ -58,6 +63,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     samples: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX * MICROBATCHES_MAX)]
     squared_norm: float | None = None
     loss: float = 0.0
+    skipped: Annotated[int, msgspec.Meta(ge=0, le=SKIPPED_MAX)] = 0
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):

@@ -19,7 +19,8 @@ class StepApplied:
 
     `work` is what it took of each replica, by stage, in the plan's order; nothing of those that applied it
     under an earlier plan. A committer begins with the last step before its own, which may have been told of:
-    then `attempt` is the same.
+    then `attempt` is the same. `diverged` is why the step changed nothing, empty where it did; if set,
+    `loss` and `samples` are 0.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepApplied:
     samples: int
     replicas: int
     work: tuple[tuple[Work, ...], ...]
+    diverged: str = ""
 
 
 def no_number(what: str) -> str:
@@ -35,10 +37,17 @@ def no_number(what: str) -> str:
     return divergence(f"{what} is no finite number any more")
 
 
-def step_applied(plan: Plan, apply: Apply, applied: Mapping[PeerId, Work]) -> "StepApplied":
-    """A step that this Apply ended, and what it took of those who `applied` it under this plan."""
+def step_applied(
+    plan: Plan, apply: Apply, applied: Mapping[PeerId, Work], diverged: str = ""
+) -> "StepApplied":
+    """A step that this Apply ended, and what it took of those who `applied` it under this plan. `diverged` is
+    why it was skipped, where this committer knows."""
     work = tuple(tuple(applied.get(PeerId(peer), Work()) for peer in stage.replicas) for stage in plan.stages)
     replicas = sum(len(stage.replicas) for stage in plan.stages)
+    if apply.skipped:
+        return StepApplied(
+            apply.step, apply.attempt, 0.0, 0, replicas, work, diverged or "its numbers were not finite"
+        )
     mean = apply.loss / apply.samples
     return StepApplied(apply.step, apply.attempt, mean, apply.samples, replicas, work)
 

@@ -201,7 +201,8 @@ class Replica:
             return SaveReady(self.plan_hash, self._save)
         if self._apply is not None:
             row = self._apply
-            return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm)
+            skips = row.skipped > 0
+            return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm, skips)
         if self._commit is None and self._routes is None:
             return None
         if (number := self._order.not_owned(self._owns)) is not None:
@@ -465,8 +466,11 @@ class Replica:
             return self._reports.again("applied")
         if self._apply is not None:
             return []
-        if message.step > self.step or self._reduced is None or message.attempt != self._reduced:
+        has_total = self._reduced is not None and message.attempt == self._reduced
+        if message.step > self.step or not (has_total or message.skipped):
             raise RemoteProtocolError("an Apply before the totals were reduced")
+        if message.skipped:
+            self._void_reduction()
         self._apply = message
         return []
 

@@ -42,10 +42,13 @@ def check_synced(plan: Plan, message: Synced) -> None:
 
 
 def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
-    """Whether a replica has applied these `step` steps, the last by `apply`, or holds the total to do so."""
+    """Whether a replica has applied these `step` steps, the last by `apply`, or can: it holds the total, or
+    the step is skipped."""
     if synced.step == step:
         return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
-    return synced.step == step - 1 and apply is not None and synced.reduced == apply.attempt
+    if synced.step != step - 1 or apply is None:
+        return False
+    return apply.skipped > 0 or synced.reduced == apply.attempt
 
 
 def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Apply | None] | Lacking:

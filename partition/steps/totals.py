@@ -5,7 +5,8 @@ from math import isfinite
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
-from partition.steps.messages import Reduced, Synced
+from partition.steps.messages import Apply, Reduced, Synced
+from partition.steps.outcomes import no_number
 
 
 class Losses:
@@ -42,6 +43,21 @@ class Losses:
     def is_finite(self) -> bool:
         """Whether their sum is one too."""
         return isfinite(self.total)
+
+    def apply(self, plan: bytes, step: int, attempt: int, norm: float | None) -> Apply | str:
+        """Return what ends the step, or which number of it is not finite: the `norm` squared, or the loss."""
+        if norm is not None and not isfinite(norm):
+            return no_number(f"step {step}: the gradient's norm")
+        if not self.is_finite:
+            return no_number(f"step {step}: the loss")
+        return Apply(
+            plan=plan,
+            step=step,
+            attempt=attempt,
+            samples=self.samples,
+            squared_norm=norm,
+            loss=self.total,
+        )
 
 
 def squared_norm(plan: Plan, reduced: Mapping[PeerId, Reduced]) -> float | None:

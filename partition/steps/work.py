@@ -68,13 +68,14 @@ class ReduceReady:
 
 @dataclass(frozen=True)
 class ApplyReady:
-    """Step the optimizer on the totals. The shell answers with `applied`."""
+    """Step the optimizer on the totals, or drop what `is_skipped`. The shell answers with `applied`."""
 
     plan: bytes
     step: int
     attempt: int
     samples: int
     squared_norm: float | None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)

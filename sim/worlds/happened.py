@@ -110,6 +110,8 @@ class RunWords:
             plan = self._plans.get(plan.parent)
         if plan is None or plan.committer != life.peer:
             return None  # it only heard of it
+        if event.diverged:
+            return None  # it counts no sample
         commit = self._commits.pop((plan_hash(plan), event.step))
         counted = tuple(
             tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)

@@ -210,6 +210,21 @@ def test_totals_that_are_not_finite_are_refused() -> None:
     assert bytes(stage.arenas["parameters"]) == before
 
 
+def test_a_skipped_step_drops_its_totals_and_changes_nothing() -> None:
+    stage = one()
+    before = {name: bytes(stage.arenas[name]) for name in ("parameters", "moments")}
+    stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
+    stage.vector("totals")[3] = np.nan
+    stage.ask(Apply(0, 1, is_skipped=True), Applied)
+    assert {name: bytes(stage.arenas[name]) for name in before} == before
+    assert not stage.vector("totals").any()
+    assert not stage.vector("gradients").any()
+    stage.ask(Forward(1, 0, True, GOOD, LABELS), Forwarded)
+    stage.vector("totals")[:] = stage.vector("gradients")
+    stage.ask(Apply(1, ROWS), Applied)
+    assert bytes(stage.arenas["parameters"]) != before["parameters"]
+
+
 def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")

@@ -127,6 +127,22 @@ def test_a_frame_of_the_last_plan_is_not_held_against_its_author_for_it_comes_ag
         replica.receive(0.0, FIRST, again)
 
 
+def test_a_skipped_step_needs_no_totals_and_leaves_nothing_of_it() -> None:
+    replica = opened_replica()
+    bring(replica, 0)
+    forward(replica, replica.next(0.0))
+    with pytest.raises(RemoteProtocolError, match="before the totals"):
+        replica.receive(0.0, TRAINER, APPLY)
+    replica.receive(0.0, TRAINER, replace(APPLY, skipped=1))
+    work = replica.next(0.0)
+    assert isinstance(work, ApplyReady)
+    assert work.is_skipped
+    replica.applied(work, digest("parameters"), Work())
+    assert replica.step == 1
+    replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
+    assert replica.next(0.0) is None
+
+
 def reduced_replica() -> Replica:
     replica = opened_replica()
     bring(replica, 0)

@@ -1,0 +1,41 @@
+"""Steps whose loss or gradient is not finite: skipped alike by all replicas, or the end of the run.
+
+A skipped step is an Apply that says how many in a row, itself counted, so that the next committer knows of
+them too. After SKIPPED_MAX the run is given up: parameters that diverge at every step do not come back.
+"""
+
+from partition.steps.messages import SKIPPED_MAX, Apply, Diverged
+from partition.steps.outcomes import divergence
+
+
+class Divergence:
+    """What one committer knows of it; `reason` is why the step that is being applied is skipped."""
+
+    def __init__(self, *, skips: bool) -> None:
+        """`skips`: the run goes on without such a step."""
+        self._skips = skips
+        self._skipped = 0
+        self.reason = ""
+
+    def applied(self, apply: Apply | None) -> None:
+        """The last step is final on all replicas."""
+        self._skipped = 0 if apply is None else apply.skipped
+        self.reason = ""
+
+    def skip(self, plan: bytes, step: int, attempt: int, reason: str) -> Apply | str:
+        """Return what has all replicas skip the open step, or why the run is over."""
+        if not self._skips:
+            return reason
+        if self._skipped == SKIPPED_MAX:
+            return f"{reason} ({SKIPPED_MAX} steps before it were skipped in a row)"
+        self.reason = reason
+        return Apply(plan=plan, step=step, attempt=attempt, samples=1, skipped=self._skipped + 1)
+
+
+def reported(message: Diverged, stage: int) -> tuple[str, bool]:
+    """Return the reason that a replica's report gives, and whether a later step may still be finite.
+
+    That is not so of a state that is not finite, nor of what a finished model says of held-out samples.
+    """
+    where = f"{f'step {message.step}' if message.train else 'held out'}: in stage {stage + 1}"
+    return divergence(f"{where} {message.reason}"), message.train and message.microbatch is not None
