@@ -355,3 +355,26 @@ def test_small_words() -> None:
     ]
     assert short_address("/ip6/fd00::1/tcp/9747/p2p/12D3") == "[fd00::1]:9747"
     assert short_address("10.0.0.5:9747") == "10.0.0.5:9747"
+
+
+def test_the_time_left_follows_the_mean_pace_and_not_the_last_step() -> None:
+    screen = EventScreen()
+    asked = events.RunAccepted(at=NOW, run="r", model="m", data="digits", steps=11, requester=peer(1))
+    screen.lines(event_document(asked))
+    lines: list[str] = []
+    for number, seconds in enumerate((1.0, 1.0, 1.0, 7.0)):
+        step = events.StepCommitted(
+            at=NOW, run="r", step=number, loss=1.0, samples=8, seconds=seconds, replicas=1
+        )
+        lines = screen.lines(event_document(step))
+    assert lines[0].endswith("  18 s left")
+
+
+def test_connections_used_again_are_traffic_and_broken_streams_no_refusals() -> None:
+    counters = {"connections_used_again": 2, "streams_broken": 3, "streams_refused_busy": 4}
+    lines = status_lines(status_document(state(), NOW, counters))
+    assert [" ".join(line.split()) for line in lines[-3:]] == [
+        "traffic connections used again 2",
+        "broken streams broken 3",
+        "refused streams refused busy 4",
+    ]

@@ -5,6 +5,7 @@ control channel. It keeps only what a line needs from earlier events: names, and
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -24,6 +25,8 @@ from node.paths import default_data_dir, short_path
 Event = Mapping[str, Any]
 FIRST_STEPS = 5
 """Every step is shown up to here, then every STEPS_APART-th: the curve stays readable."""
+PACE_STEPS = 20
+"""The time left follows the mean of as many steps: one slow step is no forecast."""
 STEPS_APART = 10
 
 
@@ -36,6 +39,7 @@ class EventScreen:
         self._names: dict[str, str] = {}
         self._outcomes: dict[str, str] = {}
         self._steps: dict[str, int] = {}
+        self._seconds: dict[str, deque[float]] = {}
         self._capacity: Event | None = None
         self._fences: list[str] = []
         self._has_started = False
@@ -189,6 +193,8 @@ class EventScreen:
     def _committed(self, event: Event) -> list[str]:
         step = event["step"] + 1
         steps = self._steps.get(event["run"], 0)
+        seconds = self._seconds.setdefault(event["run"], deque(maxlen=PACE_STEPS))
+        seconds.append(event["seconds"])
         if step > FIRST_STEPS and step % STEPS_APART and step != steps:
             return []
         if event.get("diverged"):
@@ -199,7 +205,7 @@ class EventScreen:
             line += f"  bubble {100 * event['bubble']:.0f} %"
         if any(event["rounding"]):
             line += f"  rounding {max(event['rounding']):.1e}"
-        left = (steps - step) * event["seconds"]
+        left = (steps - step) * sum(seconds) / len(seconds)
         return [line + (f"  {seconds_text(max(1, round(left)))} left" if 0 < left < inf else "")]
 
     def _evaluated(self, event: Event) -> list[str]:
@@ -208,6 +214,7 @@ class EventScreen:
         return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]
 
     def _ended(self, event: Event) -> list[str]:
+        self._seconds.pop(event["run"], None)
         detail = f": {event['detail']}" if event["detail"] else ""
         return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]
 

@@ -27,11 +27,26 @@ TRAFFIC = (
     "messages_by_stream",
     "streams_opened",
     "streams_served",
+    "connections_used_again",
     "beacons_sent",
     "beacons_heard",
     "dial_backs",
 )
-"""Counters of what went well; all others count something refused or dropped."""
+"""Counters of what went well."""
+BROKEN = (
+    "broken",
+    "cut_short",
+    "ended_early",
+    "failed",
+    "faulty",
+    "given_up",
+    "not_sent",
+    "stale",
+    "stalled",
+    "timed_out",
+    "vanished",
+)
+"""Words in counters of what a network or a peer lost on its way; all others count something refused."""
 RUNS_SHOWN_MAX = 16
 """Runs on this screen, the newest; `runs` lists all that are known, those of earlier lives too."""
 
@@ -66,7 +81,10 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines += [labelled("run", run_text(run)) for run in document["runs"][-RUNS_SHOWN_MAX:]]
     counters = {reason: count for reason, count in document["counters"].items() if count}
     lines += _counted("traffic", {name: counters[name] for name in TRAFFIC if name in counters})
-    lines += _counted("refused", {name: counters[name] for name in counters if name not in TRAFFIC})
+    others = [name for name in counters if name not in TRAFFIC]
+    broken = [name for name in others if any(word in name for word in BROKEN)]
+    lines += _counted("broken", {name: counters[name] for name in broken})
+    lines += _counted("refused", {name: counters[name] for name in others if name not in broken})
     return lines
 
 
