@@ -64,10 +64,11 @@ class Join:
 @dataclass(frozen=True)
 class Listen:
     """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
-    are told."""
+    are told. Where `may_move`, one of the next ten ports does as well: nobody asked for this one."""
 
     addresses: tuple[Address, ...] = (DEFAULT_LISTEN,)
     announce: tuple[Address, ...] = ()
+    may_move: bool = True
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,9 @@ def _build(values: Mapping[str, Any]) -> Config:
     return Config(
         **top,
         join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
-        listen=Listen(**dict(section(addresses="listen", announce="announce"))),
+        listen=Listen(
+            **dict(section(addresses="listen", announce="announce")), may_move="listen" not in values
+        ),
         swarm=Swarm(**dict(section(name="swarm", preset="preset", key_file="key_file"))),
         resources=Resources(
             **dict(

@@ -215,6 +215,7 @@ class Node(Surface):
             entropy=self._entropy,
             listen=[(address.host, address.port) for address in listen.addresses],
             announce=listen.announce,
+            may_move=listen.may_move,
             beacon_port=BEACON_PORT if self.config.join.lan else None,
             keys=self._swarm_keys(),
         )

@@ -62,9 +62,7 @@ class Joining:
         """Until cancelled: one round at once, more while this node is alone."""
         pause = RETRY_SECONDS_MIN
         while self._addresses:
-            peers = await self.try_all()
-            if peers:
-                self._found(peers)
+            await self.try_all()
             await trio.sleep(pause)
             pause = min(RETRY_SECONDS_MAX, pause * 2)
             while not self._is_alone():
@@ -93,7 +91,9 @@ class Joining:
             await self._stirred.wait()
 
     async def try_all(self) -> list[PeerId]:
-        """Dial every address once; who answered, in the order of the addresses."""
+        """Dial every address once, and tell of each peer as it answers: none waits for a dead address.
+
+        Return who answered, in the order of the addresses."""
         answers: dict[int, PeerId] = {}
         limit = trio.CapacityLimiter(ATTEMPTS_MAX)
 
@@ -102,6 +102,7 @@ class Joining:
                 peer = await self._try(address)
             if peer is not None:
                 answers[index] = peer
+                self._found([peer])
 
         async with trio.open_nursery() as nursery:
             for index, address in enumerate(self._addresses):

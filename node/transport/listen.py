@@ -37,8 +37,8 @@ class Bound:
         self.udp.close()
 
 
-async def bind_all(places: Sequence[Place]) -> tuple[Bound, ...]:
-    """Listen on every place, as `bind` does; on all or on none.
+async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[Bound, ...]:
+    """Listen on every place, as `bind` does; on all or on none. Unless they `may_move`, at these ports alone.
 
     `[::]` takes IPv4 too, unless an IPv4 address is among the places: then each family has its own.
     """
@@ -47,7 +47,10 @@ async def bind_all(places: Sequence[Place]) -> tuple[Bound, ...]:
     bound: list[Bound] = []
     try:
         for (family, literal), (host, port) in zip(found, places, strict=True):
-            bound.append(_bind(family, literal, port, host=host, both_families=both_families))
+            attempts = PORT_ATTEMPTS if may_move or port == 0 else 1
+            bound.append(
+                _bind(family, literal, port, host=host, both_families=both_families, attempts=attempts)
+            )
     except UsageError:
         for each in bound:
             each.close()
@@ -72,10 +75,10 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
     return int(found[0][0]), source_of_name(found[0][4])[0]
 
 
-def _bind(family: int, literal: str, port: int, *, host: str, both_families: bool) -> Bound:
+def _bind(family: int, literal: str, port: int, *, host: str, both_families: bool, attempts: int) -> Bound:
     if "%" not in literal and make_address(literal, port).is_link_local:
         raise UsageError(f"cannot listen on {host}: of which link?", f"--listen '[{host}%eth0]:PORT'")
-    wanted = [0] * PORT_ATTEMPTS if port == 0 else range(port, min(port + PORT_ATTEMPTS, PORT_MAX + 1))
+    wanted = [0] * attempts if port == 0 else range(port, min(port + attempts, PORT_MAX + 1))
     taken = []
     for number in wanted:
         try:
@@ -86,6 +89,10 @@ def _bind(family: int, literal: str, port: int, *, host: str, both_families: boo
             taken.append(number)
             continue
         return Bound(tcp, udp, literal, tcp.getsockname()[1])
+    if attempts == 1:
+        raise UsageError(
+            f"cannot listen on {host}:{port}: the port is taken", f"--listen {host}:0 for any free"
+        )
     raise UsageError(f"cannot listen: ports {taken[0]} to {taken[-1]} are taken", "--listen HOST:PORT")
 
 

@@ -43,8 +43,9 @@ class RealNetwork:
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
     `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
     `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
-    network's beacons, usually `multicast.BEACON_PORT`, None for no local network. After the start `ports`
-    says where it listens, in the order of `listen`.
+    network's beacons, usually `multicast.BEACON_PORT`, None for no local network. A port that is taken is
+    an error unless they `may_move` to one of the next ten. After the start `ports` says where it listens, in
+    the order of `listen`.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class RealNetwork:
         keys: Sequence[bytes] = (),
         suites: Sequence[str] = (),
         beacon_port: int | None = None,
+        may_move: bool = True,
     ) -> None:
         self._identity = identity
         chosen = suites_named(suites) if suites else default_suites()
         self._credentials = Credentials(identity, static, Swarm(swarm, tuple(keys)), entropy, chosen)
         self._clock = clock
         self._listen = tuple(listen)
+        self._may_move = may_move
         self._announce = tuple(announce)
         self._beacon_port = beacon_port
         self._local: Multicast | None = None
@@ -173,7 +176,7 @@ class RealNetwork:
         """Listen until cancelled; `started` once `addresses` are known. Raises UsageError: cannot listen."""
         if self._datagrams is not None:
             raise LocalProtocolError("this network runs already")
-        bound = await bind_all(self._listen)
+        bound = await bind_all(self._listen, may_move=self._may_move)
         self.ports = tuple(each.port for each in bound)
         self._places = places = tuple((each.host, each.port) for each in bound)
         self.look()

@@ -204,6 +204,12 @@ def test_listening_may_ask_for_any_free_port_and_joining_may_not() -> None:
             parse_address(text)
 
 
+def test_a_port_that_was_asked_for_does_not_move() -> None:
+    assert resolve({}, {}).listen.may_move
+    assert not resolve({"listen": ["127.0.0.1:9747"]}, {}).listen.may_move
+    assert not resolve({}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen.may_move
+
+
 def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("listen = {addresses = ['0.0.0.0:1', '[::]:1'], announce = ['lab.example:2']}\n")

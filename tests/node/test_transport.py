@@ -70,6 +70,16 @@ async def test_what_does_not_fit_a_datagram_goes_by_a_stream() -> None:
             alice.send(bob.peer, PING, bytes(ONE_SHOT_BYTES_MAX + 1))
 
 
+async def test_a_taken_port_is_an_error_where_it_may_not_move() -> None:
+    async with running(alice := make_network("a")):
+        place = ("127.0.0.1", alice.port)
+        with pytest.raises(UsageError, match=f"127.0.0.1:{alice.port}: the port is taken"):
+            await bind_all([place], may_move=False)
+        (bound,) = await bind_all([place])
+        assert bound.port != alice.port
+        bound.close()
+
+
 async def test_a_peer_known_by_a_name_only_is_reached_by_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
@@ -181,7 +191,7 @@ async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_sam
         alice.send(bob.peer, PING, b"are you there yet?")
         await raw_arrival(bound[0].udp)
 
-        async def taken(places: object) -> object:
+        async def taken(places: object, *, may_move: bool) -> object:
             return bound
 
         monkeypatch.setattr(network, "bind_all", taken)

@@ -1,0 +1,48 @@
+"""Joining through several addresses at once, on 127.0.0.1."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import trio
+
+from crypto.contact import make_address
+from crypto.identity import PeerId
+from node.events import JoinTried
+from node.seams import RealClock
+from node.services.joining import Joining
+from tests.node.nets import make_network, running
+
+
+async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    silent = trio.socket.socket()
+    await silent.bind(("127.0.0.1", 0))
+    silent.listen()
+    tried: list[JoinTried] = []
+    found: list[PeerId] = []
+    answered = trio.Event()
+
+    def on_found(peers: Sequence[PeerId]) -> None:
+        found.extend(peers)
+        answered.set()
+
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        addresses = [make_address("127.0.0.1", silent.getsockname()[1]), *bob.addresses]
+        joining = Joining(
+            alice,
+            RealClock(),
+            addresses,
+            publish=tried.append,
+            found=on_found,
+            is_alone=lambda: not found,
+            is_member=lambda peer: peer in found,
+            counters=Counter(),
+        )
+        nursery.start_soon(joining.run)
+        with trio.fail_after(30):
+            await answered.wait()
+        assert found == [bob.peer]
+        # The silent one is still being waited for.
+        assert [event.peer for event in tried] == [bob.peer]
+        nursery.cancel_scope.cancel()
+    silent.close()
