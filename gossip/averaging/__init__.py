@@ -8,6 +8,9 @@
 | formation | how peers agree on the group of one attempt |
 | attempt | `Attempt`: one all-reduce that survives its members; parts, scatter and gather are its halves |
 | outcome | `Averaged`, `Failed`, `Patience` |
+| grid | Moshpit's grid: who averages with whom in which round; pairs |
+| strategies | what peers do between rounds: each paper's arithmetic in one small class |
+| feedback | error feedback for lossy codecs |
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
 | tensors | `Layout`: named tensors to one vector and back, and the signature that names them |
 | reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |

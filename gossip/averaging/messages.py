@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
+from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import (
     GROUP_MEMBERS_MAX,
     HASH_BYTES,
@@ -25,8 +26,6 @@ from gossip.averaging.group import (
 )
 
 PROTOCOL = "/peerloom/averaging/1"
-CHUNK_ITEMS = 1 << 18
-"""Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
 """Float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024

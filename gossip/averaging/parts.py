@@ -9,9 +9,9 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.averaging.codecs import Codec
+from gossip.averaging.codecs import CHUNK_ITEMS, Codec
 from gossip.averaging.group import Owner
-from gossip.averaging.messages import CHUNK_ITEMS, root_of
+from gossip.averaging.messages import root_of
 from gossip.averaging.reduction import Vector
 
 

@@ -223,23 +223,25 @@ class Rounds(Network[Round]):
         vectors: dict[int, Vector],
         count: int,
         *,
+        numbers: Sequence[int] | None = None,
+        dtype: str = "float32",
         settings: RoundSettings | None = None,
         rates: dict[int, int] | None = None,
         terms: Terms | None = None,
         **network: Any,
     ) -> None:
         self.vectors = vectors
-        self.count = count
+        self.present = range(count) if numbers is None else numbers
         self.own_rates = rates or {}
         items = len(next(iter(vectors.values())))
-        self.terms = terms or Terms("butterfly", "float32", SIGNATURE, items, "float32")
+        self.terms = terms or Terms("butterfly", dtype, SIGNATURE, items, dtype)  # type: ignore[arg-type]  # as on the wire
         self.settings = settings or RoundSettings(0.2, 10.0, 5)
         self.drawn = Random(network.get("seed", 1))
         self.now = 0.0
-        super().__init__({number: self.core(number) for number in range(count)}, **network)
+        super().__init__({number: self.core(number) for number in self.present}, **network)
 
     def core(self, number: int, now: float = 0.0) -> Round:
-        expected = [peer_of(other) for other in range(self.count)]
+        expected = [peer_of(other) for other in self.present]
         vector = self.vectors.get(number)
         rate = self.own_rates.get(number, 1_000_000)
         return Round(

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import owners_of
-from gossip.averaging.messages import CHUNK_ITEMS, Message
+from gossip.averaging.messages import Message
 from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
 from gossip.averaging.reduction import Vector
 from tests.gossip.averaging.network import Averaging, group_of, mean_of, members_of, vectors_of

@@ -1,0 +1,30 @@
+"""Error feedback: what a lossy codec takes of one vector is added to the next."""
+
+from gossip.averaging.codecs import Codec, roundtrip
+from gossip.averaging.reduction import Vector
+
+
+class ErrorFeedback:
+    """What a lossy codec took of a vector is added to the next one (Karimireddy et al. 2019).
+
+    `decay` is SparseLoCo's: old errors fade.
+    """
+
+    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+        self.codec = codec
+        self.decay = decay
+        self.residual: Vector | None = None
+        self._sent: Vector | None = None
+
+    def add(self, vector: Vector) -> Vector:
+        """The vector to send: a new one, with the old error in it."""
+        self._sent = vector.copy()
+        if self.residual is not None:
+            self._sent += self.residual * self._sent.dtype.type(self.decay)
+        return self._sent
+
+    def settle(self, *, is_included: bool) -> None:
+        """The round is over: this peer's vector is in the mean, or its error stays as it was."""
+        if self._sent is not None and is_included:
+            self.residual = self._sent - roundtrip(self.codec, self._sent)
+        self._sent = None

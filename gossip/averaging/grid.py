@@ -1,0 +1,129 @@
+"""Who averages with whom: Moshpit's grid (Ryabinin et al. 2021, algorithm 1), for any number of peers.
+
+Peers stand in the cells of a grid of d axes. In round t those that agree in all coordinates but that of
+axis t mod d are one group; afterwards each member's coordinate on that axis is its place in the group, so
+peers that have just averaged with each other meet others next. In a full grid d rounds give everybody the
+exact mean.
+
+A half-filled grid mixes worse than random groups, so the grid follows the number of peers: in each epoch
+all peers compute its axes and their cells anew, from the epoch's number and the members that they know.
+Peers whose lists differ a little stand in cells that others hold too, which costs some rounds and is not
+wrong.
+
+Not here: who is a member, and the rounds themselves (`gossip.averaging.rounds`).
+"""
+
+from collections.abc import Iterable, Sequence
+from math import ceil, prod
+
+from blake3 import blake3
+
+from crypto.identity import PeerId
+from gossip.averaging.group import GROUP_MEMBERS_MAX, NAME_BYTES_MAX
+
+AXES_MAX = 8
+KEY_BYTES = 32
+GROUP_SIZE_MIN = 2
+
+
+def axes_of(count: int, group_size: int) -> tuple[int, ...]:
+    """The sides of the grid for so many peers, in groups of at most `group_size`: as few axes as that allows,
+    with the fewest empty cells, and of those the most even. Raises ValueError for a size that is none.
+
+    So 1,024 peers in groups of 32 stand in 32 x 32, 512 in 16 x 32, 509 in 17 x 30.
+    """
+    if not GROUP_SIZE_MIN <= group_size <= GROUP_MEMBERS_MAX:
+        raise ValueError(f"a group has {GROUP_SIZE_MIN}-{GROUP_MEMBERS_MAX} members, not {group_size}")
+    if count <= group_size:
+        return (max(count, 1),)
+    axes = 1
+    while group_size**axes < count and axes < AXES_MAX:
+        axes += 1
+    if axes > 3:
+        return (group_size,) * (axes - 1) + (min(group_size, ceil(count / group_size ** (axes - 1))),)
+    return min(
+        (sides for sides in _sides(count, axes, group_size) if prod(sides) >= count),
+        key=lambda sides: (prod(sides), max(sides) - min(sides)),
+    )
+
+
+def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
+    """All ascending sides, the last of them as short as the others allow."""
+    if axes == 1:
+        if count <= side_max:
+            yield (count,)
+        return
+    for side in range(2, side_max + 1):
+        for rest in _sides(ceil(count / side), axes - 1, side_max):
+            if side <= rest[0]:
+                yield (side, *rest)
+
+
+class Grid:
+    """One epoch's grid, as far as one peer knows the members. The same members give the same grid."""
+
+    def __init__(self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int) -> None:
+        if len(name) > NAME_BYTES_MAX:
+            raise ValueError(f"a name has at most {NAME_BYTES_MAX} bytes")
+        self.name = name
+        self.epoch = epoch
+        ranked = sorted(dict.fromkeys(members), key=self._rank)
+        self.axes = axes_of(len(ranked), group_size)
+        cells = prod(self.axes)
+        # Spread over all cells, so that empty ones do not lie together.
+        self._cells = {peer: place * cells // len(ranked) for place, peer in enumerate(ranked)}
+
+    def start(self, peer: PeerId) -> tuple[int, ...]:
+        """A peer's coordinates in the first round of the epoch; those of one that is no member are hashed."""
+        cells = prod(self.axes)
+        cell = self._cells.get(peer)
+        if cell is None:
+            cell = int.from_bytes(self._rank(peer)[:8], "big") % cells
+        coordinates = []
+        for side in reversed(self.axes):
+            cell, at = divmod(cell, side)
+            coordinates.append(at)
+        return tuple(reversed(coordinates))
+
+    def axis(self, round_number: int) -> int:
+        """The axis along which groups lie in a round, the rounds of an epoch counted from 0."""
+        return round_number % len(self.axes)
+
+    def key(self, round_number: int, coordinates: Sequence[int]) -> bytes:
+        """The name of the group of whoever has these coordinates: the same for all of its members."""
+        axis = self.axis(round_number)
+        rest = [str(at) for place, at in enumerate(coordinates) if place != axis]
+        text = f"{self.epoch}/{round_number}/{'x'.join(map(str, self.axes))}/{','.join(rest)}"
+        return blake3(self.name + b"\0" + text.encode()).digest()
+
+    def moved(
+        self, round_number: int, coordinates: Sequence[int], group: Iterable[PeerId]
+    ) -> dict[PeerId, tuple[int, ...]]:
+        """The coordinates of all members after a round in this group: on its axis, their places in it.
+
+        Places are drawn anew for each group, by hash; those of a group that is not full are spread evenly.
+        """
+        axis = self.axis(round_number)
+        side = self.axes[axis]
+        key = self.key(round_number, coordinates)
+        ranked = sorted(group, key=lambda peer: blake3(key + peer).digest())
+        offset = int.from_bytes(key[:4], "big")
+        before, after = tuple(coordinates[:axis]), tuple(coordinates[axis + 1 :])
+        return {
+            peer: (*before, (place * side // len(ranked) + offset) % side, *after)
+            for place, peer in enumerate(ranked)
+        }
+
+    def _rank(self, peer: PeerId) -> bytes:
+        return blake3(self.name + b"\0" + self.epoch.to_bytes(8, "big") + peer).digest()
+
+
+def pairs_of(members: Iterable[PeerId], round_number: int, name: bytes) -> dict[PeerId, PeerId]:
+    """Pairwise gossip: everybody's partner in a round, drawn anew each; one of an odd number stays alone."""
+
+    def rank(peer: PeerId) -> bytes:
+        return blake3(name + b"\0" + round_number.to_bytes(8, "big") + peer).digest()
+
+    ranked = sorted(dict.fromkeys(members), key=rank)
+    pairs = list(zip(ranked[0::2], ranked[1::2], strict=False))
+    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}

@@ -1,0 +1,302 @@
+"""What peers do with their numbers between two rounds of averaging: one small class for each paper.
+
+A strategy turns the parameters theta after some local steps into what is to be averaged (`offer`), and what
+came of it into the parameters to go on with (`take`). All work on flat vectors of one layout; nothing here
+knows of groups, peers or torch. A failed round changes nothing: training goes on from where it is, and the
+next round offers what has gathered since. Where training went on while a round ran (delayed averaging),
+`Delayed` carries the difference over.
+
+`phi` is what all members of a strategy with outer steps agree on, or nearly: a peer that joins late loads
+it from another (`state`, `load`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from gossip.averaging.codecs import Codec, codec_of
+from gossip.averaging.feedback import ErrorFeedback
+from gossip.averaging.group import Mode
+from gossip.averaging.reduction import Vector
+
+Grouping = Literal["all", "moshpit", "pairs"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a round gave. `is_included` says whether this peer's own offer is in it; `stale_steps` counts the
+    local steps since the offer."""
+
+    vector: Vector
+    is_included: bool = True
+    stale_steps: int = 0
+
+
+class Strategy(Protocol):
+    """One way to train together."""
+
+    local_steps: int
+    """Steps between two rounds."""
+    grouping: Grouping
+    mode: Mode
+    codec: str
+    averages: Literal["parameters", "gradients"]
+
+    def offer(self, theta: Vector) -> Vector:
+        """What to average now: a new vector of the same size."""
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        """The parameters to go on with, as a new vector. `theta` is as it was at the offer; `mean` is None
+        where the round failed."""
+
+    def state(self) -> dict[str, Vector]:
+        """What a peer that joins late needs beside theta."""
+
+    def load(self, state: Mapping[str, Vector]) -> None:
+        """Take over such a state."""
+
+
+class _Stateless:
+    """No memory between rounds."""
+
+    def state(self) -> dict[str, Vector]:
+        return {}
+
+    def load(self, state: Mapping[str, Vector]) -> None:
+        if state:
+            raise ValueError(f"this strategy has no state, not {', '.join(sorted(state))}")
+
+
+class GradientMean(_Stateless):
+    """The mean of gradients in every step: what one large batch would give. Here theta is the gradient."""
+
+    averages: Literal["parameters", "gradients"] = "gradients"
+    mode: Mode = "butterfly"
+
+    def __init__(self, codec: str = "float32", grouping: Grouping = "all") -> None:
+        self.local_steps = 1
+        self.codec = codec
+        self.grouping = grouping
+
+    def offer(self, theta: Vector) -> Vector:
+        return theta.copy()
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        return (theta if mean is None else mean.vector).copy()
+
+
+class ParameterMean(_Stateless):
+    """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017)."""
+
+    averages: Literal["parameters", "gradients"] = "parameters"
+    mode: Mode = "butterfly"
+
+    def __init__(self, local_steps: int, grouping: Grouping = "moshpit", codec: str = "float32") -> None:
+        self.local_steps = local_steps
+        self.grouping = grouping
+        self.codec = codec
+
+    def offer(self, theta: Vector) -> Vector:
+        return theta.copy()
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        return (theta if mean is None else mean.vector).copy()
+
+
+class Asynchronous(_Stateless):
+    """Mix in a mean as far as it is fresh (FedAsync, Xie et al. 2019, polynomial staleness).
+
+    theta <- theta + a (1 + s)^(-1/2) (mean - offered), where s counts the local steps since the offer; a mean
+    older than `stale_steps_max` steps is dropped. Nobody waits for anybody.
+    """
+
+    averages: Literal["parameters", "gradients"] = "parameters"
+    mode: Mode = "butterfly"
+
+    def __init__(
+        self,
+        local_steps: int,
+        stale_steps_max: int,
+        mixing: float = 1.0,
+        grouping: Grouping = "pairs",
+        codec: str = "float32",
+    ) -> None:
+        self.local_steps = local_steps
+        self.stale_steps_max = stale_steps_max
+        self.mixing = mixing
+        self.grouping = grouping
+        self.codec = codec
+        self.dropped_count = 0
+
+    def offer(self, theta: Vector) -> Vector:
+        return theta.copy()
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        if mean is None or mean.stale_steps > self.stale_steps_max:
+            self.dropped_count += mean is not None
+            return theta.copy()
+        share = self.mixing * (1 + mean.stale_steps) ** -0.5
+        return theta + theta.dtype.type(share) * (mean.vector - theta)
+
+
+class DiLoCo:
+    """Outer Nesterov steps on the mean of H local steps (Douillard et al. 2023, algorithm 1).
+
+    delta = mean(phi - theta); m <- mu m + delta; phi <- phi - a (delta + mu m); theta <- phi. All peers
+    average in one group and hold the same phi.
+    """
+
+    averages: Literal["parameters", "gradients"] = "parameters"
+    grouping: Grouping = "all"
+    mode: Mode = "butterfly"
+
+    def __init__(
+        self,
+        theta: Vector,
+        local_steps: int,
+        rate: float = 0.7,
+        momentum: float = 0.9,
+        codec: str = "float32",
+    ) -> None:
+        self.local_steps = local_steps
+        self.codec = codec
+        self._rate = theta.dtype.type(rate)
+        self._momentum = theta.dtype.type(momentum)
+        self._phi = theta.copy()
+        self._m = np.zeros_like(theta)
+        coder = codec_of(codec, str(theta.dtype))
+        self._feedback = None if coder.is_exact else ErrorFeedback(coder)
+
+    def offer(self, theta: Vector) -> Vector:
+        delta = self._phi - theta
+        return delta if self._feedback is None else self._feedback.add(delta)
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        if self._feedback is not None:
+            self._feedback.settle(is_included=mean is not None and mean.is_included)
+        if mean is None:
+            return theta.copy()
+        self._m = self._momentum * self._m + mean.vector
+        self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
+        return self._phi.copy()
+
+    def state(self) -> dict[str, Vector]:
+        return {"phi": self._phi, "momentum": self._m}
+
+    def load(self, state: Mapping[str, Vector]) -> None:
+        self._phi, self._m = state["phi"].copy(), state["momentum"].copy()
+
+
+class NoLoCo:
+    """Outer steps in small groups; a correction pulls the copies of phi together (Kolehmainen et al. 2025).
+
+    m <- mu m + a mean(theta - phi) + a (mean(phi) - phi_i), phi <- phi + m, theta <- phi, means over the
+    group. The two terms are a (mean(theta) - phi_i), so averaging theta is enough: half the bytes of
+    averaging both.
+    """
+
+    averages: Literal["parameters", "gradients"] = "parameters"
+    mode: Mode = "butterfly"
+
+    def __init__(
+        self,
+        theta: Vector,
+        local_steps: int,
+        rate: float = 0.7,
+        momentum: float = 0.5,
+        grouping: Grouping = "moshpit",
+        codec: str = "float32",
+    ) -> None:
+        self.local_steps = local_steps
+        self.grouping = grouping
+        self.codec = codec
+        self._rate = theta.dtype.type(rate)
+        self._momentum = theta.dtype.type(momentum)
+        self._phi = theta.copy()
+        self._m = np.zeros_like(theta)
+
+    def offer(self, theta: Vector) -> Vector:
+        return theta.copy()
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        if mean is None:
+            return theta.copy()
+        self._m = self._momentum * self._m + self._rate * (mean.vector - self._phi)
+        self._phi = self._phi + self._m
+        return self._phi.copy()
+
+    def state(self) -> dict[str, Vector]:
+        return {"phi": self._phi, "momentum": self._m}
+
+    def load(self, state: Mapping[str, Vector]) -> None:
+        self._phi, self._m = state["phi"].copy(), state["momentum"].copy()
+
+
+class SparseLoCo:
+    """Chunked top-k of 2 bit with error feedback, which takes the place of outer momentum (Sarfi et al.
+    2025).
+
+    e <- b e + (phi - theta); s = topk(e); e <- e - s; phi <- phi - a mean(s); theta <- phi. Payloads are
+    exchanged whole, since a sum of sparse parts is not sparse.
+    """
+
+    averages: Literal["parameters", "gradients"] = "parameters"
+    grouping: Grouping = "all"
+    mode: Mode = "exchange"
+
+    def __init__(
+        self,
+        theta: Vector,
+        local_steps: int,
+        rate: float = 1.0,
+        decay: float = 0.95,
+        codec: str = "topk",
+    ) -> None:
+        self.local_steps = local_steps
+        self.codec = codec
+        self._rate = theta.dtype.type(rate)
+        self._phi = theta.copy()
+        coder: Codec = codec_of(codec, str(theta.dtype))
+        self._feedback = ErrorFeedback(coder, decay)
+
+    def offer(self, theta: Vector) -> Vector:
+        return self._feedback.add(self._phi - theta)
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        self._feedback.settle(is_included=mean is not None and mean.is_included)
+        if mean is None:
+            return theta.copy()
+        self._phi = self._phi - self._rate * mean.vector
+        return self._phi.copy()
+
+    def state(self) -> dict[str, Vector]:
+        return {"phi": self._phi}
+
+    def load(self, state: Mapping[str, Vector]) -> None:
+        self._phi = state["phi"].copy()
+        self._feedback.residual = None
+
+
+class Delayed:
+    """Any strategy, with training going on while the round runs (delayed parameter averaging).
+
+    theta <- take(theta at the offer) + what local steps have added since.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._offered: Vector | None = None
+
+    def offer(self, theta: Vector) -> Vector:
+        self._offered = theta.copy()
+        return self.strategy.offer(theta)
+
+    def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        """`theta` is the present one."""
+        offered, self._offered = self._offered, None
+        if offered is None:
+            raise ValueError("take comes after offer")
+        taken = self.strategy.take(offered, mean)
+        return taken + (theta - offered)
