@@ -5,6 +5,7 @@ the same bytes. Decoding checks everything a stranger could have written: it ret
 numbers or raises RemoteProtocolError.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +17,8 @@ from gossip.averaging.reduction import Vector
 BLOCK_ITEMS = 64
 """Numbers that share a scale: 2 bytes over 64 are 3 % of int8."""
 TOP_BLOCK_ITEMS = 4_096
-TOP_ITEMS = 64
-"""Of a block: 1.56 %."""
+TOPS = (64, 128, 256, 512)
+"""Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 12.5 % for very small models."""
 PLACE_BITS = 12
 CHUNK_ITEMS = 1 << 18
 """Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
@@ -151,36 +152,43 @@ class Blocks:
 
 
 class TopK:
-    """Of each block of 4,096 numbers the 64 largest: 12 bits say where each stands, 2 what it is.
+    """Of each block of 4,096 numbers the `top` largest: 12 bits say where each stands, 2 what it is.
 
     A sign, and whether it is nearer to the mean of the larger or of the smaller magnitudes of its block,
     each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bit). What is left out
     is lost without error feedback.
     """
 
-    name = "topk"
     is_exact = False
+
+    def __init__(self, top: int) -> None:
+        self.name = f"topk{top}"
+        self._top = top
 
     def encode(self, values: Vector) -> memoryview:
         wide = _narrow(values)
         whole = len(wide) // TOP_BLOCK_ITEMS * TOP_BLOCK_ITEMS
-        coded = [self._encode_blocks(wide[:whole].reshape(-1, TOP_BLOCK_ITEMS), TOP_ITEMS)] if whole else []
+        coded = [self._encode_blocks(wide[:whole].reshape(-1, TOP_BLOCK_ITEMS), self._top)] if whole else []
         if whole < len(wide):
             rest = wide[None, whole:]
-            coded.append(self._encode_blocks(rest, _top_of(rest.shape[1])))
+            coded.append(self._encode_blocks(rest, self._top_of(rest.shape[1])))
         return memoryview(b"".join(coded))
 
     def decode(self, data: memoryview, count: int) -> Vector:
         whole, rest = divmod(count, TOP_BLOCK_ITEMS)
         shapes = [(whole, TOP_BLOCK_ITEMS)] if whole else []
         shapes += [(1, rest)] if rest else []
-        _check_size(data, sum(blocks * _block_bytes(_top_of(size)) for blocks, size in shapes))
+        _check_size(data, sum(blocks * _block_bytes(self._top_of(size)) for blocks, size in shapes))
         decoded = []
         for blocks, size in shapes:
-            part_bytes = blocks * _block_bytes(_top_of(size))
+            part_bytes = blocks * _block_bytes(self._top_of(size))
             decoded.append(self._decode_blocks(data[:part_bytes], blocks, size))
             data = data[part_bytes:]
         return decoded[0] if len(decoded) == 1 else np.concatenate(decoded)
+
+    def _top_of(self, size: int) -> int:
+        """How many numbers of a block of this size are sent."""
+        return -(-size * self._top // TOP_BLOCK_ITEMS)
 
     def _encode_blocks(self, blocks: NDArray[np.float32], top: int) -> bytes:
         sizes = np.abs(blocks)
@@ -203,7 +211,7 @@ class TopK:
         return np.concatenate([scales.view(np.uint8).reshape(len(blocks), -1), packed], axis=1).tobytes()
 
     def _decode_blocks(self, data: memoryview, blocks: int, size: int) -> Vector:
-        top = _top_of(size)
+        top = self._top_of(size)
         rows = np.frombuffer(data, np.uint8).reshape(blocks, -1)
         scales = np.ascontiguousarray(rows[:, :8]).view("<f4")
         # Ordered scales, neither negative nor infinite nor too large to add up.
@@ -218,11 +226,6 @@ class TopK:
         np.put_along_axis(values, places, np.where(bits[:, :, -2] == 1, -magnitudes, magnitudes), axis=1)
         flat: Vector = values.reshape(-1)
         return flat
-
-
-def _top_of(size: int) -> int:
-    """How many numbers of a block are sent."""
-    return -(-size * TOP_ITEMS // TOP_BLOCK_ITEMS)
 
 
 def _block_bytes(top: int) -> int:
@@ -262,7 +265,7 @@ def codec_of(name: str, dtype: str) -> Codec:
         "float16": Float16,
         "int8": lambda: Blocks("int8", 8),
         "int4": lambda: Blocks("int4", 4),
-        "topk": TopK,
+        **{f"topk{top}": partial(TopK, top) for top in TOPS},
     }
     if name not in codecs:
         raise ValueError(f"no codec {name!r}: there are float32, {', '.join(codecs)}")

@@ -252,7 +252,7 @@ class SparseLoCo:
         local_steps: int,
         rate: float = 1.0,
         decay: float = 0.95,
-        codec: str = "topk",
+        codec: str = "topk64",
     ) -> None:
         self.local_steps = local_steps
         self.codec = codec

@@ -11,7 +11,7 @@ from crypto.errors import RemoteProtocolError
 from gossip.averaging.codecs import CHUNK_ITEMS, codec_of, coded_bytes, roundtrip
 from gossip.averaging.feedback import ErrorFeedback
 
-LOSSY = ("bfloat16", "float16", "int8", "int4", "topk")
+LOSSY = ("bfloat16", "float16", "int8", "int4", "topk64")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_errors_on_normal_numbers_are_small(name: str, error_max: float, ratio_m
 
 def test_topk_keeps_the_largest_of_each_block_in_a_hundredth_of_the_bytes() -> None:
     values = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32)
-    codec = codec_of("topk", "float32")
+    codec = codec_of("topk64", "float32")
     decoded = roundtrip(codec, values).reshape(-1, 4_096)
     blocks = values.reshape(-1, 4_096)
     assert (np.count_nonzero(decoded, axis=1) == 64).all()
@@ -61,7 +61,7 @@ def test_coding_is_repeatable_and_decodes_to_finite_numbers(
     decoded = codec.decode(memoryview(data), count)
     assert decoded.shape == (count,)
     assert np.isfinite(decoded).all()
-    if name != "topk":
+    if name != "topk64":
         largest = float(np.abs(values).max())
         assert np.abs(decoded - values).max() <= 0.08 * largest
 
@@ -84,7 +84,7 @@ def test_numbers_that_are_not_finite_are_never_sent() -> None:
             codec_of(name, "float32").encode(np.array([1.0, np.nan], np.float32))
 
 
-@pytest.mark.parametrize("name", ["int4", "topk"])
+@pytest.mark.parametrize("name", ["int4", "topk64"])
 def test_error_feedback_sends_in_time_what_a_codec_leaves_out(name: str) -> None:
     codec = codec_of(name, "float32")
     draws = np.random.default_rng(2)
