@@ -33,7 +33,8 @@ bench: $(READY)
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
-# hostile graphs, each refused or really run; a million events each of the step machines and of the plan chain.
+# hostile graphs, each refused or really run; a million events each of the step machines, the plan chain and
+# whole runs (the last takes half an hour).
 # Exactness for every shape and every death, and real processes killed one after another: some minutes each. At
 # last a hundred seeds of two hundred peers that come and go, which takes an hour and more.
 soak: $(READY)
@@ -43,6 +44,7 @@ soak: $(READY)
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
+	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
 	$(BIN)/python benchmarks/survival.py
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10

@@ -55,7 +55,7 @@ def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = Tru
         names = whom(committer(world.group, world), world)
         for name in names:
             member = world.group.nodes[name].runs.members[world.run.id]
-            member._telling.progress.step = 0  # what it has heard is old
+            member.core.progress.step = 0  # what it has heard is old
             tell(world, name, step)
         if not ends:
             await trio.sleep(5)

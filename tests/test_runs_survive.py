@@ -17,6 +17,7 @@ from node.runs import requests as wire
 from node.runs.manifest import Manifest
 from node.runs.placement import NotPlaced
 from node.runs.service import Service
+from partition.plan.agreement import PlanDecided
 from partition.plan.change import Change, successor
 from partition.plan.plan import Plan
 from tests.stack import (
@@ -39,10 +40,10 @@ GIVEN_UP_SECONDS = 60
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same proportions, in less virtual time: every second of it is many probes."""
-    monkeypatch.setattr("node.runs.pulse.RENEW_SECONDS", 4.0)
-    monkeypatch.setattr("node.runs.pulse.COMMITTER_SILENCE_SECONDS_MAX", 30.0)
-    monkeypatch.setattr("node.runs.pulse.PAUSE_SECONDS_MAX", 120.0)
-    monkeypatch.setattr("node.runs.pulse.SILENCE_SECONDS_MAX", 48.0)
+    monkeypatch.setattr("partition.run.timeouts.RENEW_SECONDS", 4.0)
+    monkeypatch.setattr("partition.run.timeouts.COMMITTER_SILENCE_SECONDS_MAX", 30.0)
+    monkeypatch.setattr("partition.run.timeouts.PAUSE_SECONDS_MAX", 120.0)
+    monkeypatch.setattr("partition.run.timeouts.SILENCE_SECONDS_MAX", 48.0)
 
 
 def small(**changes: Any) -> Manifest:
@@ -248,7 +249,7 @@ def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_ru
                 following = successor(plan(), change)
                 for node in group.nodes.values():
                     for mine in list(node.runs.members.values()):
-                        mine._adopt(following, change)
+                        mine._on_chain_event(PlanDecided(following, change, 1))
                 await tell(service, plan, *rest)
 
             monkeypatch.setattr("node.runs.member.end_for_all", tell_later)

@@ -24,9 +24,9 @@ from node.events import (
     StepCommitted,
 )
 from node.runs.manifest import Manifest
-from node.runs.succession import LOST_SECONDS_MAX
 from node.seams import Stage
 from partition.plan.reach import FORK_SECONDS
+from partition.run.timeouts import LOST_SECONDS_MAX
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
 from tests.stack import _live, prepare, swarm
 

@@ -14,10 +14,10 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.runs.manifest import Run
-from node.runs.placement import START_SECONDS_MAX
 from node.runs.service import Service
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
+from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
 from partition.steps.messages import Synced, Unusable, Work

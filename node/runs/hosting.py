@@ -16,11 +16,11 @@ from node.errors import StageFailed, Unreachable
 from node.runs.admission import specify
 from node.runs.link_codecs import LinkCodecs
 from node.runs.manifest import Run
-from node.runs.pulse import SILENCE_SECONDS_MAX
 from node.runs.replica import ReplicaShell, Restore, Save
 from node.runs.requests import FetchState
 from node.runs.service import Service
 from partition.plan.plan import Plan, plan_hash
+from partition.run import timeouts
 from partition.steps.frames import OpenedFrame
 
 
@@ -79,7 +79,7 @@ class Hosting:
 
     async def _expire(self, plan: bytes) -> None:
         """Whoever asked for a stage may have died before its plan was decided."""
-        await trio.sleep(SILENCE_SECONDS_MAX)
+        await trio.sleep(timeouts.SILENCE_SECONDS_MAX)
         await self.unprepare(plan)
 
     async def _open_early(self, plan: Plan) -> str | None:

@@ -41,23 +41,16 @@ from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.solver import Infeasible, Split, solve
+from partition.run.decliners import Decliners
+from partition.run.timeouts import LEASE_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
-LEASE_SECONDS_MAX = 30.0
-"""A provider fetches and checks the model's graph before it answers."""
-PREPARE_SECONDS_MAX = 120.0
-START_SECONDS_MAX = 120.0
-"""Opening a stage imports torch, which takes seconds on a cold, busy machine."""
 PLACEMENT_SECONDS_MAX = 300.0
 """How long a placement goes on planning around providers that decline: ten that are silent. A number of
 refusals would let as many members that only decline stop every run."""
 CLAIM_RATIO_MAX = 100
 """A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
 claims more is not dealt a plan of its own."""
-DECLINED_SECONDS = 300.0
-"""A provider that declined comes last for so long: longer than a placement, shorter than most runs."""
-DECLINERS_MAX = 1_024
-"""Decliners remembered, the newest."""
 REASONS_MAX = 8
 """Refusals named where a placement gives up, the last ones."""
 RATE_MAX = 1e18
@@ -90,24 +83,6 @@ def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
         replace(offer, flops_per_second=most) if offer.has_slot and offer.flops_per_second > most else offer
         for offer in offers
     ]
-
-
-class Decliners:
-    """Providers that declined a lease lately, as one requester knows them. Times are monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._until: dict[PeerId, float] = {}
-
-    def note(self, peer: PeerId, now: float, seconds: float = DECLINED_SECONDS) -> None:
-        """One has declined: let it come last for so long."""
-        self._until.pop(peer, None)
-        self._until[peer] = now + seconds
-        while len(self._until) > DECLINERS_MAX:
-            del self._until[next(iter(self._until))]
-
-    def now(self, now: float) -> set[PeerId]:
-        """Return those that still come last."""
-        return {peer for peer, until in self._until.items() if now < until}
 
 
 class NotPlaced(Exception):
@@ -256,7 +231,7 @@ async def lease_all(
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
-        reason = await _lease(peer, LeaseRequest(run.fact, data, stage, history), run, plan, signer, ask)
+        reason = await lease(peer, LeaseRequest(run.fact, data, stage, history), run, plan, signer, ask)
         if reason is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
             await release(run, plan, [*taken, peer], ask)
@@ -265,9 +240,10 @@ async def lease_all(
     return None
 
 
-async def _lease(
+async def lease(
     peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
 ) -> str | None:
+    """Lease a stage of `plan`; None, or why that failed."""
     reply = await _try(ask, peer, request, LEASE_SECONDS_MAX)
     if isinstance(reply, Declined):
         return reply.reason

@@ -35,7 +35,7 @@ from node.runs.links import Links
 from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.models import Models, graph_label
-from node.runs.placement import Decliners, NotPlaced, Offer, place, release, start
+from node.runs.placement import NotPlaced, Offer, place, release, start
 from node.runs.serving import Requests
 from node.runs.slot import Slot
 from node.runs.stopping import Stopping
@@ -47,6 +47,7 @@ from partition.plan.chain import base_plan
 from partition.plan.history import History, first_history
 from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
 from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
+from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 from partition.steps.messages import CommitterMessage

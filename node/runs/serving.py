@@ -17,7 +17,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.errors import StageFailed, StreamClosed, Unreachable
-from node.runs import pulse
 from node.runs import requests as wire
 from node.runs.admission import Machine, check_plan
 from node.runs.data_files import DataFiles
@@ -33,6 +32,7 @@ from node.runs.weights import weights_name
 from node.seams import Seams, Stream
 from partition.plan.history import History
 from partition.plan.plan import Plan, committee, plan_hash
+from partition.run import timeouts
 from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_MAX = 64
@@ -199,7 +199,7 @@ class Requests:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
         if not runs.has_slot or self._released.count(name) != before:
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
-        body = wire.LeaseBody(run.id, name, request.stage, int(pulse.SILENCE_SECONDS_MAX))
+        body = wire.LeaseBody(run.id, name, request.stage, int(timeouts.SILENCE_SECONDS_MAX))
         await runs.slot.promise(body, peer)
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 

@@ -4,21 +4,18 @@ How far the run is, and which step is shown once, is for `partition.run.progress
 (`node.runs.committer`), and what follows from how far a run is.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
-from crypto.identity import PeerId
 from node.events import RunEvaluated, StepCommitted
-from node.runs.chain import ChainShell
 from node.runs.committer import RunEvent
 from node.runs.manifest import Run
 from node.runs.requests import Notice, check_notice
 from node.runs.service import Service
 from partition.plan.plan import Plan, plan_hash
-from partition.run.progress import Progress
+from partition.run.member import Member
 
 
 @dataclass
@@ -30,46 +27,20 @@ class Shown:
 
 
 class Telling:
-    """One member's."""
+    """One member's, beside its core."""
 
-    def __init__(
-        self,
-        service: Service,
-        run: Run,
-        *,
-        others: Callable[[Plan], list[PeerId]],
-        hosts: Callable[[], bool],
-    ) -> None:
-        """`others` are the living of a plan but for this node; `hosts` is whether it holds a stage."""
-        manifest = run.manifest
-        self.progress = Progress(manifest.microbatches * manifest.microbatch)
+    def __init__(self, service: Service, run: Run, core: Member) -> None:
         self.shown = Shown()
         self._service = service
         self._run = run
-        self._others = others
-        self._hosts = hosts
-        self._chain: ChainShell | None = None
-
-    def begin(self, chain: ChainShell) -> None:
-        """From now on this chain hears how far the run is."""
-        self._chain = chain
-
-    def note(self, step: int) -> None:
-        """Take it that `step` steps are committed, and claim so."""
-        self.progress.note(step)
-        self._claim()
-
-    def _claim(self) -> None:
-        if self._chain is not None:
-            self.progress.claim(self._chain.core, hosts=self._hosts())
+        self._core = core
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""
         if isinstance(event, StepCommitted):
-            if not self.progress.show(event.step):
+            if not self._core.show_step(event.step):
                 return
             self.shown.committed = event
-            self._claim()
         elif isinstance(event, RunEvaluated):
             self.shown.evaluated = event
         self._service.publish(event)
@@ -78,7 +49,7 @@ class Telling:
         """As the committer: publish it here and have all others do so."""
         self.show(event)
         notice = Notice(plan_hash(plan), event)
-        for peer in self._others(plan):
+        for peer in self._core.others():
             self._service.send(peer, notice)
 
     def hear(self, message: Notice) -> None:

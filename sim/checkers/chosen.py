@@ -9,7 +9,7 @@ from sim.checkers.limits import WithinLimits
 from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConverge
 from sim.checkers.plans import OnePlanAHeight, PlansFollow, SomeBranchGoesOn
 from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
-from sim.checkers.steps import SamplesOnce, SumsAgree
+from sim.checkers.steps import GoodbyesLoseNothing, SamplesOnce, SumsAgree
 from sim.scenario import Scenario
 from sim.watch import Observed, Watcher, World
 
@@ -52,4 +52,15 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
         found += [PlansFollow(), SomeBranchGoesOn(), SamplesOnce(), SumsAgree()]
         if all(run.on_lost_quorum == "wait" for run in scenario.runs):
             found.append(OnePlanAHeight())
+        if _only_goodbyes(scenario):
+            found.append(GoodbyesLoseNothing())
     return (Checkers(found),)
+
+
+def _only_goodbyes(scenario: Scenario) -> bool:
+    """Whether nothing befalls peers but that some leave, while those that stay have room for all stages."""
+    going = sum(round(event.share * scenario.nodes) for event in scenario.events)
+    has_room = all(run.members - going >= run.stages * run.replicas for run in scenario.runs)
+    churn, events = scenario.churn, scenario.events
+    stays = churn.profile == "none" and churn.sessions is None and not churn.trace
+    return stays and has_room and bool(events) and all(event.kind == "leave" for event in events)

@@ -74,6 +74,26 @@ class SamplesOnce(Checker):
         return self._owners[plan]
 
 
+class GoodbyesLoseNothing(Checker):
+    """No step is committed twice: a member that says goodbye hands over what it holds before it goes. For
+    scenarios in which nobody goes without a word, and others have room for what is handed over."""
+
+    name = "goodbyes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._committed: dict[bytes, int] = {}
+        self.handlers = {StepCommitted: self._see_committed}
+
+    def _see_committed(self, observed: Observed, world: World) -> None:
+        run, step = observed.event.run, observed.event.step
+        newest = self._committed.get(run, -1)
+        if step <= newest:
+            who = "nobody" if observed.peer is None else world.name(observed.peer)
+            raise self.broken(f"{who} commits step {step} of run {run.hex()[:8]} after step {newest}")
+        self._committed[run] = step
+
+
 class SumsAgree(Checker):
     """A replica applies a step once under a plan, has no micro-batch in its sums twice nor one that another
     of its stage has, and has there exactly what the commit of that plan names it for."""

@@ -3,22 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from crypto.identity import PeerId
-from node.runs.pulse import SILENCE_SECONDS_MAX
 from partition.plan.plan import Plan, committee, plan_hash
-from sim.worlds.said import (
-    DONE,
-    Declined,
-    End,
-    ExportStage,
-    FetchCopy,
-    FetchState,
-    KeepCopy,
-    Prepare,
-    Question,
-    Release,
-    Renew,
-    Start,
-)
+from partition.run.asks import Declined, Done, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
+from partition.run.timeouts import SILENCE_SECONDS_MAX
+from sim.worlds.said import End, ExportStage, FetchCopy, FetchState, KeepCopy, Question
 from sim.worlds.streams import Answer
 
 if TYPE_CHECKING:
@@ -34,30 +22,66 @@ def answer(member: "Member", asker: PeerId, question: Question, reply: Answer) -
             member.keeping.keep(question, reply)
         case _ if member.outcome:
             reply(Declined("the run is over"))
-        case Prepare():
+        case HoldStage():
+            _lease(member, asker, question.plan, reply)
+        case OpenStage():
             _prepare(member, asker, question.plan, reply)
-        case Release():
-            member.hosting.unprepare(question.plan)
-            reply(DONE)
-        case Start():
-            member.started(asker, question.plan, reply)
+        case ReleaseStage():
+            name = plan_hash(question.plan)
+            member.slots.release(member.me, name)
+            member.hosting.unprepare(name)
+            reply(Done())
+        case StartRun():
+            _start(member, asker, question.plan, reply)
         case _:
             _answer_of_plan(member, asker, question, reply)
 
 
+def _lease(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
+    if member.is_busy:
+        reply(Declined("busy"))
+    elif _is_behind(member, asker, plan):
+        reply(Declined("it does not know yet how the run went on"))
+    else:
+        member.slots.promise(member.me, plan_hash(plan), asker)
+        reply(Done())
+
+
+def _is_behind(member: "Member", asker: PeerId, plan: Plan) -> bool:
+    if member.plan is None or plan_hash(member.plan) == plan.parent:
+        return False
+    member.catch_up([asker])
+    return True
+
+
 def _prepare(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
-    if member.plan is not None and plan_hash(member.plan) != plan.parent:
-        member.catch_up([asker])
+    name = plan_hash(plan)
+    if _is_behind(member, asker, plan):
         reply(Declined("it does not know yet how the run went on"))
     elif plan.stage_of(member.me) is None:
-        reply(DONE)
-    elif member.is_busy:
-        reply(Declined("busy"))
+        reply(Done())
+    elif not member.slots.holds(member.me, name):
+        reply(Declined("no lease for this stage"))
     else:
-        name = plan_hash(plan)
-        member.hosting.prepare(plan, lambda is_open: reply(DONE if is_open else Declined("busy")))
+        member.hosting.prepare(plan, lambda is_open: reply(Done() if is_open else Declined("busy")))
         # Whoever asked for a stage may die before its plan is decided.
         member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
+
+
+def _start(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
+    """`plan` is in force, says `asker`."""
+    if member.plan is None:
+        if plan.stage_of(member.me) is not None and not member.slots.holds(member.me, plan_hash(plan)):
+            reply(Declined("no lease for this stage"))
+            return
+        member.begin(plan)
+        reply(Done())
+        return
+    # What comes after is decided by the chain, and heard from it.
+    if member.plan.height < plan.height and asker in member.plan.roster:
+        member.catch_up([asker])
+    is_other = member.plan.height == plan.height and member.plan != plan
+    reply(Declined("another plan is in force") if is_other else Done())
 
 
 def _expire(member: "Member", plan: bytes) -> None:
@@ -69,18 +93,17 @@ def _answer_of_plan(member: "Member", asker: PeerId, question: Any, reply: Answe
     plan, hosted = member.plan, member.hosting.hosted
     if plan is None:
         reply(Declined("no such run here"))
-    elif isinstance(question, Renew) and question.plan != plan_hash(plan):
-        reply(DONE)  # there is another plan: the chain tells
+    elif isinstance(question, RenewRun):
+        if question.plan == plan:
+            member.heard()
+        reply(Done())  # where there is another plan, the chain tells
     elif question.plan != plan_hash(plan):
         reply(Declined("no such plan here"))
-    elif isinstance(question, Renew):
-        member.heard()
-        reply(DONE)
     elif isinstance(question, End) and asker not in (plan.committer, *committee(plan)):
         reply(Declined("it has no vote in the run"))
     elif isinstance(question, End):
         member.end(question.outcome, question.reason)
-        reply(DONE)
+        reply(Done())
     elif isinstance(question, FetchState):
         state = None if hosted is None else hosted.state(question.step)
         reply(state or Declined("the state is that of another step"))

@@ -282,10 +282,14 @@ class CoresWorld:
             self._met_before[number] = remembered(life)
         if why == "leave":
             life.leaving = True
-            self.command(life, SWIM, _leave)
-            self.at(after(self.now, LEAVE_SECONDS), self._end, life, why)
+            self.training.leave(life.peer, partial(self._say_goodbye, life, why))
         else:
             self._end(life, why)
+
+    def _say_goodbye(self, life: Life, why: str) -> None:
+        if self.lives.get(life.peer) is life:
+            self.command(life, SWIM, _leave)
+            self.at(after(self.now, LEAVE_SECONDS), self._end, life, why)
 
     def _end(self, life: Life, why: str) -> None:
         self.engine.kill(life.peer, self.now)

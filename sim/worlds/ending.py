@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from crypto.identity import PeerId
 from node.runs.ending import DECLINES_MAX, END_SECONDS_MAX, RETRY_SECONDS
 from partition.plan.plan import Plan, plan_hash
+from partition.run.asks import Declined, Done
 from sim.watch import Broken
-from sim.worlds.said import DONE, Declined, End, ExportStage
+from sim.worlds.said import End, ExportStage
 from sim.worlds.setting import Setting
 from sim.worlds.summing import State
 
@@ -85,7 +86,7 @@ def tell_all(member: "Member", outcome: str, reason: str) -> None:
             nonlocal open_count
             open_count -= 1
             count = declined + isinstance(reply, Declined)
-            if reply is DONE or count >= DECLINES_MAX or peer not in member.others():
+            if isinstance(reply, Done) or count >= DECLINES_MAX or peer not in member.others():
                 go_on()
             else:
                 open_count += 1

@@ -8,8 +8,9 @@ from crypto.identity import PeerId
 from node.runs.copies import CONCLUDE_SECONDS_MAX, keepers
 from node.runs.keeping import COPIES_MIN, RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
+from partition.run.asks import Done
 from partition.run.messages import Checkpointed
-from sim.worlds.said import DONE, Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
+from sim.worlds.said import Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
 from sim.worlds.setting import Setting
 from sim.worlds.summing import State
 
@@ -74,13 +75,13 @@ class Keeping:
     def keep(self, wanted: KeepCopy, answer: Callable[[Any], None]) -> None:
         """Hold what another has put away; answered once it is here."""
         if self.copy(wanted.step, wanted.stage) is not None:
-            answer(DONE)
+            answer(Done())
             return
 
         def take(state: Any) -> None:
             if isinstance(state, State):
                 self.put(wanted.stage, state)
-                answer(DONE)
+                answer(Done())
             else:
                 answer(None)
 
@@ -127,7 +128,7 @@ class Keeping:
         def kept(stage: int, peer: PeerId, reply: Any) -> None:
             nonlocal open_count
             open_count -= 1
-            if reply is DONE:
+            if isinstance(reply, Done):
                 have[stage].append(peer)
             if not open_count:
                 self._is_spreading = False

@@ -1,7 +1,7 @@
-"""One peer's part in one run of a world of cores: the chain of plans, and the roles its head gives to it.
+"""One peer's part in one run of a world of cores: the driver of a `partition.run.member.Member`.
 
-What `node.runs.member`, `chain`, `committer`, `feeder` and `ending` are in a node under trio, around the same
-cores, here in virtual time on one agenda. An entry is one turn: a core is called, its promises are kept, what
+As a node does it under trio, here in virtual time on one agenda: it keeps the promises of the chain of plans
+and gives the peer the roles that the plan in force has for it. An entry is one turn: a core is called, what
 it says is sent, its events are acted on; then whatever has come due since. So nobody dies in the middle of
 one. A peer that restarts begins with a new `Member` and its old `Disk`.
 """
@@ -15,22 +15,14 @@ from typing import Any
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.runs.ending import END_SECONDS_MAX
-from node.runs.placement import LEASE_SECONDS_MAX
-from node.runs.pulse import (
-    RENEW_SECONDS,
-)
-from node.runs.succession import REFILL_SECONDS, Hopeless
 from partition.plan import agreement as agreed
 from partition.plan.chain import base_plan
-from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.plan import Plan, plan_hash
 from partition.plan.votes import AgreementMessage, Head
-from partition.run import states
-from partition.run.branches import Branches, Verdict
-from partition.run.failures import Failures
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, check_sender
-from partition.run.progress import Progress
-from partition.run.states import CAUSE_OF, Cause, after, cause_of
+from partition.run import member as core
+from partition.run.asks import Ask, Declined, Done, Unanswered
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.proposals import Surroundings
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
 from sim.happenings import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
@@ -39,21 +31,9 @@ from sim.worlds.ending import collect, tell_all
 from sim.worlds.hosted import Hosted
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping, fetch_from
-from sim.worlds.pulsing import Pulse
-from sim.worlds.said import (
-    DONE,
-    Declined,
-    Disk,
-    End,
-    FetchState,
-    Noted,
-    Question,
-    Saved,
-    Start,
-)
+from sim.worlds.said import Disk, End, FetchState, Noted, Question, Saved
 from sim.worlds.setting import Setting
 from sim.worlds.streams import Answer
-from sim.worlds.succeeding import Succeeding, nothing
 from sim.worlds.summing import State
 from sim.worlds.trainer import Trainer
 from sim.worlds.turns import Turns
@@ -61,6 +41,8 @@ from sim.worlds.turns import Turns
 EARLY_MAX = 64
 """What a committer says of a plan that has not come into force here yet."""
 INF = float("inf")
+RATE = 1_000
+"""Of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
 
 
 class Member(Turns):
@@ -74,53 +56,95 @@ class Member(Turns):
         rng: Random,
         *,
         has_forgotten: bool,
-        hosts: Callable[[PeerId], bool],
+        is_busy: Callable[[PeerId], bool],
     ) -> None:
-        """`has_forgotten`: an earlier life was in the run, and its disk is gone. `hosts` says who has no room
-        for a stage."""
+        """`has_forgotten`: an earlier life was in the run, and its disk is gone. `is_busy` says who has no
+        room for a stage."""
         super().__init__(setting, me)
-        self.plan: Plan | None = None
         self.outcome = ""
+        self.trainer: Trainer | None = None
         self._disk = disk
         self._rng = rng
         self._has_forgotten = has_forgotten
-        self._hosts = hosts
+        self._is_busy = is_busy
         self._chain: agreed.Agreement | None = None
-        self._begin_anew()
-        self._branches: Branches | None = None
         self._calls: deque[Callable[[agreed.Agreement, float], Any]] = deque()
-        self._succeeding: Succeeding | None = None
-        self.trainer: Trainer | None = None
         self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
         self.keeping = Keeping(
             setting, me, disk, live=self._living, ask=self.ask, send=self.send, later=self.later
         )
         self.hosting = Hosting(me, self._make_hosted, self.later)
-        self._is_finishing = False
-        self._is_stuck = False
-        self._thinks = False
-        self._pulse = Pulse(setting, self)
-        self._think_at = self._beat_at = INF
         self._armed_at = INF
+        self.core = self._make_core()
 
-    def _begin_anew(self) -> None:
-        self._state: states.State = "submitted"
-        self.progress = Progress(self._setting.training.microbatches)
-        self._failures = Failures()
+    def _make_core(self) -> core.Member:
+        setting = self._setting
+        return core.Member(
+            self.me,
+            requester=setting.requester,
+            samples_per_step=setting.training.microbatches,
+            may_fork=setting.training.on_lost_quorum == "fork",
+            around=Surroundings(partial(self._told, True), partial(self._told, False), self._free),
+            roles=self,
+            parts=setting.cores.member,
+        )
+
+    def _told(self, lives: bool) -> list[PeerId]:
+        return [peer for peer, is_alive in self._setting.alive(self.me).items() if is_alive is lives]
+
+    def _free(self) -> list[tuple[PeerId, int]]:
+        setting = self._setting
+        free = [peer for peer in setting.pool if not self._is_busy(peer)]
+        return [(peer, max(1, round(RATE / setting.slowness(peer)))) for peer in free]
+
+    # What the core asks of its roles
+
+    @property
+    def hosts(self) -> bool:
+        """Whether a stage is open here, or on its way."""
+        return self.hosting.is_opening or self.hosting.hosted is not None
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a stage is on its way."""
+        return self.hosting.is_opening
+
+    @property
+    def committed(self) -> int | None:
+        """How many steps are committed here, if this peer commits and its replicas are synced."""
+        committer = None if self.trainer is None else self.trainer.core
+        return None if committer is None or committer.phase == "syncing" else committer.step
+
+    @property
+    def restorable(self) -> tuple[bytes, int] | None:
+        """The newest checkpoint that is whole, and its step."""
+        return self.keeping.restorable
+
+    @property
+    def can_tell(self) -> bool:
+        """Nobody has to be told how a plan came about."""
+        return True
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.core.plan
 
     # Turns
 
     def settle(self) -> None:
-        while self._calls or self._thinks:
+        """Do all that follows from an action."""
+        is_settled = False
+        while not is_settled:
+            self._act()
             if self._calls:
                 self._call(self._calls.popleft())
+            elif self.core.deadline <= self._now:
+                self.core.wake(self._now)
             else:
-                self._think()
-        if self.trainer is not None:
-            self.trainer.follow()
+                is_settled = self.trainer is None or not self.trainer.follow()
         due = min(
-            self._think_at,
-            self._beat_at,
+            self.core.deadline,
             self._chain.deadline if self._chain is not None else INF,
             self.trainer.deadline if self.trainer is not None else INF,
         )
@@ -135,236 +159,147 @@ class Member(Turns):
             self.turn(self._wake)
 
     def _wake(self) -> None:
-        now = self._setting.ground.now
-        if self._chain is not None and self._chain.deadline <= now:
+        if self._chain is not None and self._chain.deadline <= self._now:
             self._calls.append(lambda core, now: core.wake(now))
-        if self.trainer is not None and self.trainer.deadline <= now:
+        if self.trainer is not None and self.trainer.deadline <= self._now:
             self.trainer.wake()
-        if self._think_at <= now:
-            self._thinks = True
-        if self._beat_at <= now:
-            self._beat_at = now + RENEW_SECONDS
-            self._beat()
+
+    @property
+    def _now(self) -> float:
+        return self._setting.ground.now
 
     # Plans
+
+    def place(self) -> None:
+        """This peer asks for the run."""
+        self.core.place()
 
     def begin(self, plan: Plan) -> None:
         """The first plan that this member hears of is in force: keep the chain from here on."""
         self._disk.chain = b""
         self._enter(plan, b"")
-        assert self._chain is not None
-        self._adopt(self._chain.head)
 
     def restart(self) -> None:
-        """With a disk that knows the chain. Whatever was held or fed is gone: all others must know."""
+        """With a disk that knows the chain."""
         try:
             self._enter(base_plan(self._disk.chain), self._disk.chain)
         except RemoteProtocolError as error:
             raise AssertionError(f"a disk is damaged: {error}") from error
-        assert self._chain is not None
-        plan = self.plan = self._chain.head
-        self._change("node restarted")
-        others = [peer for peer in plan.members if peer != self.me]
-        self.catch_up(others)
-        if plan.stage_of(self.me) is not None or self.me in plan.trainers:
-            self._miss_all(self.me, "it was restarted", others)
 
     def _enter(self, plan: Plan, durable: bytes) -> None:
-        setting, now = self._setting, self._setting.ground.now
-        self._chain = setting.cores.agreement(
+        chain = self._chain = self._setting.cores.agreement(
             self.me,
             plan,
             self._rng,
             durable=durable,
-            may_fork=setting.training.on_lost_quorum == "fork",
+            may_fork=self._setting.training.on_lost_quorum == "fork",
             abstain=self._has_forgotten,
         )
-        self._branches = setting.cores.branches(
-            self.me, self._chain, self.progress, may_fork=setting.training.on_lost_quorum == "fork"
-        )
-        self._succeeding = Succeeding(
-            setting,
-            self.me,
-            self._chain,
-            wanted=tuple(len(stage.replicas) for stage in plan.stages),
-            restorable=lambda: self.keeping.restorable,
-            hosts=self._hosts,
-            ask=self.ask,
-            changed=self._think_soon,
-            hopeless=self._on_hopeless,
-        )
         self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
-        self._pulse.heard()
-        self._beat_at = now + RENEW_SECONDS
-        self.members_changed()
+        wanted = tuple(len(stage.replicas) for stage in plan.stages)
+        self.core.begin(self._now, chain, wanted, is_restart=bool(durable))
 
     def _call(self, call: Callable[[agreed.Agreement, float], Any]) -> None:
-        """What the chain's shell does: call, keep, send, act."""
-        core = self._chain
-        if core is None:
+        """Call the chain, keep its promises, send, act."""
+        chain = self._chain
+        if chain is None:
             return
         try:
-            sends = call(core, self._setting.ground.now)
+            sends = call(chain, self._now)
         except RemoteProtocolError:
             self._setting.counters["refused"] += 1
             sends = []
-        if core.unsaved:
-            core.unsaved = False
-            self._disk.chain = core.durable
+        if chain.unsaved:
+            chain.unsaved = False
+            self._disk.chain = chain.durable
         self.send_all(sends)
-        events, core.events[:] = list(core.events), []
+        events, chain.events[:] = list(chain.events), []
         for event in events:
-            if self._chain is core:
-                self._on_chain_event(event)
+            if self._chain is chain:
+                self.core.on_chain(self._now, event)
+                self._act()
 
-    def _on_chain_event(self, event: Any) -> None:
-        match event:
-            case agreed.PlanDecided():
-                if self._branches is not None:
-                    self._branches.decided(event.plan)
-                self._adopt(event.plan, event.change)
-            case agreed.QuorumLost():
-                self._change("quorum lost")
-            case agreed.QuorumFound():
-                self._in_force()
-            case agreed.ForkOpened():
-                self._think_soon()
-            case agreed.ForkFound() | agreed.LeftBehind():
-                self._on_fork(event)
-            case agreed.ChainBroken():
-                self.end("failed", f"plan {event.height} was another elsewhere")
-
-    def _adopt(self, plan: Plan, change: Change | None = None) -> None:
-        """A plan has come into force: take the roles it gives to this peer, and only these."""
-        assert self._succeeding is not None
-        before, self.plan = self.plan, plan
-        name = plan_hash(plan)
-        if self._is_finishing:
-            return  # some have heard the end already: now it is said in this plan's name
-        self._pulse.heard()
-        self._stop_training()
-        if before is not None:
-            self._succeeding.decided()
-        if self.me not in plan.roster:
-            self._fall_back()
-            return
-        self._setting.publish(self.me, PlanAdopted(self._setting.run, plan.height, name, plan.parent))
-        self._in_force()
-        self.hosting.adopt(plan)
-        if plan.restored != NOTHING:
-            self.progress.restored(plan.step)
-            reason = self._succeeding.why(change.lost if change is not None else ())
-            over = self._failures.went_back(plan.step, self.progress.furthest, reason)
-            if over is not None and plan.committer == self.me:
-                self._finish("failed", over)
+    def _act(self) -> None:
+        """Do what the core wants, also what it wants because of that."""
+        while True:
+            member = self.core
+            sends, member.sends[:] = list(member.sends), []
+            self.send_all(sends)
+            for wanted in member.asks.take():
+                self._put(member, wanted)
+            if not member.events:
                 return
+            self._on_event(member.events.pop(0))
+
+    def _put(self, member: core.Member, wanted: Ask) -> None:
+        def replied(reply: Any) -> None:
+            known = reply if isinstance(reply, Done | Declined) else Unanswered("no answer")
+            member.replied(self._now, wanted.number, known)
+
+        self.ask(wanted.peer, wanted.request, wanted.seconds, replied)
+
+    def _on_event(self, event: core.Event) -> None:
+        match event:
+            case core.PlanFollowed():
+                self._setting.slots.release(self.me, plan_hash(event.plan))
+            case core.PlanEntered():
+                self._stop_training()
+            case core.RolesGiven():
+                self._take_roles(event)
+            case core.Left():
+                if event.is_branch:
+                    self._setting.publish(self.me, BranchLeft(self._setting.run))
+                self._forget()
+                self.core = self._make_core()
+                self._has_forgotten = False
+            case core.LivingChanged(living):
+                self._calls.append(lambda chain, now: chain.reach(now, living))
+            case core.Proposed(change, parent):
+                self._calls.append(lambda chain, now: chain.wish(now, change, parent=parent))
+            case core.PauseWanted() if self.trainer is not None:
+                self.trainer.pause()
+            case core.CheckpointFound():
+                self.keeping.learn(event.step, event.checkpoint)
+            case core.RunFailed(for_all=True):
+                self._finish("failed", event.reason)
+            case core.RunFailed():
+                self.end("failed", event.reason)
+
+    def _take_roles(self, event: core.RolesGiven) -> None:
+        """Host, feed and commit as the plan says."""
+        plan = event.plan
+        adopted = PlanAdopted(self._setting.run, plan.height, plan_hash(plan), plan.parent)
+        self._setting.publish(self.me, adopted)
+        self.hosting.adopt(plan)
+        if event.over is not None:
+            self._finish("failed", event.over)
+            return
         if self.me in plan.trainers:
-            self.trainer = Trainer(self._setting, self.me, plan, self, self._failures)
+            self.trainer = Trainer(self._setting, self.me, plan, self, self.core.failures)
             if plan.committer == self.me:
                 self.catch_up([peer for peer in plan.members if peer != self.me])
             self.trainer.begin(self.keeping.restorable)
-        if change is not None:
-            self._start_newcomers(plan, change)
+            self.core.look_for_leavers()
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
         for row in early:
-            self._setting.ground.at(self._setting.ground.now, partial(self.receive, *row))
-
-    def _start_newcomers(self, plan: Plan, change: Change) -> None:
-        """The committer tells them that their plan is in force; where it is one of them, all others do."""
-        newcomers = [PeerId(peer) for peer in (*(row.peer for row in change.joined), *change.admitted)]
-        if self.me != plan.committer and plan.committer not in newcomers:
-            return
-        for peer in newcomers:
-
-            def started(reply: Any, peer: PeerId = peer) -> None:
-                if reply is not DONE and self.plan == plan:
-                    self.miss(peer, "it did not start")
-
-            if peer != self.me:
-                self.ask(peer, Start(plan), LEASE_SECONDS_MAX, started)
-
-    def miss(self, peer: PeerId, reason: str) -> None:
-        """This member's own view: a committer tells the others, everybody else only wishes."""
-        if self.plan is not None and self.plan.committer == self.me:
-            self.absent(peer, reason)
-        elif self._succeeding is not None:
-            self._succeeding.miss(peer, reason)
+            self._setting.ground.at(self._now, partial(self.receive, *row))
 
     def absent(self, peer: PeerId, reason: str) -> None:
-        """The next plan must do without this peer. Everybody with a vote is told."""
-        if self._succeeding is not None and self.plan is not None and peer not in self._succeeding.absent:
-            self._miss_all(peer, reason, self._others(self.plan))
+        """As the committer: the next plan must do without this peer."""
+        self.core.exclude_for_all(self._now, peer, reason)
 
-    def _miss_all(self, peer: PeerId, reason: str, others: Sequence[PeerId]) -> None:
-        assert self._succeeding is not None
-        assert self.plan is not None
-        self._succeeding.miss(peer, reason)
-        for other in others:
-            self.send(other, Absent(plan_hash(self.plan), (peer,), reason[:REASON_LENGTH_MAX]))
+    def paused(self, step: int) -> None:
+        """As the committer: no step is open."""
+        self.core.paused(self._now, step)
 
-    def _think_soon(self) -> None:
-        self._thinks = True
+    def leave(self) -> None:
+        """Hand this peer's part over before it goes."""
+        self.core.leave(self._now)
 
-    def _think(self) -> None:
-        self._thinks = False
-        if self._succeeding is None or self._chain is None:
-            return
-        self._think_at = self._setting.ground.now + REFILL_SECONDS
-        change, parent = self._succeeding.wish(), self._chain.head_hash
-        self._calls.append(lambda core, now: core.wish(now, change, parent=parent))
-
-    def _on_hopeless(self, found: Hopeless | None, is_final: bool) -> None:
-        if self._succeeding is None or self.plan is None:
-            return
-        if found is None:
-            if self._is_stuck:
-                self._in_force()
-        elif not self._is_stuck:
-            self._is_stuck = True
-            self._change("stage lost")
-        elif is_final and self._succeeding.is_proposer() and self._succeeding.has_majority():
-            self._finish("failed", found.reason)
-
-    def _in_force(self) -> None:
-        """The run goes on, with all the replicas it began with or with fewer."""
-        if self.plan is None or self._succeeding is None or self.me not in self.plan.roster:
-            return
-        self._is_stuck = False
-        self._change(cause_of(self.plan, self._succeeding.wanted))
-
-    def _change(self, cause: Cause) -> None:
-        self._state = after(self._state, cause)
-
-    def _on_fork(self, event: agreed.ForkFound | agreed.LeftBehind) -> None:
-        """Another branch is further, by what was known here."""
-        plan, core = self.plan, None if self.trainer is None else self.trainer.core
-        if self._branches is None or plan is None or self._is_finishing:
-            return
-        is_synced = core is not None and core.phase != "syncing"
-        verdict = self._branches.judge(
-            event,
-            plan,
-            live=[peer for peer, lives in self._setting.alive(self.me).items() if lives],
-            committed=core.step if core is not None and is_synced else None,
-            hosts=self.hosts,
-        )
-        if verdict is Verdict.ABANDON:
-            for peer in self.others():
-                self.send(peer, GivenUp(plan_hash(plan)))
-        if verdict is not Verdict.STAY:
-            self._leave_branch()
-
-    def _leave_branch(self) -> None:
-        self._setting.publish(self.me, BranchLeft(self._setting.run))
-        self._fall_back()
-
-    def _fall_back(self) -> None:
-        """The run goes on elsewhere: forget what is here, and wait to be asked again."""
-        self._change("quorum lost")
-        self._forget()
-        self._begin_anew()
-        self.plan = None
-        self._has_forgotten = False
+    @property
+    def is_out(self) -> bool:
+        """Whether nothing is lost if the peer goes now."""
+        return self.plan is None or self.core.is_over or self.me not in self.plan.roster
 
     def _stop_training(self) -> None:
         if self.trainer is not None:
@@ -372,43 +307,39 @@ class Member(Turns):
             self.trainer = None
 
     def _forget(self) -> None:
+        self.core.is_over = True
+        self.core.give_up()
+        for wanted in self.core.asks.take():
+            self._put(self.core, wanted)
         self.hosting.close()
-        self._chain = self._succeeding = self._branches = None
+        self._chain = None
         self._stop_training()
         self._calls.clear()
-        self._thinks = False
-        self._think_at = self._beat_at = INF
         self._disk.forget_chain()
 
     # Training
 
-    def committed(self, step: int) -> None:
+    def committed_steps(self, step: int) -> None:
         """As the committer: so many steps are."""
-        self._note_step(step)
+        self.core.show_step(step - 1)
         if self.plan is not None:
-            for peer in self._others(self.plan):
+            for peer in self.others():
                 self.send(peer, Noted(plan_hash(self.plan), step))
 
     def trained(self, reason: str | None) -> None:
         """As the committer: all is done, or will never be."""
-        self._change("training over")
+        self.core.training_over(reason)
         if reason is not None:
             self.finished(reason)
         elif self.plan is not None:
             collect(self._setting, self, self.plan)
 
-    def _note_step(self, step: int) -> None:
-        """Take it that `step` steps are committed, and claim so."""
-        self.progress.note(step)
-        if self._chain is not None:
-            self.progress.claim(self._chain, hosts=self.hosts)
-
     # The end
 
     def _finish(self, outcome: str, reason: str) -> None:
         """Tell every live member, then end here."""
-        if not self._is_finishing and not self.outcome:
-            self._is_finishing = True
+        if not self.core.is_finishing and not self.outcome:
+            self.core.is_finishing = True
             tell_all(self, outcome, reason)
 
     def finished(self, reason: str | None) -> None:
@@ -420,7 +351,7 @@ class Member(Turns):
         if self.outcome:
             return
         self.outcome = outcome
-        self._change(CAUSE_OF[outcome])
+        self.core.ended(outcome)
         self._forget()
         self._setting.publish(self.me, RunEnded(self._setting.run, outcome, reason))
 
@@ -439,8 +370,9 @@ class Member(Turns):
             elif isinstance(message, ReplicaMessage):
                 if self.trainer is not None:
                     self.trainer.receive(sender, message)
-            elif isinstance(message, Absent | Noted | Saved | Checkpointed | GivenUp):
-                self._from_member(self.plan, sender, message)
+            elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Noted | Saved):
+                if message.plan == plan_hash(self.plan):
+                    self._about_the_run(self.plan, sender, message)
             else:
                 self._to_roles(self.plan, sender, message)
         except RemoteProtocolError:
@@ -451,27 +383,19 @@ class Member(Turns):
             self._calls.append(lambda core, now: core.receive(now, sender, message))
         elif self.outcome == "done" and isinstance(message, Head) and message.asks:
             # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
-            self.ask(sender, End(message.plan, "done", ""), END_SECONDS_MAX, nothing)
+            self.ask(sender, End(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
 
-    def _from_member(self, plan: Plan, sender: PeerId, message: Any) -> None:
-        if message.plan != plan_hash(plan) or self._succeeding is None:
-            return
-        if not isinstance(message, Saved):
-            check_sender(plan, sender, message)
+    def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
         match message:
-            case Absent():
-                for peer in message.peers:
-                    self._succeeding.miss(PeerId(peer), message.reason)
             case Noted():
-                self.heard()
-                if self.progress.show(message.step - 1) and self._chain is not None:
-                    self.progress.claim(self._chain, hosts=self.hosts)
-            case GivenUp():
-                self._leave_branch()
-            case Saved() if plan.committer == self.me:
-                self.keeping.saved(plan, sender, message)
-            case Checkpointed():
-                self.keeping.learn(message.step, message.checkpoint)
+                check_sender(plan, sender, message)
+                self.core.heard(self._now)
+                self.core.show_step(message.step - 1)
+            case Saved():
+                if plan.committer == self.me:
+                    self.keeping.saved(plan, sender, message)
+            case _:
+                self.core.receive(self._now, sender, message)
 
     def _to_roles(self, plan: Plan, sender: PeerId, message: Any) -> None:
         if isinstance(message, CommitterMessage) and message.plan != plan_hash(plan):
@@ -487,8 +411,8 @@ class Member(Turns):
         self.turn(lambda: self._on_reconnected(peer))
 
     def _on_reconnected(self, peer: PeerId) -> None:
-        if self._chain is not None and self.plan is not None and peer in self.plan.roster:
-            self.send_all(self._chain.tell(peer))
+        if self.plan is not None and peer in self.plan.roster:
+            self.catch_up([peer])
         if self.hosting.hosted is not None:
             self.hosting.hosted.reconnected(peer)
         if self.trainer is not None:
@@ -496,10 +420,7 @@ class Member(Turns):
 
     def members_changed(self) -> None:
         """Who lives is another question now than before."""
-        if self._succeeding is not None:
-            living = self._succeeding.living()
-            self._calls.append(lambda core, now: core.reach(now, living))
-            self._thinks = True
+        self.core.members_changed(self._now)
 
     def suspected(self, peer: PeerId) -> None:
         """A member may be dead."""
@@ -510,47 +431,25 @@ class Member(Turns):
         """What a question of another comes to, now or later."""
         self.turn(lambda: answer(self, asker, question, reply))
 
-    def started(self, asker: PeerId, plan: Plan, reply: Answer) -> None:
-        """`plan` is in force, says `asker`."""
-        if self.plan is None:
-            self.begin(plan)
-            reply(DONE)
-            return
-        # What comes after is decided by the chain, and heard from it.
-        if self.plan.height < plan.height and asker in self.plan.roster:
-            self.catch_up([asker])
-        is_other = self.plan.height == plan.height and self.plan != plan
-        reply(Declined("another plan is in force") if is_other else DONE)
-
     def heard(self) -> None:
         """Somebody says that the run goes on."""
-        self._pulse.heard()
+        self.core.heard(self._now)
 
-    def _beat(self) -> None:
-        if self.plan is None or self._chain is None:
-            return
-        self.members_changed()
-        committer = None if self.trainer is None else self.trainer.core
-        self._note_step(max(self.progress.step, 0 if committer is None else committer.step))
-        self.catch_up(self._living())
-        self._pulse.beat(self.plan)
+    def catch_up(self, peers: Sequence[PeerId]) -> None:
+        """Ask what of the chain is missing here."""
+        self.core.catch_up(peers)
 
     # Bookkeeping
 
     @property
-    def hosts(self) -> bool:
-        """Whether a stage is open here, or on its way."""
-        return self.hosting.is_opening or self.hosting.hosted is not None
+    def is_busy(self) -> bool:
+        """Whether there is no room for a stage here."""
+        return self._is_busy(self.me)
 
     @property
     def is_paused(self) -> bool:
         """Whether a minority, or a stage without a replica, waits."""
-        return self._state == "paused"
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is no room for a stage here."""
-        return self._hosts(self.me)
+        return self.core.state == "paused"
 
     def _make_hosted(self, plan: Plan, step: int | None) -> Hosted:
         return Hosted(
@@ -570,23 +469,16 @@ class Member(Turns):
     ) -> None:
         fetch_from(self.ask, sources, FetchState(plan, step), then)
 
-    def catch_up(self, peers: Sequence[PeerId]) -> None:
-        """Ask what of the chain is missing here."""
-        if self._chain is not None:
-            for peer in peers:
-                self.send_all(self._chain.tell(peer))
-
-    def _others(self, plan: Plan) -> list[PeerId]:
-        """The live members of a plan but for this peer."""
-        alive = self._setting.alive(self.me)
-        return [peer for peer in plan.members if peer != self.me and alive.get(peer, False)]
-
     def others(self) -> list[PeerId]:
-        """The same of the plan in force."""
-        return [] if self.plan is None else self._others(self.plan)
+        """The live members of the plan in force, without this peer."""
+        return self.core.others()
 
     def _living(self) -> list[PeerId]:
         """Who could hand something over; whoever was in the run has what it kept of it."""
-        alive = self._setting.alive(self.me)
         known = () if self._chain is None else self._chain.acquainted
-        return [peer for peer in known if alive.get(peer, False)]
+        live = self._told(True)
+        return [peer for peer in known if peer in live]
+
+
+def _nothing(reply: Any) -> None:
+    """Nobody waits for it."""

@@ -21,7 +21,7 @@ from gossip.scope import Place, Scope
 from gossip.swim import Swim
 from node.services.driver import Core
 from partition.plan.agreement import Agreement
-from partition.run.branches import Branches
+from partition.run.member import Parts
 from partition.steps.committer import Committer
 from partition.steps.replica import Replica
 
@@ -88,4 +88,4 @@ class Cores:
     replica: Callable[..., Any] = Replica
     committer: Callable[..., Any] = Committer
     agreement: Callable[..., Any] = Agreement
-    branches: Callable[..., Any] = Branches
+    member: Parts = Parts()  # noqa: RUF009 - frozen

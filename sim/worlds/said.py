@@ -6,7 +6,8 @@ The same as `node.runs.requests`, without what only real data and real strangers
 from dataclasses import dataclass, field
 
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan
+from partition.plan.plan import NOTHING
+from partition.run.asks import Request
 
 MESSAGE_BYTES = 256
 """What a message counts on the network: most are names of plans and some numbers."""
@@ -35,34 +36,6 @@ class Saved:
 
 
 # Questions
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Who plans to a newcomer: open the stage, for this plan may soon be decided."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Release:
-    """The same: that plan did not come about."""
-
-    plan: bytes
-
-
-@dataclass(frozen=True)
-class Start:
-    """Committer to a newcomer: this plan is in force."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Renew:
-    """Committer to member: the run goes on."""
-
-    plan: bytes
 
 
 @dataclass(frozen=True)
@@ -106,21 +79,7 @@ class FetchCopy:
     stage: int
 
 
-Question = Prepare | Release | Start | Renew | End | FetchState | ExportStage | KeepCopy | FetchCopy
-
-
-@dataclass(frozen=True)
-class Declined:
-    """An answer: no, and why."""
-
-    reason: str
-
-
-class Done:
-    """An answer: it was done."""
-
-
-DONE = Done()
+Question = Request | End | FetchState | ExportStage | KeepCopy | FetchCopy
 
 
 # On disks

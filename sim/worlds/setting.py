@@ -10,6 +10,7 @@ from sim.scenario import Training
 from sim.watch import Broken
 from sim.worlds.replaceable import Cores
 from sim.worlds.said import Question
+from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Ground, Streams
 from sim.worlds.summing import Truth
 
@@ -35,6 +36,7 @@ class Setting:
     put: Callable[[PeerId, PeerId, Question, Answer], None]
     """Hands a question of the first peer to the second."""
     counters: Counter[str]
+    slots: Slots
 
     @property
     def requester(self) -> PeerId:

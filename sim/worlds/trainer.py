@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from crypto.identity import PeerId
-from node.runs.placement import START_SECONDS_MAX
 from partition.plan.plan import Plan, plan_hash
 from partition.run.failures import Failures
+from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.messages import Open, StepCommit, Synced
@@ -32,8 +32,11 @@ class Shell(Protocol):
     def absent(self, peer: PeerId, reason: str) -> None:
         """The next plan must do without this peer."""
 
-    def committed(self, step: int) -> None:
+    def committed_steps(self, step: int) -> None:
         """So many steps are."""
+
+    def paused(self, step: int) -> None:
+        """No step is open."""
 
     def trained(self, reason: str | None) -> None:
         """The last step is committed and evaluated; or why that will never be."""
@@ -112,6 +115,11 @@ class Trainer:
                 self._synced.add(sender)
             self._send_all(self.core.receive(self._setting.ground.now, sender, message))
 
+    def pause(self) -> None:
+        """Open nothing after this step."""
+        if self.core is not None:
+            self._send_all(self.core.pause(self._setting.ground.now))
+
     def suspect(self, peer: PeerId) -> None:
         """It may be dead."""
         if self.core is not None:
@@ -147,13 +155,16 @@ class Trainer:
 
     # What the committer says
 
-    def follow(self) -> None:
-        """Act on the committer's events."""
+    def follow(self) -> bool:
+        """Act on the committer's events; whether there were any."""
+        had_any = False
         while self.core is not None and self.core.events:
+            had_any = True
             events, self.core.events[:] = list(self.core.events), []
             for event in events:
                 if not self.is_over:
                     self._on_event(event)
+        return had_any
 
     def _on_event(self, event: Any) -> None:
         match event:
@@ -165,6 +176,8 @@ class Trainer:
                     self._shell.absent(event.peer, event.reason)
                 else:
                     self._shell.trained(over)
+            case core.StepsPaused():
+                self._shell.paused(event.step)
             case core.TrainingEvaluated():
                 self._shell.trained(None)
             case core.TrainingFailed(stage=None):
@@ -176,7 +189,7 @@ class Trainer:
     def _step_applied(self, event: core.StepApplied) -> None:
         setting, plan, commit = self._setting, self._plan, self._commit
         setting.check_loss(event.step, event.loss)
-        self._shell.committed(event.step + 1)
+        self._shell.committed_steps(event.step + 1)
         if commit is None or event.attempt not in attempts(plan):
             return  # committed under the plan before, and only told again
         counted = tuple(

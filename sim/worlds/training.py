@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
+from node.runs.member import LEAVE_SECONDS_MAX
 from node.runs.requests import PIPELINE_PROTOCOL
 from partition.plan.plan import NOTHING, Plan, StagePlan
 from sim.happenings import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
@@ -21,13 +22,15 @@ from sim.network.instants import instant
 from sim.scenario import Training
 from sim.seeds import draw, seeded_rng
 from sim.worlds.life import Ground, Life
-from sim.worlds.members import Member
+from sim.worlds.members import RATE, Member
 from sim.worlds.said import Disk, Question
 from sim.worlds.setting import Setting
+from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Streams
-from sim.worlds.succeeding import RATE
 from sim.worlds.summing import Truth
 
+LOOK_SECONDS = 0.1
+"""A peer that leaves looks so often whether the others go on without it."""
 AGAIN_SECONDS = 1.0
 """A run that cannot be placed yet, because too few of its members are up, is tried again after so long."""
 
@@ -54,6 +57,7 @@ class TrainingRuns:
         self._slowness: dict[PeerId, float] = {}
         self._thaws: dict[PeerId, float] = {}
         self._runs: list[_Run] = []
+        self.slots = Slots(lambda: self.now)
         self._of: dict[PeerId, list[_Run]] = {}
         peers, first = ground.peers, 0
         for number, training in enumerate(ground.scenario.runs):
@@ -87,6 +91,7 @@ class TrainingRuns:
                 known[event.peer] = True
             case MemberDown() | MemberLeft():
                 known[event.peer] = False
+                self.slots.release_all(life.peer, event.peer)
             case MemberForgotten():
                 known.pop(event.peer, None)
             case MemberSuspected():
@@ -112,6 +117,22 @@ class TrainingRuns:
 
     def _slowed(self, life: Life, event: PeerSlowed) -> None:
         self._slowness[life.peer] = event.factor
+
+    def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
+        """Have the other members take over what `peer` does in its runs. `then` comes once they have, or
+        after as long as a node waits for that."""
+        members = [member for run in self._of.get(peer, ()) if (member := run.member(peer)) is not None]
+        until = self.now + LEAVE_SECONDS_MAX
+
+        def look() -> None:
+            if self.now < until and any(not member.is_out for member in members):
+                self.at(instant(self.now + LOOK_SECONDS), look)
+            else:
+                then()
+
+        for member in members:
+            member.turn(member.leave)
+        look()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
         """Where each member of a run that is up is, for whoever has to find out why it hangs."""
@@ -157,9 +178,9 @@ class TrainingRuns:
         """How many times longer than usual it computes."""
         return self._slowness.get(peer, 1.0)
 
-    def hosts(self, peer: PeerId) -> bool:
-        """Whether it holds a stage of any run."""
-        return any(run.hosts(peer) for run in self._of.get(peer, ()))
+    def is_busy(self, peer: PeerId) -> bool:
+        """Whether it holds a stage of any run, or has promised to."""
+        return not self.slots.is_free(peer) or any(run.hosts(peer) for run in self._of.get(peer, ()))
 
 
 class _Run:
@@ -198,6 +219,7 @@ class _Run:
             slowness=runs.slowness,
             put=self._put,
             counters=runs.counters,
+            slots=runs.slots,
         )
         runs.at(training.at_seconds, self._begin)
 
@@ -228,7 +250,7 @@ class _Run:
         rng = seeded_rng(self._seed, "agreement", setting.number, peer, self._lives[peer])
         disk = self._disks.setdefault(peer, Disk())
         member = self._members[peer] = Member(
-            setting, peer, disk, rng, has_forgotten=has_forgotten, hosts=self._runs.hosts
+            setting, peer, disk, rng, has_forgotten=has_forgotten, is_busy=self._runs.is_busy
         )
         return member
 
@@ -261,6 +283,9 @@ class _Run:
         member = self._members.get(peer)
         if member is not None and about in self._setting.pool:
             member.turn(lambda: member.suspected(about))
+
+    def member(self, peer: PeerId) -> Member | None:
+        return self._members.get(peer)
 
     def hosts(self, peer: PeerId) -> bool:
         member = self._members.get(peer)
@@ -318,7 +343,12 @@ def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[P
 
 
 def _beginning(member: Member, plan: Plan) -> Callable[[], None]:
-    return lambda: member.turn(lambda: member.begin(plan))
+    def begin() -> None:
+        if plan.committer == member.me:
+            member.place()
+        member.begin(plan)
+
+    return lambda: member.turn(begin)
 
 
 def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float], None]:

@@ -19,6 +19,7 @@ class Turns:
         self.me = me
         self._setting = setting
         self._is_alive = True
+        self.slots = setting.slots
 
     def settle(self) -> None:
         """Do all that follows from an action."""

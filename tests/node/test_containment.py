@@ -150,7 +150,7 @@ def test_the_log_has_the_traceback_and_the_screen_one_line(
 def test_a_place_is_named_by_its_function() -> None:
     from functools import partial
 
-    assert place_of(partial(partial(Telling.begin), 1)) == "Telling.begin"
+    assert place_of(partial(partial(Telling.show), 1)) == "Telling.show"
 
 
 @on_both_networks

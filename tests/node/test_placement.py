@@ -10,10 +10,11 @@ import trio
 from crypto.encoding import encode
 from crypto.identity import PeerId
 from node.events import RunPlanned
-from node.runs.placement import CLAIM_RATIO_MAX, DECLINERS_MAX, Decliners, Offer, cap_claims
+from node.runs.placement import CLAIM_RATIO_MAX, Offer, cap_claims
 from node.runtime import Node
 from node.services.capacity import Capacity
 from node.services.membership import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
+from partition.run.decliners import DECLINERS_MAX, Decliners
 from tests.stack import manifest, simulate, swarm, train
 
 ENORMOUS = 9e18

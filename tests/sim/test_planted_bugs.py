@@ -20,9 +20,11 @@ from node.services.driver import Sends
 from partition.plan.agreement import Agreement, ForkFound
 from partition.plan.reach import Instance
 from partition.plan.votes import AgreementMessage, Head
+from partition.run.draining import Draining
+from partition.run.member import Parts
 from partition.steps.replica import RemoveReady, Replica, WorkItem
 from sim.checkers import checkers_for
-from sim.churn.model import Event
+from sim.churn.model import Churn, Event
 from sim.network.model import NetworkModel
 from sim.scenario import Checks, Membership, Records, Scenario, Start, Training
 from sim.watch import Broken, Observed, Watch
@@ -161,6 +163,31 @@ FORKED_RUN = Scenario(
 
 def test_a_run_of_which_both_branches_give_way_is_found_with_the_first_seed() -> None:
     assert seeds_until("branches", FORKED_RUN, agreement=HearsOfItself) == 1
+
+
+class ForgetsLeaves(Draining):
+    """It passes over what members say that want to leave."""
+
+    def note(self, now: float, peer: PeerId) -> None:
+        del now, peer
+
+
+LEFT_RUN = Scenario(
+    name="left-run",
+    about="members say goodbye, each the last of its stage",
+    nodes=8,
+    seconds=40.0,
+    start=Start(spread_seconds=2.0),
+    membership=Membership(preset="local"),
+    records=Records(enabled=False),
+    churn=Churn(permanent=0),
+    events=(Event(at_seconds=14.0, kind="leave", share=0.25, lasts_seconds=0.0),),
+    runs=(Training(members=8, replicas=1, stages=4, steps=60, at_seconds=10.0, pass_seconds=0.05),),
+)
+
+
+def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
+    assert seeds_until("goodbyes", LEFT_RUN, member=Parts(draining=ForgetsLeaves)) <= SEEDS_MAX
 
 
 class DecidesAlone(Agreement):

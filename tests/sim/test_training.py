@@ -13,7 +13,7 @@ import pytest
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberUp
-from node.runs.pulse import RENEW_SECONDS
+from partition.run.timeouts import RENEW_SECONDS
 from partition.steps.replica import ReduceReady, Replica, WorkItem
 from sim.churn.model import Churn
 from sim.happenings import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
@@ -299,8 +299,8 @@ def test_what_takes_the_place_of_a_core_is_what_is_driven() -> None:
 
         return make
 
-    cores = Cores(**{name: counting(name) for name in ("replica", "committer", "agreement")})
-    assert_done(Troubled(scenario(training(), seconds=40), 1, cores).play(), 10)
+    counted: dict[str, Any] = {name: counting(name) for name in ("replica", "committer", "agreement")}
+    assert_done(Troubled(scenario(training(), seconds=40), 1, Cores(**counted)).play(), 10)
     assert made == {"replica": 4, "committer": 1, "agreement": 7}
 
 

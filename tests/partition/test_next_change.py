@@ -4,10 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.identity import PeerId
-from node.runs.placement import Offer
-from node.runs.succession import Hopeless, Outlook, next_change, ranked
 from partition.plan.change import Change, Joining, successor
 from partition.plan.plan import NOTHING, Plan, StagePlan, check_plan
+from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
 def peer(number: int) -> PeerId:
@@ -27,12 +26,12 @@ PLAN = Plan(
 CHECKPOINT = (b"c" * 32, 40)
 
 
-def view(absent: tuple[PeerId, ...] = (), **changes: object) -> Outlook:
+def view(absent: tuple[PeerId, ...] = (), **changes: object) -> PlanInputs:
     fields = {"plan": PLAN, "absent": frozenset(absent), "wanted": (2, 2), **changes}
-    return Outlook(**fields)  # type: ignore[arg-type]  # fields by name
+    return PlanInputs(**fields)  # type: ignore[arg-type]  # fields by name
 
 
-def change_of(outlook: Outlook) -> Change:
+def change_of(outlook: PlanInputs) -> Change:
     found = next_change(outlook)
     assert isinstance(found, Change)
     successor(outlook.plan, found)
@@ -50,7 +49,7 @@ def test_a_lost_replica_leaves_the_roster_and_its_stage_goes_on_with_the_other()
 
 
 def test_candidates_that_declined_come_after_all_others() -> None:
-    offers = [Offer(peer(number), rate, 1, has_slot=True) for number, rate in ((1, 9e9), (2, 8e9), (3, 1e9))]
+    offers = [(peer(number), rate) for number, rate in ((1, 9), (2, 8), (3, 1))]
     order = ranked(offers, first=(), roster=(), last={peer(1), peer(2)})
     assert [candidate for candidate, _ in order] == [peer(3), peer(1), peer(2)]
     order = ranked(offers, first={peer(2)}, roster={peer(3)}, last=())
@@ -81,10 +80,10 @@ def test_a_replica_without_its_memory_may_come_back_to_its_own_stage_empty() -> 
 
 def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None:
     nobody = next_change(view((THIRD, FOURTH), restorable=CHECKPOINT))
-    assert isinstance(nobody, Hopeless)
+    assert isinstance(nobody, NoViablePlan)
     assert "stage 2 of 2 has no replica left" in nobody.reason
     nothing = next_change(view((THIRD, FOURTH), candidates=((SPARE, 9),)))
-    assert isinstance(nothing, Hopeless)
+    assert isinstance(nothing, NoViablePlan)
     assert "no checkpoint" in nothing.reason
     assert nobody.lost == nothing.lost == (THIRD, FOURTH)
 

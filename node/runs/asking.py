@@ -1,0 +1,71 @@
+"""Requests of the run core on the wire: each `Ask` becomes one request, its answer one `Reply`."""
+
+from collections.abc import Callable
+
+from crypto.errors import RemoteProtocolError
+from node.errors import Unreachable
+from node.runs import requests as wire
+from node.runs.chain import ChainShell
+from node.runs.manifest import Run
+from node.runs.placement import lease
+from node.runs.service import Service
+from partition.plan.plan import encode_plan, plan_hash
+from partition.run.asks import (
+    Ask,
+    Asks,
+    Declined,
+    Done,
+    HoldStage,
+    OpenStage,
+    ReleaseStage,
+    RenewRun,
+    Reply,
+    StartRun,
+    Unanswered,
+)
+
+
+class AskShell:
+    """Puts what one member of a run asks; `chain` tells newcomers how their plan came about."""
+
+    def __init__(self, service: Service, run: Run, chain: ChainShell) -> None:
+        self._service = service
+        self._run = run
+        self._chain = chain
+
+    def put(self, asks: Asks, replied: Callable[[float, int, Reply], None]) -> None:
+        """Put all that is new, side by side; `replied` takes the time, an ask's number and its answer."""
+        for ask in asks.take():
+            self._service.start_task(self._put, ask, replied, of=self._run)
+
+    async def _put(self, ask: Ask, replied: Callable[[float, int, Reply], None]) -> None:
+        try:
+            reply = await self._answer(ask)
+        except Unreachable as error:
+            reply = Unanswered(f"{error.reason}: {error.detail}")
+        except RemoteProtocolError as error:  # nobody can be told how the plan came about
+            reply = Declined(str(error))
+        replied(self._service.seams.clock.monotonic(), ask.number, reply)
+
+    async def _answer(self, ask: Ask) -> Reply:
+        service, run, wanted = self._service, self._run, ask.request
+        request: wire.Request
+        match wanted:
+            case HoldStage():
+                history = self._chain.history(wanted.plan, wanted.change)
+                request = wire.LeaseRequest(run.fact, encode_plan(wanted.plan), wanted.stage, history)
+                reason = await lease(ask.peer, request, run, wanted.plan, service.signer, service.ask)
+                return Done() if reason is None else Declined(reason)
+            case OpenStage():
+                history = self._chain.history(wanted.plan, wanted.change)
+                request = wire.Prepare(run.fact, encode_plan(wanted.plan), history)
+            case StartRun():
+                request = wire.Start(run.fact, encode_plan(wanted.plan), self._chain.history(wanted.plan))
+            case RenewRun():
+                request = wire.Renew(run.id, plan_hash(wanted.plan))
+            case ReleaseStage():
+                request = wire.Release(run.id, plan_hash(wanted.plan))
+        reply = await service.ask(ask.peer, request, ask.seconds)
+        if isinstance(reply, wire.Done):
+            return Done()
+        return Declined(reply.reason if isinstance(reply, wire.Declined) else "not what was asked for")

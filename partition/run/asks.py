@@ -1,0 +1,105 @@
+"""What a member of a run asks of other nodes: requests that are answered once, or not at all.
+
+A part of the core appends an `Ask` to its `asks`; its driver puts the request to the peer, which may be this
+node itself, and hands the answer to `replied` under the ask's number. An answer that nobody waits for any
+more is ignored.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.change import Change
+from partition.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class HoldStage:
+    """Proposer to a provider: hold a slot for `stage` of `plan`, which `change` would lead to."""
+
+    plan: Plan
+    change: Change
+    stage: int
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """Proposer to a newcomer that holds a slot: open the stage, for `plan` may soon be decided."""
+
+    plan: Plan
+    change: Change
+
+
+@dataclass(frozen=True)
+class ReleaseStage:
+    """Proposer to a newcomer: `plan` did not come about."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class StartRun:
+    """Committer to a newcomer: `plan` is in force."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class RenewRun:
+    """Committer to a member: the run goes on under `plan`."""
+
+    plan: Plan
+
+
+Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun
+
+
+@dataclass(frozen=True)
+class Done:
+    """It was done."""
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The peer refuses, and why, in words for a person."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """There was no answer, and why: whether the peer is dead is for SWIM to say."""
+
+    reason: str
+
+
+Reply = Done | Declined | Unanswered
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request to `peer`, whose answer must come within `seconds`."""
+
+    number: int
+    peer: PeerId
+    request: Request
+    seconds: float
+
+
+class Asks:
+    """Requests that are to be put, in order; a driver empties it."""
+
+    def __init__(self) -> None:
+        self._numbers = iter(range(1, 2**63))
+        self._new: list[Ask] = []
+
+    def put(self, peer: PeerId, request: Request, seconds: float) -> int:
+        """Have `request` put to `peer`. Return the number under which the answer comes."""
+        ask = Ask(next(self._numbers), peer, request, seconds)
+        self._new.append(ask)
+        return ask.number
+
+    def take(self) -> Iterator[Ask]:
+        """Yield what is to be put, each once; also what is added meanwhile."""
+        while self._new:
+            yield self._new.pop(0)

@@ -1,0 +1,77 @@
+"""Whether a run still goes on: its committer renews it from time to time, and hears which members forgot it.
+
+SWIM says who is dead; here is what it cannot see: a member that was restarted so fast that nobody missed it,
+and a run that nobody speaks of any more, whose slot must not be held for ever.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan
+from partition.run import timeouts
+from partition.run.asks import Asks, Declined, RenewRun, Reply
+
+
+@dataclass(frozen=True)
+class MemberSilent:
+    """The peer, a member under `plan`, has forgotten the run."""
+
+    plan: Plan
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunSilent:
+    """Nobody speaks of the run any more."""
+
+    reason: str
+
+
+class Keepalive:
+    """One member's. `deadline` is when it wants to `wake`."""
+
+    def __init__(self, me: PeerId, now: float, asks: Asks) -> None:
+        self.asks = asks
+        self.events: list[MemberSilent | RunSilent] = []
+        self.deadline = now + timeouts.RENEW_SECONDS
+        self._me = me
+        self._heard_at = now
+        self._renewing: dict[int, tuple[Plan, PeerId]] = {}
+
+    def heard(self, now: float) -> None:
+        """Note a sign that the run goes on."""
+        self._heard_at = now
+
+    def wake(
+        self, now: float, plan: Plan | None, *, others: Collection[PeerId], is_paused: bool, is_opening: bool
+    ) -> None:
+        """Renew the run as its committer, or check how long it has been silent.
+
+        `others` are the living members of the plan in force, without this one. `is_paused`: a minority waits
+        for a majority. `is_opening`: this node's stage is being opened.
+        """
+        self.deadline = now + timeouts.RENEW_SECONDS
+        if plan is None:
+            return
+        if is_opening or plan.committer == self._me:
+            self.heard(now)
+        if plan.committer == self._me:
+            self._renewing.clear()  # an answer later than the next request tells nothing new
+            for peer in others:
+                number = self.asks.put(peer, RenewRun(plan), timeouts.RENEW_SECONDS_MAX)
+                self._renewing[number] = plan, peer
+            return
+        silence = now - self._heard_at
+        reason = f"nothing was heard of the run for {silence:.0f} s"
+        if silence >= (timeouts.PAUSE_SECONDS_MAX if is_paused else timeouts.SILENCE_SECONDS_MAX):
+            self.events.append(RunSilent(reason))
+        elif silence >= timeouts.COMMITTER_SILENCE_SECONDS_MAX:
+            self.events.append(MemberSilent(plan, plan.committer, f"it said nothing for {silence:.0f} s"))
+
+    def replied(self, _now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`; whether a peer that gives none is dead is for SWIM to say."""
+        renewed = self._renewing.pop(number, None)
+        if renewed is not None and isinstance(reply, Declined):
+            self.events.append(MemberSilent(*renewed, "it has forgotten the run"))

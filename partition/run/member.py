@@ -1,0 +1,540 @@
+"""One member's part in a run, from the first plan it hears of to its end: a sans-IO core.
+
+It follows the chain of plans, proposes the next one, renews the run or watches for its committer, tells
+others whom the next plan must do without, leaves its branch for a longer one, and moves by the table of
+states. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
+
+Not here: agreeing on plans (`partition.plan.agreement`, whose promises must be stored before its events come
+here), steps (`partition.steps`), and what a role computes: `Roles` tells of that.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from crypto.identity import PeerId, short_peer
+from partition.plan import agreement
+from partition.plan.agreement import Agreement
+from partition.plan.change import Change
+from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.run import keepalive, proposals
+from partition.run.asks import Asks, Reply
+from partition.run.branches import Branches, Verdict
+from partition.run.draining import Draining
+from partition.run.failures import Failures
+from partition.run.keepalive import Keepalive
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.progress import Progress
+from partition.run.proposals import Proposer, Surroundings
+from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
+
+INF = float("inf")
+
+
+class Roles(Protocol):
+    """What the driver tells of this node's roles under the plan in force."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether a stage is open here, or being opened."""
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a stage is being opened."""
+
+    @property
+    def committed(self) -> int | None:
+        """How many steps this node's committer has committed; None where it does not commit, or does not know
+        yet because its replicas are not synced."""
+
+    @property
+    def restorable(self) -> tuple[bytes, int] | None:
+        """The newest checkpoint that is whole somewhere, and its step."""
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether a newcomer can be told how the next plan came about."""
+
+
+@dataclass(frozen=True)
+class PlanFollowed:
+    """Messages of this plan are for this member from now on."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class PlanEntered:
+    """The plan is in force: what this node did as a trainer under the one before ends."""
+
+    plan: Plan
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class RolesGiven:
+    """Take the roles that the plan gives to this node, and only these. `lost_steps` are to be committed
+    again. `over`: end the run instead as its committer, for this reason."""
+
+    plan: Plan
+    change: Change | None
+    lost_steps: int
+    over: str | None
+
+
+@dataclass(frozen=True)
+class StateChanged:
+    """The run is in another state for this member, and why, for a person."""
+
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
+    branch of the run for another."""
+
+    is_branch: bool
+
+
+@dataclass(frozen=True)
+class LivingChanged:
+    """Those of the run that count as alive."""
+
+    living: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What should be decided after the plan of this hash; None for nothing."""
+
+    change: Change | None
+    parent: bytes
+
+
+@dataclass(frozen=True)
+class PauseWanted:
+    """As the committer: pause between two steps, because a member wants to leave."""
+
+
+@dataclass(frozen=True)
+class CheckpointFound:
+    """A checkpoint is whole, on several disks."""
+
+    step: int
+    checkpoint: bytes
+
+
+@dataclass(frozen=True)
+class RunFailed:
+    """The run cannot go on. Tell all members, or where it is not `for_all`, end it here only."""
+
+    reason: str
+    for_all: bool
+
+
+Event = (
+    PlanFollowed
+    | PlanEntered
+    | RolesGiven
+    | StateChanged
+    | Left
+    | LivingChanged
+    | Proposed
+    | PauseWanted
+    | CheckpointFound
+    | RunFailed
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The constructors of the parts that a test or a user may replace."""
+
+    branches: Any = Branches
+    draining: Any = Draining
+    keepalive: Any = Keepalive
+    proposer: Any = Proposer
+
+
+@dataclass
+class _Life:
+    """The parts of a member that has a plan."""
+
+    chain: Agreement
+    branches: Branches
+    proposer: Proposer
+    draining: Draining
+    keepalive: Keepalive
+
+
+class Member:
+    """One run at one node. `plan` is the one in force, None before the first.
+
+    `is_finishing`: as its committer it tells all that the run is over. `is_dropped`: this node takes no role
+    any more. `is_over`: nothing is said or done for the run any more.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        *,
+        requester: PeerId,
+        samples_per_step: int,
+        may_fork: bool,
+        around: Surroundings,
+        roles: Roles,
+        parts: Parts | None = None,
+    ) -> None:
+        self.plan: Plan | None = None
+        self.state: State = "submitted"
+        self.is_finishing = self.is_dropped = self.is_over = False
+        self.progress = Progress(samples_per_step)
+        self.failures = Failures()
+        self.asks = Asks()
+        self.sends: list[tuple[PeerId, Any]] = []
+        self.events: list[Event] = []
+        self._me = me
+        self._requester = requester
+        self._may_fork = may_fork
+        self._around = around
+        self._roles = roles
+        self._parts = parts or Parts()
+        self._life: _Life | None = None
+        self._is_stuck = False
+
+    @property
+    def commits(self) -> bool:
+        """Whether the plan in force makes this node its committer."""
+        return self.plan is not None and self.plan.committer == self._me
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        if self._life is None or self.is_over:
+            return INF
+        return min(self._life.proposer.deadline, self._life.keepalive.deadline)
+
+    def others(self) -> list[PeerId]:
+        """Return the living members of the plan in force, without this one."""
+        live, plan = self._around.live(), self.plan
+        return [peer for peer in plan.members if peer != self._me and peer in live] if plan else []
+
+    # The beginning
+
+    def place(self) -> None:
+        """Note that this node asks for the run, and looks for providers."""
+        self._change("leases wanted", "")
+
+    def begin(
+        self, now: float, chain: Agreement, wanted: tuple[int, ...], *, is_restart: bool = False
+    ) -> None:
+        """Keep the chain from here on. `wanted` are the replicas each stage began with.
+
+        A member that was restarted knows the chain and has lost its stage: it tells all others, also those
+        that were restarted themselves, and takes up nothing until a new plan gives it something.
+        """
+        make = self._parts
+        proposer = make.proposer(
+            self._me,
+            chain,
+            now,
+            requester=self._requester,
+            wanted=wanted,
+            around=self._around,
+            asks=self.asks,
+        )
+        self._life = _Life(
+            chain=chain,
+            branches=make.branches(self._me, chain, self.progress, may_fork=self._may_fork),
+            proposer=proposer,
+            draining=make.draining(proposer),
+            keepalive=make.keepalive(self._me, now, self.asks),
+        )
+        if is_restart:
+            self._restart(now, chain.head)
+        else:
+            self._adopt(now, self._life, chain.head, None)
+        self.members_changed(now)
+
+    def _restart(self, now: float, plan: Plan) -> None:
+        self.plan = plan
+        self.events.append(PlanFollowed(plan))
+        self._change("node restarted", "this node was restarted")
+        others = [peer for peer in plan.members if peer != self._me]
+        self.catch_up(others)
+        if plan.stage_of(self._me) is not None or self._me in plan.trainers:
+            self.exclude_for_all(now, self._me, "it was restarted", others)
+
+    # Plans
+
+    def on_chain(self, now: float, event: agreement.Event) -> None:
+        """Act on an event of the chain; what it promised for that is stored."""
+        life = self._life
+        if life is None or self.is_over:
+            return
+        match event:
+            case agreement.PlanDecided():
+                life.branches.decided(event.plan)
+                self._adopt(now, life, event.plan, event.change)
+            case agreement.QuorumLost():
+                self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
+            case agreement.QuorumFound():
+                self._in_force(life, "a majority is there again")
+            case agreement.ForkOpened():
+                life.proposer.changed(now)
+            case agreement.ForkFound() | agreement.LeftBehind():
+                self._on_fork(life, event)
+            case agreement.ChainBroken():
+                said = f"{short_peer(event.peer)} says that plan {event.height} was another"
+                self.events.append(RunFailed(f"{said}: its disk is lost", for_all=False))
+
+    def _adopt(self, now: float, life: _Life, plan: Plan, change: Change | None) -> None:
+        """A plan has come into force."""
+        before, self.plan = self.plan, plan
+        self.events.append(PlanFollowed(plan))
+        if self.is_finishing:
+            return  # some have heard the end already: now it is told in this plan's name
+        life.keepalive.heard(now)
+        reason = life.proposer.reasons(change.lost if change is not None else ())
+        if before is not None:
+            life.proposer.decided(now)
+        self.events.append(PlanEntered(plan, before is None))
+        if self.is_dropped:
+            return
+        if self._me not in plan.roster:
+            self._leave("the run goes on without this node", is_branch=False)
+            return
+        self._in_force(life, reason)
+        lost_steps, over = 0, None
+        if plan.restored != NOTHING:
+            lost_steps = self.progress.restored(plan.step)
+            over = self.failures.went_back(plan.step, self.progress.furthest, reason)
+        over = over if self.commits else None
+        self.events.append(RolesGiven(plan, change, lost_steps, over))
+        if over is None:
+            self._start_newcomers(life, plan, change)
+
+    def _start_newcomers(self, life: _Life, plan: Plan, change: Change | None) -> None:
+        """The committer has newcomers start; where it is one of them, all others do."""
+        joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
+        if self.commits or plan.committer in joined:
+            life.proposer.start(plan, [PeerId(peer) for peer in joined])
+
+    def _in_force(self, life: _Life, reason: str) -> None:
+        """The run goes on, with all the replicas it began with or with fewer."""
+        plan = self.plan
+        if plan is None or self._me not in plan.roster:
+            return
+        self._is_stuck = False
+        cause = cause_of(plan, life.proposer.wanted)
+        usual = f"plan {plan.height}" if cause == "plan in force" else "fewer replicas than it began with"
+        self._change(cause, reason or usual)
+
+    def catch_up(self, peers: Collection[PeerId]) -> None:
+        """Ask what of the chain is missing here."""
+        if self._life is not None:
+            for peer in peers:
+                self.sends += self._life.chain.tell(peer)
+
+    # Branches
+
+    def _on_fork(self, life: _Life, event: agreement.ForkFound | agreement.LeftBehind) -> None:
+        if self.is_finishing:
+            return
+        roles = self._roles
+        verdict = life.branches.judge(
+            event, self.plan, live=self._around.live(), committed=roles.committed, hosts=roles.hosts
+        )
+        if verdict is Verdict.ABANDON and self.plan is not None:
+            name = plan_hash(self.plan)
+            self.sends += [(peer, GivenUp(name)) for peer in self.others()]
+        if verdict is not Verdict.STAY:
+            self._leave(life.branches.farewell, is_branch=True)
+
+    def _leave(self, reason: str, *, is_branch: bool) -> None:
+        """The run goes on elsewhere: from now on nothing is committed here."""
+        self.is_over = True
+        self._change("quorum lost", reason)
+        self.events.append(Left(is_branch))
+
+    # Members that the next plan must do without
+
+    def exclude(self, now: float, peer: PeerId, reason: str) -> None:
+        """Take this member's own view: a committer tells the others, the others only propose."""
+        if self.commits:
+            self.exclude_for_all(now, peer, reason)
+        elif self._life is not None:
+            self._life.proposer.exclude(now, peer, reason)
+
+    def exclude_for_all(
+        self, now: float, peer: PeerId, reason: str, others: Collection[PeerId] | None = None
+    ) -> None:
+        """As the committer, or about this node: have the next plan do without this peer, and tell everybody
+        with a vote."""
+        life, plan = self._life, self.plan
+        if life is None or plan is None or self.is_over or peer in life.proposer.absent:
+            return
+        life.proposer.exclude(now, peer, reason)
+        message = Absent(plan_hash(plan), (peer,), reason[:REASON_LENGTH_MAX])
+        self.sends += [(other, message) for other in (self.others() if others is None else others)]
+
+    def leave(self, now: float) -> None:
+        """Tell all that this node wants to leave."""
+        if self.plan is not None and self._life is not None and not self.is_over:
+            message = Leaving(plan_hash(self.plan))
+            self.sends += [(peer, message) for peer in self.others()]
+            self._note_leaving(now, self._life, self._me)
+
+    def _note_leaving(self, now: float, life: _Life, peer: PeerId) -> None:
+        life.draining.note(now, peer)
+        self.look_for_leavers()
+
+    def look_for_leavers(self) -> None:
+        """As the committer: pause before a member leaves that its stage can do without."""
+        if self.commits and self._life is not None and self._life.draining.ready():
+            self.events.append(PauseWanted())
+
+    def paused(self, now: float, step: int) -> None:
+        """As the committer: no step is open, so a member that wants to leave takes nothing with it."""
+        for peer in self._life.draining.ready() if self._life is not None else ():
+            self.exclude_for_all(now, peer, f"it leaves after step {step}")
+
+    # Steps
+
+    def note_step(self, step: int) -> None:
+        """Take it that `step` steps are committed, and claim so."""
+        self.progress.note(step)
+        self._claim()
+
+    def show_step(self, step: int) -> bool:
+        """Note that the step of this number was committed; whether it is to be shown, and was not before."""
+        is_new = self.progress.show(step)
+        if is_new:
+            self._claim()
+        return is_new
+
+    def _claim(self) -> None:
+        if self._life is not None:
+            self.progress.claim(self._life.chain, hosts=self._roles.hosts)
+
+    def training_over(self, reason: str | None) -> None:
+        """As the committer: the last step is committed, or training failed."""
+        self._change("training over", "the last step is committed" if reason is None else reason)
+
+    def ended(self, outcome: str) -> None:
+        """The run is over here."""
+        if self.state not in OVER:
+            self.state = after(self.state, CAUSE_OF[outcome])
+
+    # What comes in
+
+    def receive(self, now: float, sender: PeerId, message: Absent | Checkpointed | GivenUp | Leaving) -> None:
+        """A message about the run, of the plan in force. Raises RemoteProtocolError."""
+        life, plan = self._life, self.plan
+        if life is None or plan is None or self.is_over:
+            return
+        check_sender(plan, sender, message)
+        match message:
+            case Absent():
+                for peer in message.peers:
+                    life.proposer.exclude(now, PeerId(peer), message.reason)
+            case GivenUp():
+                self._leave(life.branches.farewell, is_branch=True)
+            case Checkpointed():
+                self.events.append(CheckpointFound(message.step, message.checkpoint))
+            case Leaving(at_once=True):
+                self.exclude_for_all(now, sender, "it has nothing to feed the run with")
+            case Leaving():
+                self._note_leaving(now, life, sender)
+
+    def heard(self, now: float) -> None:
+        """Note a sign that the run goes on."""
+        if self._life is not None:
+            self._life.keepalive.heard(now)
+
+    def members_changed(self, now: float) -> None:
+        """Look again at who lives."""
+        if self._life is not None:
+            self.events.append(LivingChanged(tuple(sorted(self._life.proposer.living(now)))))
+            self._life.proposer.changed(now)
+
+    def replied(self, now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`."""
+        if self._life is not None:
+            self._life.proposer.replied(now, number, reply)
+            self._life.keepalive.replied(now, number, reply)
+            self._follow(now, self._life)
+
+    def wake(self, now: float) -> None:
+        """Do what is due. Nothing is due before `deadline`."""
+        life = self._life
+        if life is None or self.is_over:
+            return
+        if now >= life.keepalive.deadline:
+            self._beat(now, life)
+        if now >= life.proposer.deadline:
+            roles = self._roles
+            change = life.proposer.think(now, restorable=roles.restorable, can_tell=roles.can_tell)
+            self.events.append(Proposed(change, life.chain.head_hash))
+        self._follow(now, life)
+
+    def give_up(self) -> None:
+        """Let newcomers that were asked go again: nothing is proposed any more."""
+        if self._life is not None:
+            self._life.proposer.give_up()
+
+    def _beat(self, now: float, life: _Life) -> None:
+        self.members_changed(now)
+        self.note_step(max(self.progress.step, self._roles.committed or 0))
+        live = self._around.live()
+        self.catch_up([peer for peer in life.chain.acquainted if peer in live])
+        life.keepalive.wake(
+            now,
+            self.plan,
+            others=self.others(),
+            is_paused=self.state == "paused",
+            is_opening=self._roles.is_opening,
+        )
+
+    def _follow(self, now: float, life: _Life) -> None:
+        """Act on what the parts tell."""
+        told = [*life.proposer.events, *life.keepalive.events]
+        life.proposer.events.clear()
+        life.keepalive.events.clear()
+        for event in told:
+            if not self.is_over:
+                self._on_part(now, life, event)
+
+    def _on_part(
+        self,
+        now: float,
+        life: _Life,
+        event: proposals.Event | keepalive.MemberSilent | keepalive.RunSilent,
+    ) -> None:
+        match event:
+            case keepalive.MemberSilent() | proposals.NewcomerFailed():
+                if self.plan == event.plan:
+                    self.exclude(now, event.peer, event.reason)
+            case keepalive.RunSilent():
+                self.events.append(RunFailed(event.reason, for_all=False))
+            case proposals.WayFound():
+                if self._is_stuck:
+                    self._in_force(life, "every stage has a replica again")
+            case proposals.NoWayFound():
+                self._on_no_way(now, life, event)
+
+    def _on_no_way(self, now: float, life: _Life, event: proposals.NoWayFound) -> None:
+        """No plan can follow: the run waits, and if that lasts the member that would propose one ends it."""
+        if not self._is_stuck:
+            self._is_stuck = True
+            self._change("stage lost", event.reason)
+        elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
+            self.events.append(RunFailed(event.reason, for_all=True))
+
+    def _change(self, cause: Cause, reason: str) -> None:
+        state = after(self.state, cause)
+        if state != self.state:
+            self.state = state
+            self.events.append(StateChanged(state, reason))

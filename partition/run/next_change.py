@@ -1,0 +1,97 @@
+"""Which change of the plan should be decided next: who is lost, who joins which stage, who is admitted."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.change import JOININGS_MAX, Change, Joining
+from partition.plan.plan import NOTHING, Plan
+from partition.run import timeouts
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What one member knows. `wanted` are the replicas each stage began with.
+
+    `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will
+    go and still help. `candidates` could take a stage, the best first. `restorable` is the newest checkpoint
+    and its step, if there is one. Only a member that `asks` knows of candidates.
+    """
+
+    plan: Plan
+    absent: frozenset[PeerId]
+    leaving: frozenset[PeerId] = frozenset()
+    candidates: tuple[tuple[PeerId, int], ...] = ()
+    wanted: tuple[int, ...] = ()
+    restorable: tuple[bytes, int] | None = None
+    newcomers: tuple[PeerId, ...] = ()
+    may_refill: bool = True
+    asks: bool = True
+
+
+@dataclass(frozen=True)
+class NoViablePlan:
+    """No plan can follow as things are, and why, in words for a person; `waits_seconds` is how long that may
+    yet change. `lost` are those who would be needed."""
+
+    reason: str
+    waits_seconds: float
+    lost: tuple[PeerId, ...] = ()
+
+
+def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
+    """Return what should be decided next, None for nothing."""
+    plan = view.plan
+    lost = set(plan.roster) & view.absent
+    candidates = [row for row in view.candidates if plan.stage_of(row[0]) is None or row[0] in lost]
+    left = [[peer for peer in stage.replicas if peer not in lost] for stage in plan.stages]
+    joined: list[Joining] = []
+    empty = [number for number, peers in enumerate(left) if not peers]
+    held = {number: tuple(PeerId(peer) for peer in plan.stages[number].replicas) for number in empty}
+    if empty and view.restorable is None:
+        where = f"stage {empty[0] + 1} of {len(left)}"
+        reason = f"{where} lost its last replica, and no checkpoint holds its parameters"
+        return NoViablePlan(reason, timeouts.LOST_SECONDS_MAX, held[empty[0]])
+    for number in empty:
+        if not candidates:
+            reason = f"stage {number + 1} of {len(left)} has no replica left"
+            reason += ", and no member has room for it" if view.asks else ""
+            return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
+        peer, rate = candidates.pop(0)
+        joined.append(Joining(peer, number, rate))
+    staying = [[peer for peer in peers if peer not in view.leaving] for peers in left]
+    for number, peers in enumerate(staying):
+        # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
+        # is filled if there is one.
+        is_last = not peers and number not in empty
+        is_short = bool(view.wanted) and len(peers) + (number in empty) < view.wanted[number]
+        refills = is_short and view.may_refill and not lost and not joined
+        if candidates and len(joined) < JOININGS_MAX and (is_last or refills):
+            peer, rate = candidates.pop(0)
+            joined.append(Joining(peer, number, rate))
+    admitted = tuple(peer for peer in view.newcomers if peer not in plan.roster and not lost)
+    if not lost and not joined and not admitted:
+        return None
+    if not set(plan.roster) - lost and not joined:
+        return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
+    restored, step = view.restorable if empty and view.restorable else (NOTHING, 0)
+    return Change(
+        lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
+    )
+
+
+def ranked(
+    free: Collection[tuple[PeerId, int]],
+    *,
+    first: Collection[bytes],
+    roster: Collection[bytes],
+    last: Collection[bytes],
+) -> tuple[tuple[PeerId, int], ...]:
+    """Order candidates, each with its rate: those who come `first`, members of the `roster`, then the
+    fastest; those who come `last`, for they declined lately, after all others, so that a few who never come
+    do not take turns."""
+    return tuple(
+        sorted(
+            free, key=lambda row: (row[0] not in first, row[0] in last, row[0] not in roster, -row[1], row[0])
+        )
+    )

@@ -1,0 +1,309 @@
+"""What one member of a run would have decided next, and how newcomers are asked before that.
+
+Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
+member proposes what needs nobody new. A newcomer with a stage leases a slot, in the order of peer ids, all or
+none; then all open their stages while the run goes on under the plan it has; then the change is proposed.
+Not here: which change that is (`next_change`), and how it is decided (`partition.plan.agreement`).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, short_peer
+from partition.plan.agreement import Agreement
+from partition.plan.change import Change, successor
+from partition.plan.plan import Plan, committee
+from partition.run import timeouts
+from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
+from partition.run.decliners import Decliners
+from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a member sees of other nodes: those believed alive, itself included; those known to be dead or to
+    have left; those with a free slot, and their rates."""
+
+    live: Callable[[], Collection[PeerId]]
+    gone: Callable[[], Collection[PeerId]]
+    free: Callable[[], Collection[tuple[PeerId, int]]]
+
+
+@dataclass(frozen=True)
+class WayFound:
+    """A plan can follow, or none is needed."""
+
+
+@dataclass(frozen=True)
+class NoWayFound:
+    """No plan can follow; where it `is_final`, that has lasted too long."""
+
+    reason: str
+    is_final: bool
+
+
+@dataclass(frozen=True)
+class NewcomerFailed:
+    """The peer did not take `plan`, which is in force and counts on it."""
+
+    plan: Plan
+    peer: PeerId
+    reason: str
+
+
+Event = WayFound | NoWayFound | NewcomerFailed
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A change that needs newcomers, the plan it makes, and how far they are."""
+
+    change: Change
+    plan: Plan
+    to_lease: list[PeerId]
+    asked: dict[int, PeerId] = field(default_factory=dict)
+    leased: list[PeerId] = field(default_factory=list)
+    is_opening: bool = False
+    is_done: bool = False
+
+    @property
+    def rows(self) -> dict[PeerId, int]:
+        """The stage that each newcomer is to hold."""
+        return {PeerId(row.peer): row.stage for row in self.change.joined}
+
+    @property
+    def newcomers(self) -> list[PeerId]:
+        """All of them, also those admitted without a stage."""
+        return [*self.rows, *(PeerId(peer) for peer in self.change.admitted)]
+
+
+class Proposer:
+    """One member's proposals. `deadline` is when it wants to `think` again.
+
+    `absent` are members that the next plan must do without, and why; `leaving` want to go. `wanted` are the
+    replicas that each stage began with.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        chain: Agreement,
+        now: float,
+        *,
+        requester: PeerId,
+        wanted: tuple[int, ...],
+        around: Surroundings,
+        asks: Asks,
+    ) -> None:
+        self.asks = asks
+        self.events: list[Event] = []
+        self.absent: dict[PeerId, str] = {}
+        self.leaving: set[PeerId] = set()
+        self.wanted = wanted
+        self.deadline = now
+        self._me = me
+        self._chain = chain
+        self._requester = requester
+        self._around = around
+        self._began = now
+        self._settled_at = 0.0
+        self._busy: dict[PeerId, float] = {}
+        self._decliners = Decliners()
+        self._no_way_since: float | None = None
+        self._pending: _Pending | None = None
+        self._starting: dict[int, tuple[Plan, PeerId]] = {}
+
+    # What is known
+
+    def changed(self, now: float) -> None:
+        """Think again: something it looks at may be different."""
+        self.deadline = min(self.deadline, now)
+
+    def exclude(self, now: float, peer: PeerId, reason: str) -> None:
+        """Have the next plan do without this member, which may be alive."""
+        self.absent.setdefault(peer, reason)
+        self.changed(now)
+
+    def decided(self, now: float) -> None:
+        """Note that a plan has come into force: members absent under the last one may have come back."""
+        roster = set(self._chain.head.roster)
+        self.leaving &= roster
+        self.absent.clear()
+        self._settled_at = now
+        self.changed(now)
+
+    def reasons(self, lost: Collection[bytes]) -> str:
+        """Return why members were lost, for a person; as far as that is known here."""
+        known = [(peer, self.absent[PeerId(peer)]) for peer in lost if PeerId(peer) in self.absent]
+        return "; ".join(f"{short_peer(PeerId(peer))}: {reason}" for peer, reason in known)
+
+    def living(self, now: float) -> set[PeerId]:
+        """Return those ever on the roster that count as alive.
+
+        For a while that includes members this node has not heard of yet: news of a newcomer takes some rounds
+        of gossip.
+        """
+        alive, gone = self._around.live(), self._around.gone()
+        is_new = now < self._began + timeouts.UNMET_SECONDS
+        known = {self._me, *self._chain.acquainted}
+        return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
+
+    def has_majority(self, now: float) -> bool:
+        """Whether the living of the committee could decide."""
+        alive, voters = self.living(now), committee(self._chain.head)
+        return 2 * sum(peer in alive for peer in voters) > len(voters)
+
+    def can_leave(self, peer: PeerId) -> bool:
+        """Whether nothing is lost if this member goes between two steps."""
+        plan = self._chain.head
+        stage = plan.stage_of(peer)
+        return stage is None or any(
+            other != peer and other not in self.leaving and other not in self.absent
+            for other in plan.stages[stage].replicas
+        )
+
+    def is_proposer(self, now: float) -> bool:
+        """Whether this member is the first living one of the committee: it asks newcomers."""
+        alive, voters = self.living(now), committee(self._chain.head)
+        # A member that is to be lost cannot bring the plan without it to others; unless all are.
+        order = [*(peer for peer in voters if peer not in self.absent), *voters]
+        return next((peer for peer in order if peer in alive), None) == self._me
+
+    # What is proposed
+
+    def think(
+        self, now: float, *, restorable: tuple[bytes, int] | None, can_tell: bool = True
+    ) -> Change | None:
+        """Return what to propose now, None for nothing; newcomers are asked first.
+
+        `restorable` is the newest checkpoint and its step. A newcomer can join only where this member
+        `can_tell` how its plan came about.
+        """
+        self.deadline = now + timeouts.REFILL_SECONDS
+        view, pending = self._inputs(now, restorable, can_tell), self._pending
+        if pending is not None and not self._still_fits(pending, view):
+            self._drop(pending)
+            pending = None
+        if pending is not None:
+            return pending.change if pending.is_done else None
+        found = next_change(view)
+        if isinstance(found, NoViablePlan):
+            reasons = self.reasons(found.lost)
+            self._no_way(
+                now, replace(found, reason=f"{found.reason} ({reasons})" if reasons else found.reason)
+            )
+            return None
+        self._no_way_since = None
+        self.events.append(WayFound())
+        if found is None or not (found.joined or found.admitted):
+            return found
+        try:
+            plan = successor(view.plan, found)
+        except RemoteProtocolError:
+            return None
+        self._pending = pending = _Pending(found, plan, [])
+        pending.to_lease = sorted(pending.rows)
+        self._ask_next(pending)
+        return None
+
+    def replied(self, now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`."""
+        if number in self._starting:
+            plan, peer = self._starting.pop(number)
+            if not isinstance(reply, Done):
+                self.events.append(NewcomerFailed(plan, peer, reply.reason))
+            return
+        pending = self._pending
+        if pending is None or number not in pending.asked:
+            return
+        peer = pending.asked.pop(number)
+        if not isinstance(reply, Done):
+            self._busy[peer] = now + timeouts.BUSY_SECONDS
+            self._decliners.note(peer, now)
+            # One that gave no answer too: it may have leased, and its answer was lost.
+            self._drop(pending, [*pending.leased, peer])
+        elif not pending.is_opening:
+            pending.leased.append(peer)
+            self._ask_next(pending)
+        else:
+            pending.is_done = not pending.asked
+        self.changed(now)
+
+    def start(self, plan: Plan, peers: Collection[PeerId]) -> None:
+        """Have newcomers start with a plan that is in force."""
+        for peer in [peer for peer in peers if peer != self._me]:
+            number = self.asks.put(peer, StartRun(plan), timeouts.LEASE_SECONDS_MAX)
+            self._starting[number] = plan, peer
+
+    def give_up(self) -> None:
+        """Let newcomers that were asked go again: nothing is proposed any more."""
+        if self._pending is not None:
+            self._drop(self._pending)
+
+    def _ask_next(self, pending: _Pending) -> None:
+        """Lease one slot after another, then have all newcomers open their stages."""
+        if pending.to_lease:
+            peer = pending.to_lease.pop(0)
+            request = HoldStage(pending.plan, pending.change, pending.rows[peer])
+            pending.asked[self.asks.put(peer, request, timeouts.LEASE_SECONDS_MAX)] = peer
+            return
+        pending.is_opening = True
+        for peer in pending.newcomers:
+            opening = OpenStage(pending.plan, pending.change)
+            pending.asked[self.asks.put(peer, opening, timeouts.PREPARE_SECONDS_MAX)] = peer
+
+    def _drop(self, pending: _Pending, peers: Collection[PeerId] = ()) -> None:
+        """Give up a change; those that were asked release their slots, unless it was decided."""
+        self._pending = None
+        if pending.plan == self._chain.head:
+            return
+        asked = dict.fromkeys([*peers, *pending.leased, *pending.asked.values()])
+        for peer in asked:
+            if peer in pending.rows:
+                self.asks.put(peer, ReleaseStage(pending.plan), timeouts.LEASE_SECONDS_MAX)
+
+    def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
+        """Whether it follows the newest plan, loses whom it should, and its newcomers live."""
+        live = self._around.live()
+        return (
+            pending.plan.parent == self._chain.head_hash
+            and set(pending.change.lost) == set(view.plan.roster) & view.absent
+            and all(peer in live and peer not in self.leaving for peer in pending.newcomers)
+        )
+
+    def _no_way(self, now: float, found: NoViablePlan) -> None:
+        """Report that no plan can follow once that has lasted: a missing member may come back at once."""
+        if self._no_way_since is None:
+            self._no_way_since = now
+        seconds = now - self._no_way_since
+        if seconds >= timeouts.REFILL_SECONDS:
+            self.events.append(NoWayFound(found.reason, seconds >= found.waits_seconds))
+
+    def _inputs(self, now: float, restorable: tuple[bytes, int] | None, can_tell: bool) -> PlanInputs:
+        plan, alive = self._chain.head, self.living(now)
+        absent = frozenset(
+            PeerId(peer) for peer in plan.roster if peer not in alive or PeerId(peer) in self.absent
+        )
+        asks = self.is_proposer(now) and can_tell
+        return PlanInputs(
+            plan=plan,
+            absent=absent,
+            leaving=frozenset(self.leaving - absent),
+            candidates=self._candidates(plan, now) if asks else (),
+            wanted=self.wanted,
+            restorable=restorable,
+            newcomers=(self._requester,) if asks and self._may_come(self._requester, now) else (),
+            may_refill=asks and now >= self._settled_at + timeouts.REFILL_SECONDS,
+            asks=asks,
+        )
+
+    def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
+        free = [row for row in self._around.free() if self._may_come(row[0], now)]
+        # The proposer must be in the plan that it brings to others, also where it has lost its memory itself.
+        first = {self._me} & set(self.absent)
+        return ranked(free, first=first, roster=set(plan.roster), last=self._decliners.now(now))
+
+    def _may_come(self, peer: PeerId, now: float) -> bool:
+        is_here = peer in self._around.live() and peer not in self.leaving
+        return is_here and self._busy.get(peer, now) <= now

@@ -1,0 +1,340 @@
+"""One member's core: what it says, asks and does as plans come, members go, and answers arrive."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeVar, get_args
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.agreement import Agreement, QuorumFound, QuorumLost
+from partition.plan.change import Change, Joining, encode_change, successor
+from partition.plan.plan import NOTHING, Plan, StagePlan, committee, plan_hash
+from partition.plan.votes import Decided
+from partition.run import timeouts
+from partition.run.asks import Ask, Declined, Done, HoldStage, OpenStage, ReleaseStage, RenewRun, Unanswered
+from partition.run.member import (
+    CheckpointFound,
+    Left,
+    Member,
+    PauseWanted,
+    PlanEntered,
+    Proposed,
+    RolesGiven,
+    RunFailed,
+    StateChanged,
+)
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving
+from partition.run.proposals import Surroundings
+from partition.run.states import NEXT, State
+
+Event = TypeVar("Event")
+
+PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 8))
+REQUESTER, ONE, TWO, THREE, FOUR, SPARE, OTHER = PEERS
+PLAN = Plan(
+    run=bytes(32),
+    parent=NOTHING,
+    height=0,
+    roster=PEERS[:5],
+    trainers=(REQUESTER,),
+    microbatches=4,
+    stages=(StagePlan(0, 1, (ONE, TWO), (1, 1)), StagePlan(1, 2, (THREE, FOUR), (1, 1))),
+)
+
+
+@dataclass
+class Node:
+    """A member with the roles that a test gives it; `free` have a slot."""
+
+    me: PeerId = REQUESTER
+    plan: Plan = PLAN
+    live: list[PeerId] = field(default_factory=lambda: list(PEERS))
+    gone: list[PeerId] = field(default_factory=list)
+    free: list[tuple[PeerId, int]] = field(default_factory=list)
+    hosts: bool = True
+    is_opening: bool = False
+    committed: int | None = None
+    restorable: tuple[bytes, int] | None = None
+    can_tell: bool = True
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        around = Surroundings(lambda: self.live, lambda: self.gone, lambda: self.free)
+        self.core = Member(
+            self.me, requester=REQUESTER, samples_per_step=8, may_fork=False, around=around, roles=self
+        )
+        self.chain = Agreement(self.me, self.plan, Random(1))
+
+    def begin(self, **how: Any) -> "Node":
+        self.core.begin(self.now, self.chain, (2, 2), **how)
+        return self
+
+    def die(self, *peers: PeerId) -> None:
+        self.live = [peer for peer in self.live if peer not in peers]
+        self.gone += peers
+        self.core.members_changed(self.now)
+
+    def at(self, now: float) -> "Node":
+        """All that is due until then, forgotten."""
+        self.now = now
+        self.core.wake(now)
+        return self
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.core.events if isinstance(event, kind)]
+
+    def decided(self, change: Change) -> Plan:
+        """Another member says that this change was decided."""
+        parent = self.chain.head
+        link = Decided(run=parent.run, parent=self.chain.head_hash, links=(encode_change(change),))
+        self.chain.receive(self.now, next(peer for peer in parent.members if peer != self.me), link)
+        events, self.chain.events[:] = list(self.chain.events), []
+        for event in events:
+            self.core.on_chain(self.now, event)
+        return self.chain.head
+
+    def asked(self) -> list[Ask]:
+        return list(self.core.asks.take())
+
+    def reply(self, ask: Ask, reply: Done | Declined | Unanswered) -> None:
+        self.core.replied(self.now, ask.number, reply)
+
+    def proposed(self) -> Change | None:
+        """What it proposes now."""
+        self.core.events.clear()
+        self.core.members_changed(self.now)
+        self.core.wake(self.now)
+        return self.of(Proposed)[-1].change
+
+
+def test_the_first_plan_gives_roles_and_sets_the_run_going() -> None:
+    node = Node().begin()
+    assert [type(event).__name__ for event in node.core.events[:4]] == [
+        "PlanFollowed",
+        "PlanEntered",
+        "StateChanged",
+        "RolesGiven",
+    ]
+    assert node.core.state == "running"
+    assert node.of(PlanEntered)[0].is_first
+
+
+def test_a_dead_member_is_proposed_to_be_lost() -> None:
+    node = Node().begin()
+    node.die(TWO)
+    assert node.proposed() == Change(lost=(TWO,))
+    node.decided(Change(lost=(TWO,)))
+    assert node.core.state == "degraded"
+
+
+def short_of_a_replica() -> tuple[Node, Plan]:
+    """The first of the committee, which asks, where TWO was lost and SPARE has room."""
+    plan = successor(PLAN, Change(lost=(TWO,)))
+    node = Node(committee(plan)[0], free=[(SPARE, 9), (OTHER, 5)]).begin()
+    node.die(TWO)
+    node.decided(Change(lost=(TWO,)))
+    node.at(timeouts.REFILL_SECONDS + 1)
+    return node, plan
+
+
+def test_a_newcomer_leases_then_opens_and_only_then_is_proposed() -> None:
+    node, _ = short_of_a_replica()
+    (lease,) = node.asked()
+    assert isinstance(lease.request, HoldStage)
+    assert (lease.peer, lease.request.stage) == (SPARE, 0)
+    assert node.proposed() is None
+    node.reply(lease, Done())
+    (opening,) = node.asked()
+    assert isinstance(opening.request, OpenStage)
+    assert node.proposed() is None
+    node.reply(opening, Done())
+    assert node.proposed() == Change(joined=(Joining(SPARE, 0, 9),))
+
+
+def test_a_newcomer_that_gives_no_answer_is_released_and_another_asked() -> None:
+    node, _ = short_of_a_replica()
+    (lease,) = node.asked()
+    node.reply(lease, Unanswered("timeout"))
+    (release,) = node.asked()
+    assert isinstance(release.request, ReleaseStage)
+    assert release.peer == SPARE
+    node.at(node.now)
+    (other,) = node.asked()
+    assert other.peer == OTHER
+    node.reply(lease, Done())  # late: nothing comes of it
+    assert node.asked() == []
+
+
+def test_newcomers_are_released_where_another_plan_is_decided() -> None:
+    node, _ = short_of_a_replica()
+    (lease,) = node.asked()
+    node.reply(lease, Done())
+    (opening,) = node.asked()
+    node.die(THREE)
+    node.at(node.now)
+    assert [(ask.peer, type(ask.request)) for ask in node.asked()] == [(SPARE, ReleaseStage)]
+    node.reply(opening, Done())
+    assert node.proposed() == Change(lost=(THREE,))
+
+
+def test_only_the_first_of_the_committee_asks() -> None:
+    plan = successor(PLAN, Change(lost=(TWO,)))
+    for me in committee(plan)[1:]:
+        node = Node(me, free=[(SPARE, 9)]).begin()
+        node.die(TWO)
+        node.decided(Change(lost=(TWO,)))
+        node.at(timeouts.REFILL_SECONDS + 1)
+        assert node.asked() == []
+
+
+def test_a_committer_renews_the_run_and_excludes_a_member_that_has_forgotten_it() -> None:
+    node = Node().begin().at(timeouts.RENEW_SECONDS)
+    renewals = [ask for ask in node.asked() if isinstance(ask.request, RenewRun)]
+    assert [ask.peer for ask in renewals] == [ONE, TWO, THREE, FOUR]
+    node.core.sends.clear()
+    node.reply(renewals[0], Unanswered("timeout"))
+    node.reply(renewals[1], Done())
+    assert node.core.sends == []
+    node.reply(renewals[2], Declined("no such run here"))
+    told = Absent(plan_hash(PLAN), (THREE,), "it has forgotten the run")
+    assert node.core.sends == [(peer, told) for peer in (ONE, TWO, THREE, FOUR)]
+
+
+def test_a_member_that_hears_nothing_excludes_the_committer_and_then_gives_up() -> None:
+    node = Node(ONE).begin()
+    beats = int(timeouts.SILENCE_SECONDS_MAX / timeouts.RENEW_SECONDS)
+    for beat in range(1, beats):
+        node.at(beat * timeouts.RENEW_SECONDS)
+    assert node.proposed() == Change(lost=(REQUESTER,))
+    assert not node.of(RunFailed)
+    node.at(beats * timeouts.RENEW_SECONDS)
+    (failed,) = node.of(RunFailed)
+    assert not failed.for_all
+
+
+def test_a_member_that_leaves_is_waited_for_between_two_steps() -> None:
+    node = Node().begin()
+    node.core.receive(0.0, TWO, Leaving(plan_hash(PLAN)))
+    assert node.of(PauseWanted)
+    assert node.proposed() is None, "it still helps"
+    node.core.paused(0.0, 7)
+    assert node.proposed() == Change(lost=(TWO,))
+
+
+def test_the_last_replica_that_leaves_is_replaced_first() -> None:
+    node, _ = short_of_a_replica()
+    node.asked()
+    node.core.receive(node.now, ONE, Leaving(plan_hash(node.chain.head)))
+    node.core.events.clear()
+    node.core.paused(node.now, 7)
+    assert ONE not in (node.proposed() or Change()).lost
+
+
+def test_a_member_that_was_restarted_says_that_its_stage_is_lost() -> None:
+    node = Node(THREE).begin(is_restart=True)
+    told = [message for _, message in node.core.sends if isinstance(message, Absent)]
+    assert len(told) == len(PLAN.roster) - 1
+    assert {message.peers for message in told} == {(THREE,)}
+    assert node.core.state == "paused"
+    assert not node.of(RolesGiven)
+
+
+def test_a_member_that_is_off_the_roster_leaves_and_says_nothing_more() -> None:
+    node = Node(TWO).begin()
+    node.decided(Change(lost=(TWO,)))
+    assert node.of(Left) == [Left(is_branch=False)]
+    node.core.sends.clear()
+    node.core.receive(1.0, REQUESTER, Absent(plan_hash(PLAN), (ONE,), "late"))
+    node.at(1_000.0)
+    assert node.core.sends == []
+    assert node.asked() == []
+    assert node.core.deadline == float("inf")
+
+
+def test_a_lost_stage_pauses_the_run_and_the_proposer_ends_it_in_the_end() -> None:
+    me = committee(PLAN)[0]
+    one, other = (ONE, TWO) if me not in (ONE, TWO) else (THREE, FOUR)
+    node = Node(me).begin()
+    node.die(one, other)
+    for second in range(int(timeouts.LOST_SECONDS_MAX + 2 * timeouts.REFILL_SECONDS)):
+        node.at(float(second))
+    assert node.core.state == "paused"
+    failed = node.of(RunFailed)[0]
+    assert failed.for_all
+    assert "no checkpoint holds its parameters" in failed.reason
+
+
+def test_every_outcome_ends_a_run_that_goes_on() -> None:
+    outcomes: tuple[tuple[str, State], ...] = (("done", "done"), ("failed", "failed"), ("stopped", "stopped"))
+    for outcome, state in outcomes:
+        node = Node().begin()
+        node.core.ended(outcome)
+        assert node.core.state == state
+        node.core.ended("failed")
+        assert node.core.state == state, "the first word counts"
+
+
+NAME = plan_hash(PLAN)
+MESSAGES = (
+    Absent(NAME, (ONE,), "gone"),
+    Absent(NAME, (THREE,), "gone"),
+    Leaving(NAME),
+    Leaving(NAME, at_once=True),
+    Checkpointed(NAME, 4, bytes(32)),
+    GivenUp(NAME),
+)
+REPLIES = (Done(), Declined("no"), Unanswered("silence"))
+
+
+@given(me=st.sampled_from(PLAN.members), seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_over(
+    me: PeerId, seed: int
+) -> None:
+    rng = Random(seed)
+    node = Node(me, free=[(SPARE, 9), (OTHER, 5)]).begin()
+    open_asks: list[Ask] = []
+    calls: list[Callable[[], object]] = [
+        lambda: node.at(node.now + rng.choice((0.0, 1.0, 10.0, 60.0))),
+        lambda: node.die(rng.choice(PLAN.members)) if rng.random() < 0.1 else None,
+        lambda: node.core.receive(node.now, rng.choice(PEERS), rng.choice(MESSAGES)),
+        lambda: node.core.leave(node.now),
+        lambda: node.core.paused(node.now, 3),
+        lambda: node.reply(rng.choice(open_asks), rng.choice(REPLIES)) if open_asks else None,
+        lambda: node.core.on_chain(node.now, QuorumLost(0, 1, 3)),
+        lambda: node.core.on_chain(node.now, QuorumFound(0)),
+        lambda: decide(node, rng),
+        lambda: node.core.show_step(rng.randrange(20)),
+    ]
+    for _ in range(60):
+        was_over = node.core.is_over
+        node.core.sends.clear()
+        with suppress(RemoteProtocolError):
+            rng.choice(calls)()
+        open_asks += node.asked()
+        assert node.core.state in get_args(State)
+        for event in node.of(StateChanged):
+            assert event.state in NEXT
+        assert not (was_over and node.core.sends), "it spoke after its end"
+
+
+def decide(node: Node, rng: Random) -> None:
+    """What this member proposes is decided, or something else."""
+    found = [event.change for event in node.of(Proposed) if event.change is not None]
+    plan = node.core.plan
+    if plan is None or node.core.is_over:
+        return
+    change = found[-1] if found and rng.random() < 0.8 else Change(lost=(rng.choice(plan.roster),))
+    node.core.events.clear()
+    node.decided(change)
+
+
+def test_a_checkpoint_that_the_committer_tells_of_is_known() -> None:
+    node = Node(ONE).begin()
+    node.core.receive(0.0, REQUESTER, Checkpointed(NAME, 4, bytes(32)))
+    assert node.of(CheckpointFound) == [CheckpointFound(4, bytes(32))]
