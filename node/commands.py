@@ -1,5 +1,6 @@
 """What the node on this machine does for its own client commands, over the control channel."""
 
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +16,8 @@ from node import state as views
 from node import toml
 from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
-from node.events import RunEnded
+from node.events import Event, RunEnded
+from node.history import EventHistory
 from node.runs import data as datasets
 from node.runs.checkpoint_store import document
 from node.runs.checkpoints import Checkpoints
@@ -43,6 +45,7 @@ class LocalNode(Protocol):
 
     peer: PeerId
     state: views.State
+    history: EventHistory
     seams: Seams
     membership: Membership
     discovery: Discovery
@@ -90,12 +93,26 @@ class Commands:
         rows = self._node.runs.left.items()
         return {"runs": [{"run": run, "handed_over": is_handed_over} for run, is_handed_over in rows]}
 
-    async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        """Every event from now on, until the client hangs up."""
+    async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:
+        """Events since a time (unix seconds), then, with `follow`, every one until the client hangs up."""
+        since, kinds = arguments.get("since"), arguments.get("kinds") or ()
+        text = str(arguments.get("text", "")).lower()
+
+        async def tell(event: Event) -> None:
+            if kinds and type(event).__name__ not in kinds:
+                return
+            document = views.event_document(event)
+            if text in json.dumps(document).lower():
+                await emit(document)
+
         with self._node.watch() as events:
-            async for event in events:
-                await emit(views.event_document(event))
-        return {}
+            if isinstance(since, int | float):
+                for _, event in self._node.history.since(since):
+                    await tell(event)
+            if arguments.get("follow", True):
+                async for event in events:
+                    await tell(event)
+        return {"forgotten": self._node.history.dropped}
 
     async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
         node = self._node

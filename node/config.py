@@ -8,11 +8,13 @@ only list of settings: the flags, the environment names and the file keys are al
 import os
 import platform
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -103,6 +105,15 @@ class Web:
 
 
 @dataclass(frozen=True)
+class Alerts:
+    """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
+    arguments."""
+
+    webhook: str = ""
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a node is told before it starts. An `observer` watches and takes no stage."""
 
@@ -114,6 +125,7 @@ class Config:
     swarm: Swarm = Swarm()
     resources: Resources = Resources()
     web: Web = Web()
+    alerts: Alerts = Alerts()
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -162,6 +174,11 @@ class _WebTable(msgspec.Struct, frozen=True):
     address: str | None = None
 
 
+class _AlertsTable(msgspec.Struct, frozen=True):
+    webhook: str | None = None
+    command: str | None = None
+
+
 class _File(msgspec.Struct, frozen=True):
     name: str | None = None
     data_dir: str | None = None
@@ -171,6 +188,7 @@ class _File(msgspec.Struct, frozen=True):
     swarm: _SwarmTable = _SwarmTable()
     resources: _ResourcesTable = _ResourcesTable()
     web: _WebTable = _WebTable()
+    alerts: _AlertsTable = _AlertsTable()
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -205,6 +223,22 @@ def read_web(text: str) -> Web:
             "the page is for this machine alone: want off, or such as 127.0.0.1:9748 (elsewhere: ssh -L)"
         )
     return Web(address)
+
+
+def read_webhook(text: str) -> str:
+    """A URL of this person's choice."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("want a URL such as https://alerts.example/peerloom")
+    return text
+
+
+def read_command(text: str) -> tuple[str, ...]:
+    """A program and its arguments, quoted as for a shell; none is run."""
+    command = tuple(shlex.split(text))
+    if not command:
+        raise ValueError("want a program and its arguments")
+    return command
 
 
 def read_memory(text: str) -> Memory:
@@ -316,6 +350,8 @@ RULES = (
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
     Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
     Rule("web", ("web", "address"), read_web),
+    Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
+    Rule("alert_command", ("alerts", "command"), read_command),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
 )
 _CONFIG_RULE = Rule("config", (), _read_path)
@@ -463,4 +499,5 @@ def _build(values: Mapping[str, Any]) -> Config:
             )
         ),
         web=values.get("web", Web()),
+        alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
     )

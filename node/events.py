@@ -286,5 +286,21 @@ class PageOpened(Event, frozen=True, kw_only=True):
     port_wanted: int
 
 
+class AlertRaised(Event, frozen=True, kw_only=True):
+    """Something is wrong (`node.alerts.rules.KINDS`). `about` is a run's id or empty, `level` warn or bad."""
+
+    alert: str
+    about: str
+    level: str
+    text: str
+
+
+class AlertCleared(Event, frozen=True, kw_only=True):
+    """It is no longer so."""
+
+    alert: str
+    about: str
+
+
 class NodeStopped(Event, frozen=True, kw_only=True):
     """This node said goodbye to the swarm."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 
+from node.alerts.service import Alerts
 from node.config import Config
 from node.containment import keep_running
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout
@@ -65,6 +66,7 @@ async def _serve_until_told(
     """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
     async with Node(config, report=report) as node, trio.open_nursery() as nursery:
         nursery.start_soon(_leave_on_signal, node.stopping)
+        nursery.start_soon(keep_running, "alerts", Alerts(node).run)
         if config.web.address is not None:
             page = Page(node)
             node.handlers["page"] = page.tell

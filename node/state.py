@@ -21,6 +21,8 @@ _OVER = ("done", "failed", "stopped")
 RUNS_KEPT_MAX = 256
 MEMBERS_KEPT_MAX = 2_048
 """Ended runs and gone members shown beside the present ones: the newest. Strangers make more of both."""
+ALERTS_MAX = 64
+"""Alerts shown at once: some kinds, for the runs that go on."""
 LOSSES_MAX = 100_000
 """Losses kept per run, so that a long run's curve stays whole within bounded memory."""
 
@@ -80,6 +82,7 @@ class State:
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
     page: events.PageOpened | None = None
+    alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def alive(self) -> tuple[MemberView, ...]:
@@ -115,6 +118,18 @@ def _(event: events.FencesTried, state: State) -> State:
 @_fold.register
 def _(event: events.PageOpened, state: State) -> State:
     return replace(state, page=event)
+
+
+@_fold.register
+def _(event: events.AlertRaised, state: State) -> State:
+    alerts = {**state.alerts, (event.alert, event.about): event}
+    return replace(state, alerts=MappingProxyType(dict(list(alerts.items())[-ALERTS_MAX:])))
+
+
+@_fold.register
+def _(event: events.AlertCleared, state: State) -> State:
+    alerts = {key: raised for key, raised in state.alerts.items() if key != (event.alert, event.about)}
+    return replace(state, alerts=MappingProxyType(alerts))
 
 
 @_fold.register
@@ -337,6 +352,10 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
         "page": state.page.address if state.page is not None else None,
+        "alerts": [
+            {"kind": raised.alert, "about": raised.about, "level": raised.level, "text": raised.text}
+            for raised in state.alerts.values()
+        ],
         "joins": [join_document(join) for join in state.joins],
         "members_alive": len(alive),
         "members_known": len(state.members),

@@ -26,7 +26,7 @@ FLOORS = (
     ("state", "transport", "storage"),
     ("services",),
     ("runs",),
-    ("control", "executor", "commands", "library", "runtime", "web", "process"),
+    ("control", "executor", "commands", "library", "runtime", "alerts", "web", "process"),
     ("cli", "__main__"),
 )
 

@@ -179,6 +179,10 @@ HISTORY: list[events.Event] = [
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
     events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
     events.MemberLeft(at=NOW, peer=peer(2)),
+    events.AlertRaised(
+        at=NOW, alert="disk_nearly_full", about="", level="warn", text="the disk is nearly full"
+    ),
+    events.AlertCleared(at=NOW, alert="disk_nearly_full", about=""),
     events.NodeStopped(at=NOW),
 ]
 
@@ -243,6 +247,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:19   run 01234567 goes on without this node
         22:13:19   refused 100 times so far: malformed
         22:13:20   lab-2 left
+        22:13:20   alert: the disk is nearly full
         22:13:20   said goodbye
         """
     )

@@ -9,7 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli import checkpoint, identity, leave, model, page, peers, runs, simulation, status, train
+from node.cli import (
+    checkpoint,
+    events,
+    identity,
+    leave,
+    model,
+    page,
+    peers,
+    runs,
+    simulation,
+    status,
+    top,
+    train,
+)
 from node.cli.demo.command import demo
 from node.cli.dispatch import DEBUG, dispatch
 from node.cli.doctor.command import doctor
@@ -25,6 +38,8 @@ app.command("doctor")(doctor)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)
 app.command("page")(page.page)
+app.command("events")(events.events)
+app.command("top")(top.top)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
 app.add_typer(model.app, name="model")

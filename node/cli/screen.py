@@ -83,6 +83,9 @@ class EventScreen:
                 lines.append(f"  On this machine:     python -m node status --data-dir {event['data_dir']}")
         return lines
 
+    def _alert(self, event: Event) -> list[str]:
+        return [_at(event, f"alert: {event['text']}")]
+
     def _page(self, event: Event) -> list[str]:
         port = event["address"].rpartition(":")[2]
         wanted = event["port_wanted"]
@@ -235,6 +238,7 @@ def _counted(count: int, what: str, plural: str) -> str:
 _RENDERERS = {
     "NodeStarted": EventScreen._started,
     "PageOpened": EventScreen._page,
+    "AlertRaised": EventScreen._alert,
     "CapacityMeasured": EventScreen._measured,
     "FencesTried": EventScreen._fences_tried,
     "JoinTried": EventScreen._join_tried,

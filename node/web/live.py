@@ -2,7 +2,7 @@
 
 A page begins with a snapshot and follows with what came after its number. Nothing is queued for a page: it
 has a place in one ring of deltas, and one that falls behind its end begins with a new snapshot. While nobody
-looks, events are only folded into the charts.
+looks, events are only folded into charts and metrics.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from node.history import EventHistory
 from node.state import State
 from node.web import views
 from node.web.charts import POINT_COLUMNS, Charts
+from node.web.metrics import Metrics
 
 TICK_SECONDS = 0.25
 """How often open pages are told what is new; a death has to be seen within two seconds."""
@@ -47,6 +48,7 @@ class Live:
     ) -> None:
         self.boot = boot
         self.charts = Charts()
+        self.metrics = Metrics()
         self.watchers = 0
         self.number = 0
         self._history = history
@@ -119,6 +121,7 @@ class Live:
         points: dict[str, list[object]] = {}
         marks: dict[str, list[object]] = {}
         for _, event in events:
+            self.metrics.take(event)
             new_points, new_marks = self.charts.take(event)
             for run, point in new_points:
                 points.setdefault(run, []).append(point)
@@ -145,6 +148,8 @@ class Live:
         runs, ended = views.runs_changed(before, state)
         found = {"members": rows, "gone": gone, "runs": runs, "runs_gone": ended}
         delta |= {name: value for name, value in found.items() if value}
+        if before.alerts is not state.alerts:
+            delta["alerts"] = views.alert_rows(state)
         now = self._wall()
         counters = self._counted
         if abs(now - self._counted_at) >= COUNTERS_SECONDS:
@@ -172,6 +177,7 @@ class Live:
             "member_columns": views.MEMBER_COLUMNS,
             "members": [views.member_row(member) for member in state.members.values()],
             "links": self._linked,
+            "alerts": views.alert_rows(state),
             "point_columns": POINT_COLUMNS,
             "runs": [views.run_row(view) for view in views.shown_runs(state).values()],
             "events": [_event_row(number, event) for number, event in events if number <= self._seen],

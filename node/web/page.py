@@ -5,6 +5,7 @@
     /api/export                                  events by filter, a line of JSON each
     /api/run/RUN  /api/events  /api/whatif       a run's course; events by filter; a plan without some peers
     /api/actions/...                             what changes something
+    /metrics                                     counters and gauges for Prometheus
     /static/...                                  scripts and styles of ours, and the vendored ones
 
 The page is no part of the node: it reads `State`, the history of events and the counters, and acts through
@@ -14,6 +15,7 @@ the same handlers as the command line. If it fails, it is begun again, and the n
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any, Protocol
 
@@ -28,7 +30,7 @@ from node.events import Event, PageOpened
 from node.history import EventHistory
 from node.seams import Seams
 from node.state import State
-from node.web import limits, views, whatif
+from node.web import limits, metrics, views, whatif
 from node.web.assets import Assets
 from node.web.door import Door, Request, Response, Send, Streaming, problem
 from node.web.guard import refuse_action
@@ -79,12 +81,14 @@ class Page:
         )
         self._streams = 0
         self._address = ""
+        self._door: Door | None = None
+        self._version = _version()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Raises OSError: this machine has no port for it."""
         wanted = self._node.config.web.address
         assert wanted is not None
-        door = Door(self.answer, wanted.host, wanted.port)
+        self._door = door = Door(self.answer, wanted.host, wanted.port)
         async with trio.open_nursery() as nursery:
             await nursery.start(door.run)
             host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
@@ -133,6 +137,8 @@ class Page:
         return self._read(path, request)
 
     def _read(self, path: str, request: Request) -> Response | Streaming:
+        if path == "/metrics":
+            return self._metrics()
         if path == "/api/view":
             self.live.tick()
             return _json(self.live.snapshot())
@@ -237,6 +243,16 @@ class Page:
                 if text in row.lower():
                     yield number, row
 
+    def _metrics(self) -> Response:
+        self.live.tick()
+        own = {
+            "page_watchers": float(self.live.watchers),
+            "page_connections_turned_away": float(self._door.turned_away) if self._door else 0.0,
+            "events_forgotten": float(self._node.history.dropped),
+        }
+        text = self.live.metrics.text(self._node.state, self._node.counters, own, self._version)
+        return Response(text, content_type=metrics.CONTENT_TYPE, headers=(("cache-control", "no-store"),))
+
     # Acting
 
     async def _act(self, request: Request, name: str) -> Response:
@@ -255,6 +271,13 @@ class Page:
         except PeerloomError as error:
             return problem(HTTPStatus.CONFLICT, str(error.what))
         return _json(msgspec.json.encode({"result": result}))
+
+
+def _version() -> str:
+    try:
+        return version("peerloom")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 async def _ignore(event: object) -> None:

@@ -87,6 +87,14 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
     }
 
 
+def alert_rows(state: State) -> list[dict[str, str]]:
+    """What is wrong now."""
+    return [
+        {"kind": raised.alert.replace("_", " "), "level": raised.level, "text": raised.text}
+        for raised in state.alerts.values()
+    ]
+
+
 def shown_runs(state: State) -> dict[str, RunView]:
     """All runs that go on, and the newest of those that have ended."""
     ended = [run for run, view in state.runs.items() if view.status in _OVER]

@@ -4,6 +4,7 @@ The command: what is checked before, what is cleaned up after, and what is writt
 between is `node.cli.demo.play`. Synchronous; neither trio nor torch is loaded here.
 """
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.demo.capture_process import Capturing
-from node.cli.demo.play import MODEL, RUN_FILE_START, STEPS, Play, run_text
+from node.cli.demo.play import MODEL, PAGE_NODE, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
 from node.cli.demo.screen import DemoScreen
 from node.cli.demo.story import Story
@@ -26,6 +27,7 @@ from node.cli.stopping import Stopped, StopSign
 from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.paths import short_path
 
+LINGER_SECONDS = 0.2
 STEPS_MIN, STEPS_MAX = 10, 100_000
 
 RESULT_NAME = "result.json"
@@ -47,7 +49,8 @@ def demo(
     _prepare(folder, steps)
     story = Story(steps)
     try:
-        weights = _play(story, folder, sys.stderr if as_json else sys.stdout, keep=keep)
+        stream = sys.stderr if as_json else sys.stdout
+        weights, seconds = _play(story, folder, stream, keep=keep, begun=begun)
     except Stopped:
         show(["stopped; no node is left running"], sys.stderr)
         raise typer.Exit(EXIT_FORCED) from None
@@ -55,7 +58,7 @@ def demo(
         show([f"  {line}" for line in error.lines], sys.stderr)
         raise
     document = story.result() | {"weights": weights, "picture": _draw(story, folder / PICTURE_NAME)}
-    document["total_seconds"] = round(time.monotonic() - begun, 3)
+    document["total_seconds"] = round(seconds, 3)
     (folder / RESULT_NAME).write_text(json.dumps(document, indent=2) + "\n")
     if as_json:
         show_json(document)
@@ -96,8 +99,11 @@ def _is_of_a_demo(run_file: Path) -> bool:
     return run_file.is_file() and run_file.read_bytes().startswith(RUN_FILE_START.encode())
 
 
-def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, Any]:
-    """Have the story happen, and clean up whatever comes; says where the weights are.
+def _play(
+    story: Story, folder: Path, stream: Any, *, keep: bool, begun: float
+) -> tuple[dict[str, Any], float]:
+    """Have the story happen, and clean up whatever comes; says where the weights are, and how many seconds
+    after `begun` they were.
 
     Raises:
         Stopped: by Ctrl-C.
@@ -105,7 +111,7 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
     """
     stop, screen = StopSign(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
-    swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause)
+    swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE)
     capturing = Capturing(folder / RUN_NAME, nodes_folder / GRAPH_NAME)
 
     def force() -> None:
@@ -119,7 +125,11 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
             play = Play(swarm, capturing, screen, story, stop)
             play.start_nodes()
             play.train()
-            return play.fetch(folder / WEIGHTS_NAME)
+            weights = play.fetch(folder / WEIGHTS_NAME)
+            seconds = time.monotonic() - begun
+            if stream.isatty() and play.page:
+                _linger(play.page, screen, stop)
+            return weights, seconds
         except Stopped:
             screen.close()
             show(["stopping... (Ctrl-C again: at once)"], sys.stderr)
@@ -131,6 +141,15 @@ def _play(story: Story, folder: Path, stream: Any, *, keep: bool) -> dict[str, A
             if keep:
                 swarm.keep_logs(folder / "logs")
             shutil.rmtree(nodes_folder, ignore_errors=True)
+
+
+def _linger(address: str, screen: DemoScreen, stop: StopSign) -> None:
+    """Keep the page open for the person at this terminal, until Ctrl-C."""
+    screen.close()
+    show([f"The page stays at {address} until Ctrl-C."], sys.stderr)
+    with contextlib.suppress(Stopped):
+        while True:
+            stop.pause(LINGER_SECONDS)
 
 
 def _draw(story: Story, path: Path) -> str | None:

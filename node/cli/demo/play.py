@@ -22,6 +22,8 @@ from node.cli.stopping import StopSign
 from node.errors import PeerloomError, RunFailed
 
 NAMES = ("a", "b", "c", "d", "e")
+PAGE_NODE = "d"
+"""Whose page shows the story: neither the starter, which leaves, nor who is likely to be killed."""
 STARTER = "e"
 """The node that asks for the run, and so trains it; the other four compute its stages."""
 MODEL = "simple-cnn"
@@ -100,7 +102,15 @@ class Play:
                 raise PeerloomError(f"the nodes did not all meet within {MEETING_SECONDS_MAX:.0f} s")
             self._stop.pause(LOOK_SECONDS)
         took = seconds_text(time.monotonic() - begun)
-        self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another")
+        shown = f"   watch: {self.page}" if self.page else ""
+        self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another{shown}")
+
+    @property
+    def page(self) -> str:
+        """The address of the page that shows this demo; empty where its node has none, or is no more."""
+        if self._story.victim is not None and self._story.victim.name == PAGE_NODE:
+            return ""
+        return str(self._swarm.status(PAGE_NODE).get("page") or "")
 
     def train(self) -> None:
         """Hand the run to the starter, follow it to its end, kill a replica on the way."""

@@ -109,6 +109,9 @@ class _Network:
 
 
 class _Clock:
+    def monotonic(self) -> float:
+        return trio.current_time()
+
     def wall(self) -> float:
         return STARTED + trio.current_time()
 

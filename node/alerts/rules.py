@@ -1,0 +1,167 @@
+"""The rules of alerts: from events and a few facts of this machine to what is wrong now. Pure.
+
+An alert is raised when its rule first holds and cleared when it no longer does; each has a kind, one of
+`KINDS`, and what it is about (a run, or nothing). Telling of it is `node.alerts.service`.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from node import events
+
+KINDS = (
+    "clock_off", "disk_nearly_full", "loss_not_finite", "loss_rising", "peer_misbehaves",
+    "replicas_below_wanted", "run_failed", "steps_slow",
+)  # fmt: skip
+RUNS_WATCHED_MAX = 64
+LOSSES_AVERAGED = 20
+LOSS_RISE = 1.5
+"""A mean of the newest losses so many times the lowest mean so far is a rise and no noise."""
+STEPS_REMEMBERED = 50
+SLOW_STEPS = 5
+SLOW_FACTOR = 3.0
+"""So many steps in a row, each so many times as long as the median of those before."""
+DEGRADED_SECONDS = 30.0
+"""A run that refills a stage is degraded for some seconds."""
+DISK_FREE_BYTES_MIN = 1 << 30
+DISK_FREE_SHARE_MIN = 0.03
+CLOCK_STEP_SECONDS_MAX = 2.0
+"""A wall clock that jumped by more against the monotonic one was set, and records may expire wrongly."""
+CLOCK_TOLD_SECONDS = 600.0
+REFUSED_PER_MINUTE_MAX = 300
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What is wrong. `level` is warn or bad; `about` a run's id or empty."""
+
+    kind: str
+    about: str
+    level: str
+    text: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.about
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is looked up on this machine: seconds of both clocks, the data folder's disk, refusals so far."""
+
+    monotonic: float
+    wall: float
+    disk_free_bytes: int
+    disk_total_bytes: int
+    protocol_errors: int
+
+
+@dataclass
+class _Run:
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES_AVERAGED))
+    lowest: float = math.inf
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    slow: int = 0
+    status: str = ""
+    since: float = 0.0
+    detail: str = ""
+
+
+class AlertRules:
+    """Folds events; `look` says what is wrong now."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+        self._offset: float | None = None
+        self._clock_set_at = -math.inf
+        self._clock_text = ""
+        self._errors: deque[tuple[float, int]] = deque(maxlen=64)
+
+    def take(self, event: events.Event) -> None:
+        """Fold one event in."""
+        match event:
+            case events.StepCommitted():
+                self._committed(self._run(event.run), event)
+            case events.RunChanged():
+                run = self._run(event.run)
+                if run.status != event.state:
+                    run.status, run.since = event.state, event.at
+                run.detail = event.reason
+            case events.RunEnded():
+                run = self._run(event.run)
+                run.status, run.since, run.detail = event.outcome, event.at, event.detail
+                run.slow = 0
+
+    def look(self, facts: Facts) -> dict[tuple[str, str], Alert]:
+        """All that is wrong now, by key."""
+        found = [alert for name, run in self._runs.items() for alert in _of_run(name, run, facts.wall)]
+        found += self._of_clock(facts) + _of_disk(facts) + self._of_peers(facts)
+        return {alert.key: alert for alert in found}
+
+    def _run(self, name: str) -> _Run:
+        run = self._runs.setdefault(name, _Run())
+        if len(self._runs) > RUNS_WATCHED_MAX:
+            del self._runs[next(iter(self._runs))]
+        return run
+
+    def _committed(self, run: _Run, event: events.StepCommitted) -> None:
+        if len(run.seconds) >= SLOW_STEPS:
+            run.slow = run.slow + 1 if event.seconds > SLOW_FACTOR * median(run.seconds) else 0
+        if run.slow == 0:  # what is slow must not become what is usual while it is watched
+            run.seconds.append(event.seconds)
+        run.losses.append(event.loss)
+        if len(run.losses) == LOSSES_AVERAGED and all(map(math.isfinite, run.losses)):
+            run.lowest = min(run.lowest, sum(run.losses) / LOSSES_AVERAGED)
+
+    def _of_clock(self, facts: Facts) -> list[Alert]:
+        offset = facts.wall - facts.monotonic
+        if self._offset is not None and abs(offset - self._offset) > CLOCK_STEP_SECONDS_MAX:
+            self._clock_set_at = facts.monotonic
+            self._clock_text = f"the clock of this machine jumped by {offset - self._offset:+.1f} s"
+        self._offset = offset
+        is_recent = facts.monotonic - self._clock_set_at < CLOCK_TOLD_SECONDS
+        return [Alert("clock_off", "", "warn", self._clock_text)] if is_recent else []
+
+    def _of_peers(self, facts: Facts) -> list[Alert]:
+        self._errors.append((facts.monotonic, facts.protocol_errors))
+        while len(self._errors) > 2 and facts.monotonic - self._errors[0][0] > 60.0:
+            self._errors.popleft()
+        more = facts.protocol_errors - self._errors[0][1]
+        if more <= REFUSED_PER_MINUTE_MAX:
+            return []
+        text = f"peers broke the protocol {more} times within a minute; each time it was refused"
+        return [Alert("peer_misbehaves", "", "warn", text)]
+
+
+def _of_run(name: str, run: _Run, wall: float) -> list[Alert]:
+    found = []
+    short = name[:8]
+    if run.status == "failed":
+        return [Alert("run_failed", name, "bad", f"run {short} failed: {run.detail}")]
+    if run.status in ("done", "stopped"):
+        return []
+    if run.losses and not math.isfinite(run.losses[-1]):
+        found.append(Alert("loss_not_finite", name, "bad", f"the loss of run {short} is not finite"))
+    elif len(run.losses) == LOSSES_AVERAGED and all(map(math.isfinite, run.losses)):
+        mean = sum(run.losses) / LOSSES_AVERAGED
+        if mean > LOSS_RISE * run.lowest > 0 and mean - run.lowest > 0.1:
+            text = f"the loss of run {short} rises: {mean:.3g} after {run.lowest:.3g}"
+            found.append(Alert("loss_rising", name, "warn", text))
+    if run.slow >= SLOW_STEPS:
+        usual = median(run.seconds)
+        text = f"the last {run.slow} steps of run {short} took {SLOW_FACTOR:g} times the usual {usual:.3g} s"
+        found.append(Alert("steps_slow", name, "warn", text))
+    if run.status in ("degraded", "paused") and wall - run.since > DEGRADED_SECONDS:
+        text = f"run {short} has been {run.status} for {wall - run.since:.0f} s: {run.detail}"
+        found.append(Alert("replicas_below_wanted", name, "warn", text))
+    return found
+
+
+def _of_disk(facts: Facts) -> list[Alert]:
+    free, total = facts.disk_free_bytes, facts.disk_total_bytes
+    if total <= 0 or (free > DISK_FREE_BYTES_MIN and free > DISK_FREE_SHARE_MIN * total):
+        return []
+    text = f"the disk of the data folder has {free / 1e9:.2f} of {total / 1e9:.0f} GB free"
+    return [Alert("disk_nearly_full", "", "warn", text)]

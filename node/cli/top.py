@@ -1,0 +1,146 @@
+"""`python -m node top`: the page in a terminal, for machines without a browser.
+
+It asks the node once a second, as `status` and `peers` do; the lines are made by one pure function.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.client import ask, request
+from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.render import bytes_text, capacity_text, seconds_text, short_id, show, show_json, table
+from node.cli.screen import EventScreen
+
+RUNS_SHOWN_MAX = 4
+EVENT_LINES_MAX = 8
+EVENTS_SECONDS = 600.0
+BARS = " .:-=+*#%@"
+_OVER = ("done", "failed", "stopped")
+_HOME_AND_CLEAR = "\x1b[H\x1b[J"
+
+
+def top(
+    context: typer.Context,
+    every: Annotated[
+        float, typer.Option(min=0.2, max=60.0, metavar="SECONDS", help="How often to look.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, as without a terminal.")] = False,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the swarm, runs and newest events, again and again, until Ctrl-C."""
+    folder = find_data_dir(context, data_dir)
+    curves: dict[str, list[float]] = {}
+    while True:
+        status, peers = ask(folder, "status"), ask(folder, "peers")
+        if as_json:
+            show_json({"schema": "peerloom/top/1", "status": status, "peers": peers["peers"]})
+            return
+        for run in status["runs"]:
+            if run["loss"] is not None:
+                curves.setdefault(run["run"], []).append(run["loss"])
+                del curves[run["run"]][:-200]
+        since = {"since": time.time() - EVENTS_SECONDS, "follow": False}
+        happened = [reply["event"] for reply in request(folder, "events", since) if "event" in reply]
+        size = shutil.get_terminal_size()
+        lines = top_lines(status, peers["peers"], happened, curves, size.columns, size.lines)
+        if once or not sys.stdout.isatty():
+            show(lines)
+            return
+        sys.stdout.write(_HOME_AND_CLEAR)
+        show(lines)
+        try:
+            time.sleep(every)
+        except KeyboardInterrupt:
+            return
+
+
+def top_lines(
+    status: Mapping[str, Any],
+    peers: Sequence[Mapping[str, Any]],
+    happened: Sequence[Mapping[str, Any]],
+    curves: Mapping[str, Sequence[float]],
+    width: int,
+    height: int,
+) -> list[str]:
+    """The screen, at most `width` by `height`: this node, runs, members, events."""
+    counts = {
+        name: sum(peer["status"] == name for peer in peers) for name in ("alive", "suspect", "dead", "left")
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nobody else"
+    lines = [
+        f"{status['name']}  {short_id(status['peer'])}   up {seconds_text(status['up_seconds'])}, "
+        f"swarm {status['swarm']}: {told}"
+    ]
+    if status["capacity"] is not None:
+        lines.append(f"  {capacity_text(status['capacity'])}")
+    runs = sorted(status["runs"], key=lambda run: run["status"] in _OVER)[:RUNS_SHOWN_MAX]
+    names = {status["peer"]: status["name"]} | {peer["peer"]: peer["name"] for peer in peers}
+    for run in runs:
+        lines += ["", *_run_lines(run, names, curves.get(run["run"], ()), width)]
+    recent = _event_lines(happened)
+    room = max(3, height - len(lines) - len(recent) - 5)
+    lines += ["", *_member_lines(peers, room)]
+    if recent:
+        lines += ["", *recent]
+    return [line[:width] for line in lines[: max(1, height - 1)]]
+
+
+def _run_lines(
+    run: Mapping[str, Any], names: Mapping[str, str], curve: Sequence[float], width: int
+) -> list[str]:
+    loss = "-" if run["loss"] is None else f"{run['loss']:.4f}"
+    step, last = f"step {run['step']} of {run['steps']}", run["last_step"]
+    rate = f"  {last['samples'] / last['seconds']:.0f} samples/s" if last and last["seconds"] else ""
+    bubble = f"  bubble {last['bubble']:.0%}" if last else ""
+    title = f"run {run['run'][:8]}  {run['model']} on {run['data'][:16]}  {run['status']}"
+    lines = [f"{title}  {step}  loss {loss}{rate}{bubble}"]
+    if len(curve) > 1:
+        lines.append(f"  loss {sparkline(curve, max(10, width - 10))}")
+    stages = run["plan"]["stages"] if run["plan"] else []
+    for number, stage in enumerate(stages):
+        who = " ".join(names.get(peer) or short_id(peer) for peer in stage["replicas"])
+        used = last["utilisation"][number] if last and number < len(last["utilisation"]) else None
+        busy = "" if used is None else f"  busy {used:4.0%} {'#' * round(20 * min(1.0, used))}"
+        lines.append(
+            f"  stage {number + 1}  layers {stage['layers'][0]}-{stage['layers'][1] - 1}  {who}{busy}"
+        )
+    return lines
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve of one line, in letters that every terminal has; the newest values, at most `width`."""
+    shown = [value for value in values if value == value][-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
+
+
+def _member_lines(peers: Sequence[Mapping[str, Any]], room: int) -> list[str]:
+    order = {"suspect": 0, "dead": 1, "alive": 2, "left": 3}
+    ranked = sorted(peers, key=lambda peer: (order.get(peer["status"], 4), peer["since_seconds"]))
+    rows = [
+        (
+            peer["name"] or "-",
+            short_id(peer["peer"]),
+            peer["status"] + (f": {peer['reason']}" if peer["reason"] not in ("", peer["status"]) else ""),
+            seconds_text(peer["since_seconds"]),
+            bytes_text(peer["capacity"]["memory_free_bytes"]) if peer["capacity"] else "-",
+        )
+        for peer in ranked[:room]
+    ]
+    if not rows:
+        return []
+    more = [f"  and {len(ranked) - room} more"] if len(ranked) > room else []
+    return [*table(("MEMBER", "PEER", "STATUS", "SINCE", "FREE"), rows), *more]
+
+
+def _event_lines(happened: Sequence[Mapping[str, Any]]) -> list[str]:
+    screen = EventScreen()
+    lines = [line for event in happened if event["kind"] != "StepCommitted" for line in screen.lines(event)]
+    return lines[-EVENT_LINES_MAX:]

@@ -1,0 +1,207 @@
+"""`/metrics`: what this node has done and is, in the text form of Prometheus.
+
+Names begin with `peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds
+of events and reasons that our own code names. No peer and no run is a label: there is no end of them. What
+events tell is counted from the start of the page on; the rest is read when it is asked for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import psutil
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from node import events
+from node.alerts.rules import KINDS
+from node.state import State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+STAGES_MAX = 64
+MEMBER_STATUSES = ("alive", "suspect", "dead", "left")
+TRAFFIC = frozenset(
+    {
+        "beacons_heard", "beacons_sent", "connections_used_again", "cookies_sent", "cookies_shown",
+        "datagrams_received", "datagrams_sent", "dial_backs", "initiations_sent", "messages_by_stream",
+        "packets_sent", "sessions_begun", "streams_opened", "streams_served",
+    }
+)  # fmt: skip
+"""Counters of what went well; all others count something refused, dropped or broken."""
+
+
+class Metrics:
+    """Counts what events tell, and writes everything down when it is asked for."""
+
+    def __init__(self) -> None:
+        self._kinds: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+        self._last: events.StepCommitted | None = None
+        self._accuracy: float | None = None
+        self._steps = Histogram(
+            "peerloom_step_seconds",
+            "Time from a step's opening to its commit, of runs this node is in. Steps lost to a checkpoint "
+            "count each time they are committed; placing and resuming are not counted.",
+            buckets=STEP_BUCKETS,
+            registry=None,
+        )
+
+    def take(self, event: events.Event) -> None:
+        """Count one event."""
+        self._kinds[type(event).__name__] += 1
+        match event:
+            case events.StepCommitted():
+                self._last = event
+                self._sums["samples"] += event.samples
+                self._sums["forward"] += sum(event.sent_bytes)
+                self._sums["backward"] += sum(event.returned_bytes)
+                self._steps.observe(event.seconds)
+            case events.ReplicaDropped():
+                self._sums["replayed"] += event.microbatches_replayed
+            case events.RunResumed():
+                self._sums["lost"] += event.lost_steps
+            case events.RunEvaluated():
+                self._accuracy = event.accuracy
+
+    def text(
+        self, state: State, counters: Mapping[str, int], own: Mapping[str, float], version: str
+    ) -> bytes:
+        """Everything, in the text form. `own` is what the page tells of itself, by name of a gauge."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collected([*self._told(), *_present(state, counters), *_own(own, version)]))
+        registry.register(self._steps)
+        return generate_latest(registry)
+
+    def _told(self) -> Iterable[Metric]:
+        """What events have told so far."""
+        happened = CounterMetricFamily(
+            "peerloom_events",
+            "Events of this node by kind. What is refused below a threshold is counted, but is no event.",
+            labels=["kind"],
+        )
+        for kind in sorted(kind.__name__ for kind in events.Event.__subclasses__()):
+            happened.add_metric([kind], self._kinds[kind])
+        yield happened
+        yield _counter(
+            "steps_committed", "Steps committed in runs this node is in.", self._kinds["StepCommitted"]
+        )
+        yield _counter(
+            "samples", "Samples of committed steps. Replays are not counted.", self._sums["samples"]
+        )
+        yield _counter(
+            "replicas_dropped",
+            "Replicas that died in a step, as this node saw it.",
+            self._kinds["ReplicaDropped"],
+        )
+        yield _counter(
+            "microbatches_replayed",
+            "Micro-batches computed again because whoever had summed them is gone. Those of steps that a "
+            "checkpoint took back are not counted.",
+            self._sums["replayed"],
+        )
+        yield _counter("steps_lost", "Steps computed again from a checkpoint.", self._sums["lost"])
+        sent = CounterMetricFamily(
+            "peerloom_frame_bytes",
+            "Bytes of frames between stages of committed steps, of all stages of a run and not of this node "
+            "alone. Framing, gossip and checkpoints are not counted.",
+            labels=["direction"],
+        )
+        for direction in ("forward", "backward"):
+            sent.add_metric([direction], self._sums[direction])
+        yield sent
+        yield from self._last_step()
+
+    def _last_step(self) -> Iterable[Metric]:
+        step = self._last
+        yield _gauge("last_loss", "Loss of the newest step of any run.", step.loss if step else None)
+        yield _gauge(
+            "last_bubble_ratio", "Share of it that no replica computed.", step.bubble if step else None
+        )
+        yield _gauge("last_replicas", "Replicas of the newest step.", step.replicas if step else None)
+        yield _gauge("last_accuracy_ratio", "Accuracy of the newest evaluation.", self._accuracy)
+        used = GaugeMetricFamily(
+            "peerloom_stage_utilisation_ratio",
+            "Share of the newest step that a stage's replicas computed. Waiting is not counted.",
+            labels=["stage"],
+        )
+        for stage, share in enumerate(step.utilisation[:STAGES_MAX] if step else ()):
+            used.add_metric([str(stage)], share)
+        yield used
+
+
+class _Collected:
+    """Metrics that are already there, as prometheus-client wants to be handed them."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
+    """What `State` and the counters say now."""
+    members = GaugeMetricFamily(
+        "peerloom_members",
+        "Other members this node lists, by status. This node is not counted.",
+        labels=["status"],
+    )
+    statuses = Counter(member.status for member in state.members.values())
+    for status in MEMBER_STATUSES:
+        members.add_metric([status], statuses[status])
+    yield members
+    runs = GaugeMetricFamily("peerloom_runs", "Runs this node knows, by status.", labels=["status"])
+    for status, count in sorted(Counter(view.status for view in state.runs.values()).items()):
+        runs.add_metric([status], count)
+    yield runs
+    alerts = GaugeMetricFamily("peerloom_alerts", "Alerts that are raised now, by kind.", labels=["kind"])
+    raised = Counter(alert.alert for alert in state.alerts.values())
+    for kind in KINDS:
+        alerts.add_metric([kind], raised[kind])
+    yield alerts
+    traffic = CounterMetricFamily(
+        "peerloom_traffic", "What went well in the transport, by what it was.", labels=["what"]
+    )
+    refused = CounterMetricFamily(
+        "peerloom_refused",
+        "What was refused, dropped or broken, by reason, at every layer; each from its first time on.",
+        labels=["reason"],
+    )
+    for name, count in sorted(counters.items()):
+        (traffic if name in TRAFFIC else refused).add_metric([name], count)
+    yield traffic
+    yield refused
+    reach = state.reachability.reachable if state.reachability is not None else None
+    yield _gauge("reachable", "1 if others reach this node, 0 if not; none where nobody has tried.", reach)
+    offer = state.capacity
+    yield _gauge("offered_memory_bytes", "Memory offered when measured.", offer and offer.memory_free_bytes)
+    yield _gauge("offered_flops_per_second", "Speed when measured, fp32.", offer and offer.flops_per_second)
+    yield _gauge("start_time_seconds", "When this node began.", state.started and state.started.at)
+
+
+def _own(own: Mapping[str, float], version: str) -> Iterable[Metric]:
+    """What is told of the process and the page."""
+    process = psutil.Process()
+    with process.oneshot():
+        times, memory = process.cpu_times(), process.memory_info().rss
+    yield _counter(
+        "process_cpu_seconds",
+        "Processor time of the node's own process. Stages compute in others, which are not counted.",
+        times.user + times.system,
+    )
+    yield _gauge("process_resident_memory_bytes", "Memory of the node's own process.", memory)
+    for name, value in own.items():
+        yield _gauge(name, "Of the page; see the name.", value)
+    yield InfoMetricFamily("peerloom_build", "The version that runs.", {"version": version})
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"peerloom_{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, value: Any) -> Metric:
+    metric = GaugeMetricFamily(f"peerloom_{name}", text)
+    if value is not None:
+        metric.add_metric([], float(value))
+    return metric

@@ -1,0 +1,42 @@
+"""Where this machine has a real browser: Playwright (extra `browser`), and a Chromium on the path or named by
+PEERLOOM_CHROMIUM. Tests that need one say so when they skip."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+def find() -> str | None:
+    """The program of a Chromium."""
+    named = os.environ.get("PEERLOOM_CHROMIUM")
+    return named or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def opened(**context: Any) -> Iterator[Any]:
+    """A page of a browser, with what it complained of as `complaints`; skips the test where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[browser]'")
+    path = find()
+    if path is None:
+        pytest.skip("no Chromium on this machine: name one by PEERLOOM_CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        flags = [*FLAGS, *os.environ.get("PEERLOOM_CHROMIUM_FLAGS", "").split()]
+        browser = driver.chromium.launch(executable_path=path, args=flags)
+        try:
+            page = browser.new_page(locale="en-US", **context)
+            page.complaints = []
+            page.on("pageerror", lambda error: page.complaints.append(str(error)))
+            page.on(
+                "console",
+                lambda said: page.complaints.append(said.text) if said.type == "error" else None,
+            )
+            yield page
+        finally:
+            browser.close()

@@ -1,0 +1,163 @@
+"""Alerts: when a rule holds, that it is told once and cleared, and how a webhook or a command hears."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import trio
+
+from node import config, events
+from node.alerts.rules import SLOW_STEPS, AlertRules, Facts
+from node.alerts.service import Alerts
+from node.config import Config
+from node.errors import UsageError
+from tests.node.web.world import STARTED, Told, run_events
+
+RUN = "ab" * 8
+
+
+def facts(**changes: float) -> Facts:
+    usual = {
+        "monotonic": 100.0,
+        "wall": STARTED + 100.0,
+        "disk_free_bytes": 50 << 30,
+        "disk_total_bytes": 100 << 30,
+        "protocol_errors": 0,
+    }
+    return Facts(**(usual | changes))  # type: ignore[arg-type]  # all are numbers
+
+
+def step(number: int, *, loss: float = 1.0, seconds: float = 1.0) -> events.StepCommitted:
+    return events.StepCommitted(
+        at=STARTED + number, run=RUN, step=number, loss=loss, samples=8, seconds=seconds, replicas=4
+    )
+
+
+def kinds(rules: AlertRules, **changes: float) -> set[str]:
+    return {kind for kind, _ in rules.look(facts(**changes))}
+
+
+def watching(*happened: events.Event) -> AlertRules:
+    rules = AlertRules()
+    for event in happened:
+        rules.take(event)
+    return rules
+
+
+def test_a_quiet_node_raises_nothing() -> None:
+    assert kinds(watching(*run_events(steps=100))) == set()
+
+
+def test_a_loss_that_is_not_a_number_is_told_until_it_is_one() -> None:
+    rules = watching(step(0), step(1, loss=math.nan))
+    assert kinds(rules) == {"loss_not_finite"}
+    rules.take(step(2))
+    assert kinds(rules) == set()
+
+
+def test_a_loss_that_rises_is_told_and_noise_is_not() -> None:
+    falling = [step(number, loss=2.0 * 0.98**number + 0.2 * (number % 3)) for number in range(100)]
+    assert kinds(watching(*falling)) == set()
+    rising = [step(100 + number, loss=3.0) for number in range(20)]
+    assert kinds(watching(*falling, *rising)) == {"loss_rising"}
+
+
+def test_steps_that_become_slow_are_told_and_one_slow_step_is_not() -> None:
+    usual = [step(number) for number in range(20)]
+    assert kinds(watching(*usual, step(20, seconds=30.0), step(21))) == set()
+    slow = [step(20 + number, seconds=4.0) for number in range(SLOW_STEPS)]
+    rules = watching(*usual, *slow)
+    assert kinds(rules) == {"steps_slow"}
+    rules.take(step(40))
+    assert kinds(rules) == set()
+
+
+def test_a_degraded_run_is_told_after_a_while() -> None:
+    rules = watching(events.RunChanged(at=STARTED, run=RUN, state="degraded", reason="one replica is gone"))
+    assert kinds(rules, wall=STARTED + 10.0) == set()
+    assert kinds(rules, wall=STARTED + 40.0, monotonic=130.0) >= {"replicas_below_wanted"}
+    rules.take(events.RunChanged(at=STARTED + 50, run=RUN, state="running", reason=""))
+    assert "replicas_below_wanted" not in kinds(rules, wall=STARTED + 60.0)
+
+
+def test_a_full_disk_a_set_clock_and_a_rude_peer_are_told() -> None:
+    rules = AlertRules()
+    assert kinds(rules, disk_free_bytes=1 << 29) == {"disk_nearly_full"}
+    assert kinds(rules, monotonic=102.0, wall=STARTED + 202.0) == {"clock_off"}
+    assert kinds(rules, monotonic=104.0, wall=STARTED + 204.0, protocol_errors=1_000) == {
+        "clock_off",
+        "peer_misbehaves",
+    }
+    assert kinds(rules, monotonic=1_000.0, wall=STARTED + 1_100.0, protocol_errors=1_000) == set()
+
+
+def test_runs_are_bounded() -> None:
+    rules = AlertRules()
+    for number in range(500):
+        rules.take(
+            events.RunEnded(at=STARTED, run=f"{number:016x}", outcome="failed", detail="no provider is left")
+        )
+    assert len(rules.look(facts())) <= 64
+
+
+def full_disk(folder: Path) -> tuple[int, int]:
+    return 1 << 20, 1 << 40
+
+
+async def serve_once(listener: trio.SocketListener, received: list[bytes]) -> None:
+    async with await listener.accept() as client:
+        data = b""
+        while b"}" not in data:
+            data += await client.receive_some(65_536)
+        received.append(data)
+        await client.send_all(b"HTTP/1.1 204 \r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+
+async def test_an_alert_is_an_event_a_post_and_a_command(tmp_path: Path) -> None:
+    out = tmp_path / "told"
+    command = tmp_path / "tell.sh"
+    lines = ["#!/bin/sh", f'echo "$PEERLOOM_ALERT_KIND $PEERLOOM_ALERT_IS_RAISED" >> {out}.half']
+    command.write_text("\n".join([*lines, f"mv {out}.half {out}", ""]))
+    command.chmod(0o700)
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    wanted = config.Alerts(webhook=f"http://127.0.0.1:{port}/hook", command=(str(command),))
+    node = Told(config=Config(name="here", alerts=wanted))
+    received: list[bytes] = []
+    with trio.fail_after(30):
+        async with listener, trio.open_nursery() as nursery:
+            nursery.start_soon(serve_once, listener, received)
+            nursery.start_soon(Alerts(node, full_disk).run)
+            while not (received and out.exists()):  # noqa: ASYNC110 - a file of another process tells
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    posted = json.loads(received[0].partition(b"\r\n\r\n")[2])
+    assert (posted["kind"], posted["is_raised"], posted["node"]) == ("disk_nearly_full", True, "here")
+    assert out.read_text() == "disk_nearly_full True\n"
+    raised = [event for _, event in node.history.after(0) if isinstance(event, events.AlertRaised)]
+    assert [event.alert for event in raised] == ["disk_nearly_full"]
+    assert list(node.state.alerts) == [("disk_nearly_full", "")]
+
+
+def test_an_alert_is_told_once_and_cleared_once() -> None:
+    free = [1 << 20, 1 << 20, 90 << 30, 90 << 30]
+    node = Told()
+    service = Alerts(node, lambda _: (free.pop(0), 100 << 30))
+
+    class Clock:
+        def monotonic(self) -> float:
+            return 100.0
+
+        def wall(self) -> float:
+            return STARTED
+
+    node.seams.clock = Clock()
+    told = [[type(event).__name__ for event in service.look()] for _ in range(4)]
+    assert told == [["AlertRaised"], [], ["AlertCleared"], []]
+
+
+@pytest.mark.parametrize("text", ["ftp://x/", "javascript:1", "http://", "nothing"])
+def test_only_urls_of_the_web_are_webhooks(text: str) -> None:
+    with pytest.raises(UsageError):
+        config.resolve({"alert_webhook": text}, {})

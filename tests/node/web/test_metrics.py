@@ -1,0 +1,107 @@
+"""`/metrics`: what it counts, that its labels are bounded, and that what is deployed asks for what exists."""
+
+import json
+import re
+
+import trio
+import trio.lowlevel
+from prometheus_client.parser import text_string_to_metric_families
+
+from node import events
+from node.web import metrics
+from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started
+from tests.source import ROOT
+
+
+def told() -> Told:
+    node = Told(counters={"datagrams_sent": 7, "protocol_errors": 3})
+    for event in [started(), *(joined(number) for number in range(1, 5)), *run_events()]:
+        node.publish(event)
+    node.publish(events.MemberLost(at=STARTED, peer=peer(2), reason="no ack"))
+    node.publish(events.ReachabilityFound(at=STARTED, reachable=True, asked=3, of=3, addresses=()))
+    return node
+
+
+async def scraped(node: Told) -> dict[tuple[str, ...], float]:
+    async with served(node) as page:
+        status, headers, body = await page.ask("/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+async def test_it_counts_what_happened() -> None:
+    found = await scraped(told())
+    assert found["peerloom_members", "alive"] == 3
+    assert found["peerloom_members", "dead"] == 1
+    assert found["peerloom_steps_committed_total",] == 3
+    assert found["peerloom_samples_total",] == 384
+    assert found["peerloom_frame_bytes_total", "forward"] == 3_000
+    assert found["peerloom_step_seconds_count",] == 3
+    assert found["peerloom_step_seconds_bucket", "0.5"] == 3
+    assert found["peerloom_step_seconds_bucket", "0.25"] == 0
+    assert found["peerloom_traffic_total", "datagrams_sent"] == 7
+    assert found["peerloom_refused_total", "protocol_errors"] == 3
+    assert found["peerloom_events_total", "MemberJoined"] == 4
+    assert found["peerloom_stage_utilisation_ratio", "0"] == 0.8
+
+
+async def test_no_peer_and_no_run_is_a_label() -> None:
+    few, node = await scraped(told()), told()
+    for number in range(10, 200):
+        node.publish(joined(number))
+        for event in run_events(f"{number:016x}"):
+            node.publish(event)
+    many = await scraped(node)
+    assert set(many) == set(few)
+
+
+async def test_events_between_scrapes_are_all_counted() -> None:
+    node = told()
+    async with served(node) as page:
+        for number in range(5):
+            node.publish(joined(100 + number))
+            await page.ask("/metrics")
+            await trio.lowlevel.checkpoint()
+        _, _, body = await page.ask("/metrics")
+    assert b'peerloom_events_total{kind="MemberJoined"} 9.0' in body
+
+
+def test_every_metric_has_help_and_a_base_unit() -> None:
+    text = metrics.Metrics().text(told().state, {}, {"page_watchers": 0.0}, "1").decode()
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 25
+    for family in families:
+        assert family.name.startswith("peerloom_")
+        assert family.documentation.endswith("."), family.name
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|percent)\Z", family.name)
+
+
+def names_of(expression: str) -> set[str]:
+    return set(re.findall(r"\bpeerloom_\w+", expression))
+
+
+async def test_what_is_deployed_asks_only_for_what_exists() -> None:
+    known = {name for name, *_ in await scraped(told())}
+    dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [
+        variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
+    ]
+    rules = (ROOT / "deploy/alerts.yml").read_text()
+    asked += re.findall(r"^ +expr: (.+)", rules, re.MULTILINE)
+    assert len(asked) >= 25
+    for expression in asked:
+        assert names_of(expression), expression
+        assert names_of(expression) <= known, expression
+
+
+async def test_labels_that_are_deployed_exist() -> None:
+    found = await scraped(told())
+    text = (ROOT / "deploy/alerts.yml").read_text()
+    assert ("peerloom_members", "alive") in found
+    assert set(re.findall(r'status="(\w+)"', text)) <= {"alive", "running"}
