@@ -40,7 +40,7 @@ from partition.codecs.lossless import restore, shrink
 from partition.codecs.tiles import ON_WIRE, Coder
 from partition.codecs.tiles import Array as Array
 from partition.codecs.tiles import Rounding as Rounding
-from partition.model.graph import FLOATING, ITEM_BYTES, TENSORS_MAX, DataType
+from partition.model.graph import FLOATING, ITEM_BYTES, TENSORS_MAX, DataType, RealType
 
 Codec = Literal[
     "raw",
@@ -87,7 +87,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGES
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     """What one tensor of a bundle is. An empty tensor is never sent."""
 
-    dtype: DataType
+    dtype: RealType
     shape: Shape
 
     @property
@@ -160,7 +160,7 @@ def pack_measured(
 def typed(array: Array) -> Typed:
     """An array with the type that its numpy type names. Raises LocalProtocolError: a type that is not
     sent."""
-    for dtype in ITEM_BYTES:
+    for dtype in ON_WIRE:
         if array.dtype.name == dtype:
             return dtype, array
     raise LocalProtocolError(f"a tensor of type {array.dtype} cannot be sent")
@@ -217,7 +217,7 @@ def coded_bytes(dtype: DataType, count: int, codec: Codec) -> int:
 def _header(dtype: DataType, array: Array) -> TensorHeader:
     if array.size == 0 or array.ndim > DIMENSIONS_MAX:
         raise LocalProtocolError(f"a tensor of shape {array.shape} cannot be sent")
-    if array.dtype != np.dtype(ON_WIRE[dtype]):
+    if dtype == "complex64" or dtype == "complex128" or array.dtype != np.dtype(ON_WIRE[dtype]):
         raise LocalProtocolError(f"a tensor of type {array.dtype} cannot be sent as {dtype}")
     return TensorHeader(dtype, tuple(array.shape))
 

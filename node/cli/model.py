@@ -75,7 +75,7 @@ def capture(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )
     with _told():
-        from partition.capture.task import capture_task
+        from partition.capture.task import capture_task, captured_and_proved
         from partition.capture.weights import write_weights
 
         show([f"capturing {source}"], sys.stderr)
@@ -86,8 +86,11 @@ def capture(
                 together=tuple(tuple(group.split(",")) for group in together or ()) or task.together,
                 name=task.name or _stem(source),
             )
-            captured = capture_task(chosen)
-            proven = _prove(chosen, captured.graph, captured.hash) if proof else None
+            proven = None
+            if proof:
+                captured, proven = captured_and_proved(chosen)
+            else:
+                captured = capture_task(chosen)
         if captured.stored:
             _check_free(target)
             write_weights(target.with_suffix(VALUES_SUFFIX), captured)

@@ -19,7 +19,7 @@ from partition.model.stored import SAFETENSORS_TYPES
 
 TURN_BYTES = 64 << 20
 """How much is written in one turn of a thread."""
-_ITEM_BYTES = {SAFETENSORS_TYPES[dtype]: size for dtype, size in ITEM_BYTES.items()}
+_ITEM_BYTES = {name: ITEM_BYTES[dtype] for dtype, name in SAFETENSORS_TYPES.items()}
 _ALIGNMENT = 8
 _HALF = ".half"
 

@@ -15,7 +15,7 @@ from partition.capture.refused import CaptureRefused
 from partition.execute.interpret import DTYPES
 from partition.model.graph import Entry, Graph
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Of a sketch, relative to its norm."""
 FLOOR = 1e-2
 """A gradient below this share of the largest one is compared with that share: before a batch norm, a bias has
@@ -42,18 +42,18 @@ class Computed:
 
 
 def tolerance_of(graph: Graph) -> float:
-    """That of the coarsest of its parameters' types."""
+    """That of the coarsest type that is computed in: a model of float64 may take its loss in float32."""
     kinds = {DTYPES[row.type.dtype] for row in graph.parameters}
-    return max(
-        (TOLERANCES.get(kind, TOLERANCES[torch.float32]) for kind in kinds), default=TOLERANCES[torch.float32]
-    )
+    kinds |= {DTYPES[kind.dtype] for kind in graph.types}
+    return max((TOLERANCES[kind] for kind in kinds if kind in TOLERANCES), default=TOLERANCES[torch.float32])
 
 
 def total_of(outputs: Sequence[torch.Tensor], signs: torch.Tensor) -> torch.Tensor | None:
     """A number that depends on every element of the outputs, each by itself: a loss where there is none."""
     total: torch.Tensor | None = None
     for output in outputs:
-        if output.is_floating_point() and output.requires_grad:
+        if output.requires_grad:
+            output = _real(output)
             repeated = signs.repeat(-(-output.numel() // TILE))[: output.numel()].to(output.dtype)
             part = (output.reshape(-1) * repeated).sum()
             total = part if total is None else total + part
@@ -66,9 +66,13 @@ def signs_of(seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (TILE,), generator=generator).mul_(2).sub_(1).double()
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def sketch_of(tensor: torch.Tensor, signs: torch.Tensor) -> Sketch:
     """In float64, a stretch of the tensor at a time."""
-    flat = tensor.detach().reshape(-1)
+    flat = _real(tensor.detach()).reshape(-1)
     square, product = 0.0, 0.0
     for start in range(0, flat.numel(), TILE):
         part = flat[start : start + TILE].double()

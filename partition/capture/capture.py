@@ -11,25 +11,26 @@ through the same gate as a stranger's graph. Whether the graph computes what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from crypto.errors import RemoteProtocolError
-from partition.capture.clean import clean
+from partition.capture.clean import Cleaned, clean
 from partition.capture.contents import contents_of
-from partition.capture.export import export
+from partition.capture.export import Exported, export
 from partition.capture.lower import Groups, lower
 from partition.capture.reduction import Reduction
-from partition.capture.refused import CaptureRefused
+from partition.capture.refused import CaptureRefused, SizesRefused
 from partition.capture.steps import data_type
 from partition.capture.trees import Inputs, Labels, form_of
 from partition.capture.whole import BATCH, BATCH_MAX, Dynamic, Example, Request
 from partition.model.check import check_graph
-from partition.model.graph import Graph, Symbol, decode_graph, encode_graph, graph_hash
+from partition.model.graph import EVALUATE, Graph, Symbol, decode_graph, encode_graph, graph_hash
 from partition.model.layers import with_layers
+from partition.model.operators import OPERATORS
 
 Places = Mapping[int | str, int]
 Bounds = tuple[int, int] | tuple[int, int, Places]
@@ -46,7 +47,8 @@ class Captured:
     `data` are the bytes of `graph` and `hash` their name. `stored` are the tensors whose values stand in the
     safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
     they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not in
-    the graph.
+    the graph. `functions` say which backward passes of the model's own the graph has left out: only a proof
+    can say whether it is the same without them.
     """
 
     graph: Graph
@@ -54,6 +56,7 @@ class Captured:
     hash: bytes
     stored: tuple[tuple[str, Tensor], ...]
     unused: tuple[str, ...]
+    functions: tuple[str, ...] = ()
 
 
 def capture(
@@ -69,6 +72,8 @@ def capture(
     together: Sequence[Sequence[str]] = (),
     groups: Groups | None = None,
     reduction: Reduction = "auto",
+    evaluation: bool | None = None,
+    unproved: bool = False,
     name: str = "",
 ) -> Captured:
     """Capture a model for training, with further entry points over the same parameters.
@@ -90,6 +95,10 @@ def capture(
     first. `split` and `together` name modules before which a plan may cut, or inside which it may not.
     `groups(name, parameter)` gives the optimizer's group.
 
+    With `evaluation` there is a second graph for held-out samples; by default where the first one draws
+    random numbers that it cannot leave out. Autograd functions of the model's own are refused but for
+    `unproved`: whoever says so must prove the graph.
+
     The model is as before afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
     """
     if loss is None and (labels or metrics):
@@ -103,10 +112,14 @@ def capture(
         call, signature = _method(model, method)
         own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
         requests.append(_Ports(signature, inputs, ()).request(key, call, own, None, {}, train=False))
-    parts = []
-    for wanted in requests:
-        exported = export(model, wanted)
-        parts.append((exported, clean(exported)))
+    parts = [_part(model, requests[0], may_fix=BATCH not in (dynamic or {}), unproved=unproved)]
+    found = parts[0][0].request
+    if loss is not None and (_draws_always(parts[0][1]) if evaluation is None else evaluation):
+        twin = replace(found, name=EVALUATE, train=False)
+        parts.append(_part(model, twin, unproved=True))
+    limits = {each.name: each for each in found.dynamics}
+    requests = [found, *(_within(each, limits) for each in requests[1:])]
+    parts += [_part(model, each, unproved=unproved) for each in requests[1:]]
     graph, stored = lower(name, parts, contents, _symbols(requests), groups)
     try:
         graph = with_layers(graph, split=split, together=together)
@@ -119,7 +132,54 @@ def capture(
         raise CaptureRefused(f"no stage would accept this model: {error}") from error
     used = {path for parameter in graph.parameters for path in parameter.names}
     unused = tuple(path for path in contents.parameters if path not in used)
-    return Captured(graph, data, graph_hash(data), stored, unused)
+    functions = tuple(dict.fromkeys(each for exported, _ in parts for each in exported.functions))
+    return Captured(graph, data, graph_hash(data), stored, unused, functions)
+
+
+def _part(
+    model: nn.Module, request: Request, *, may_fix: bool = False, unproved: bool = False
+) -> tuple[Exported, Cleaned]:
+    """One entry point; with the sizes that the model takes, where the caller said none."""
+    try:
+        exported = export(model, request)
+    except SizesRefused as refusal:
+        if not may_fix:
+            raise
+        exported = _with_sizes_found(model, request, refusal)
+    if exported.functions and not unproved:
+        raise CaptureRefused("\n".join(exported.functions))
+    return exported, clean(exported)
+
+
+def _with_sizes_found(model: nn.Module, request: Request, refusal: SizesRefused) -> Exported:
+    """Export with bounds of the batch that torch chooses, then with the batch that the examples have."""
+    batch = next(each for each in request.dynamics if each.name == BATCH)
+    ports = (*request.inputs, *request.labels)
+    size = ports[batch.places[0][0]].shape[batch.places[0][1]]
+    for attempt in (replace(batch, is_open=True), replace(batch, minimum=size, maximum=size)):
+        others = tuple(attempt if each is batch else each for each in request.dynamics)
+        try:
+            return export(model, replace(request, dynamics=others))
+        except SizesRefused:
+            continue
+    raise refusal
+
+
+def _draws_always(cleaned: Cleaned) -> bool:
+    """Whether it takes random numbers in evaluation too, as nothing says that it shall not."""
+    rows = [OPERATORS[step.operator] for step in cleaned.steps]
+    return any(row.random and not row.evaluate for row in rows)
+
+
+def _within(request: Request, limits: Mapping[str, Dynamic]) -> Request:
+    """Sizes that the first entry point narrowed are as narrow in the others."""
+    found = []
+    for each in request.dynamics:
+        first = limits.get(each.name, each)
+        found.append(
+            replace(each, minimum=first.minimum, maximum=first.maximum) if each.name == BATCH else each
+        )
+    return replace(request, dynamics=tuple(found))
 
 
 def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:

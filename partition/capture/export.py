@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind, OutputKind
 
 from partition.capture.module_state import changed, generator_states, restored
-from partition.capture.refused import CaptureRefused
+from partition.capture.refused import CaptureRefused, SizesRefused
 from partition.capture.steps import Kind
 from partition.capture.whole import Layout, Request, Whole, strip
 
@@ -40,7 +40,7 @@ class Exported:
     or ("constant", path), paths being the model's own. `constants` are tensors that the model made or held
     without registering them. `results` are the names of the nodes that `layout` describes; `assigned` maps
     buffers that the model assigned anew to the node that made their value. `symbols` maps torch's names of
-    sizes to ours.
+    sizes to ours. `functions` name the autograd functions whose backward passes are not in it.
     """
 
     request: Request
@@ -51,6 +51,7 @@ class Exported:
     assigned: Mapping[str, str]
     layout: Layout
     symbols: Mapping[Any, str] = field(default_factory=dict)
+    functions: tuple[str, ...] = ()
 
 
 def export(model: nn.Module, request: Request) -> Exported:
@@ -63,11 +64,14 @@ def export(model: nn.Module, request: Request) -> Exported:
     layout = Layout()
     whole = Whole(model, request, layout)
     functions: list[str] = []
+    refused: list[str] = []
     shapes = [dict[int, Any]() for _ in (*request.inputs, *request.labels)]
     sizes = _example_sizes(request)
     for dynamic in request.dynamics:
         if dynamic.minimum < dynamic.maximum:
-            dimension = Dim(dynamic.name, min=dynamic.minimum, max=dynamic.maximum)
+            dimension: Any = Dim(dynamic.name, min=dynamic.minimum, max=dynamic.maximum)
+            if dynamic.is_open:
+                dimension = Dim.AUTO
             for port, place in dynamic.places:
                 shapes[port][place] = dimension
     examples = tuple(
@@ -75,24 +79,33 @@ def export(model: nn.Module, request: Request) -> Exported:
         for shape, example in zip(sizes, (*request.inputs, *request.labels), strict=True)
     )
     _check_hooks(model)
-    with restored(model), _watched(functions, model), _drawn(functions, model), _quiet():
+    with restored(model), _watched(functions, refused, model), _drawn(refused, model), _quiet():
         _set_mode(model, request.train)
         _swap(model)
-        program = _traced(whole, examples, shapes, request, functions)
+        program = _traced(whole, examples, shapes, request, (functions, refused))
         if first := changed(*layout.states):
             # A value that forward keeps may be harmless, if a second call leaves it and computes the same.
             whole.calls = 2
-            again = _traced(whole, examples, shapes, request, functions)
+            again = _traced(whole, examples, shapes, request, (functions, refused))
             if further := changed(*layout.states[1:]):
                 raise CaptureRefused(_changes(further[0], model))
-            calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-            if [str(node.target) for node in again.graph.nodes if node.op == "call_function"][
-                -len(calls) :
-            ] != calls:
+            calls = _calls(program)
+            if _calls(again)[-len(calls) :] != calls:
                 raise CaptureRefused(_changes(first[0], model))
-    if functions:
-        raise CaptureRefused("\n".join(dict.fromkeys(functions)))
-    return _read(program, request, layout, _first_paths(model))
+    if refused:
+        raise CaptureRefused("\n".join(dict.fromkeys([*refused, *functions])))
+    exported = _read(program, _narrowed(program, request), layout, _first_paths(model))
+    return replace(exported, functions=tuple(dict.fromkeys(functions)))
+
+
+def _calls(program: torch.export.ExportedProgram) -> list[str]:
+    """The operators in their order, but for those that torch asks once however often a model is called."""
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return [
+        name
+        for name in names
+        if name.startswith("aten.") and not name.startswith(("aten.sym", "aten._assert"))
+    ]
 
 
 def _traced(
@@ -100,7 +113,7 @@ def _traced(
     examples: tuple[Tensor, ...],
     shapes: Sequence[dict[int, Any]],
     request: Request,
-    functions: Sequence[str],
+    found: tuple[Sequence[str], Sequence[str]],
 ) -> torch.export.ExportedProgram:
     generators = generator_states()
     try:
@@ -110,8 +123,8 @@ def _traced(
     except CaptureRefused:
         raise
     except Exception as error:  # torch raises some twenty kinds here, most of them not public
-        raise CaptureRefused(_explain(error, whole.model, functions)) from error
-    if generator_states() != generators and not functions:
+        raise _explain(error, whole.model, [*found[0], *found[1]]) from error
+    if generator_states() != generators and not found[1]:
         raise CaptureRefused(f"the model as a whole: {_DRAWS}")
     return program
 
@@ -199,7 +212,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 @contextmanager
-def _watched(found: list[str], model: nn.Module) -> Iterator[None]:
+def _watched(found: list[str], refused: list[str], model: nn.Module) -> Iterator[None]:
     """Notice every `torch.autograd.Function`: torch exports its forward and forgets its backward."""
     apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
@@ -214,7 +227,7 @@ def _watched(found: list[str], model: nn.Module) -> Iterator[None]:
         return apply.__get__(None, cls)(*arguments, **keywords)
 
     def hook(tensor: Tensor, function: Any) -> Any:
-        found.append(
+        refused.append(
             f"{_where(_frames(inspect.currentframe()), model)}: hooks a function to a gradient, which "
             "a graph cannot carry"
         )
@@ -308,7 +321,7 @@ def named(path: str) -> str:
     return f"module '{path}'" if path else "the model itself"
 
 
-def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> str:
+def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> CaptureRefused:
     inner: BaseException = error
     while inner.__cause__ is not None and inner.__traceback__ is None:
         inner = inner.__cause__
@@ -329,7 +342,8 @@ def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> st
             advice += " (recurrent layers are unrolled: their sequence must be fixed)"
     else:
         advice = f"could not be traced ({kind})"
-    return "\n".join([f"{where}: {advice}: {first}", *dict.fromkeys(functions)])
+    text = "\n".join([f"{where}: {advice}: {first}", *dict.fromkeys(functions)])
+    return CaptureRefused(text) if functions else SizesRefused(text)
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:
@@ -388,6 +402,33 @@ def _read(
     )
 
 
+def _narrowed(program: torch.export.ExportedProgram, request: Request) -> Request:
+    """The request with the bounds that torch found for sizes that were left open.
+
+    Raises:
+        SizesRefused: it has fixed one of them, or made it out of another.
+    """
+    if not any(dynamic.is_open for dynamic in request.dynamics):
+        return request
+    names = [
+        spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT
+    ]
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    found = []
+    for dynamic in request.dynamics:
+        minimum, maximum = dynamic.minimum, dynamic.maximum
+        for port, dimension in dynamic.places if dynamic.is_open else ():
+            value: Any = values[names[port]]
+            side = value.shape[dimension]
+            if isinstance(side, int) or not side.node.expr.is_Symbol:
+                raise SizesRefused(f"the model fixes '{dynamic.name}' to {side}: it cannot vary")
+            bounds = program.range_constraints[side.node.expr]
+            minimum = max(minimum, int(bounds.lower))
+            maximum = int(min(maximum, bounds.upper))
+        found.append(replace(dynamic, minimum=minimum, maximum=maximum))
+    return replace(request, dynamics=tuple(found))
+
+
 def _symbols(
     program: torch.export.ExportedProgram, request: Request, inputs: Sequence[str]
 ) -> dict[Any, str]:
@@ -401,6 +442,6 @@ def _symbols(
             value: Any = values[inputs[port]]
             side = value.shape[dimension]
             if isinstance(side, int) or not side.node.expr.is_Symbol:
-                raise CaptureRefused(f"the model fixes '{dynamic.name}' to {side}: it cannot vary")
+                raise SizesRefused(f"the model fixes '{dynamic.name}' to {side}: it cannot vary")
             symbols[side.node.expr] = dynamic.name
     return symbols

@@ -174,6 +174,11 @@ def _scaled(call: Call, operator: Any, factor: float, offset: float) -> Handle:
     return _one(call.walk.emit(_aten.add.Tensor, drawn, offset) if offset != 0 else drawn)
 
 
+def _exponential(call: Call) -> Handle:
+    rate = call.arguments[1] if len(call.arguments) > 1 else call.keywords.get("lambd", 1.0)
+    return _one(call.walk.emit(_aten.exponential.default, call.first, rate))
+
+
 def _bernoulli(call: Call) -> Handle:
     probability = call.arguments[1] if len(call.arguments) > 1 else call.keywords.get("p", 0.5)
     return _one(call.walk.emit(_aten.bernoulli.p, call.first, probability))
@@ -188,6 +193,7 @@ IN_PLACE: Mapping[str, Value] = MappingProxyType(
         "aten.uniform_.default": _uniform,
         "aten.normal_.default": _normal,
         "aten.bernoulli_.float": _bernoulli,
+        "aten.exponential_.default": _exponential,
     }
 )
 """Those whose functional form has another name or other arguments."""

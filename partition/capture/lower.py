@@ -142,6 +142,7 @@ class Tables:
                     f"{tensor.numel() * tensor.element_size()}: make it a parameter without gradient"
                 )
             kind = TensorType(data_type(tensor.dtype), tuple(tensor.shape))
+            names = () if tensor.is_complex() else names  # no file of a result holds such numbers
             self.constants[key] = len(self.constants), Constant(names, kind, bytes_of(tensor))
         return ConstantValue(self.constants[key][0])
 

@@ -37,10 +37,37 @@ def mean_of_classes(call: Call) -> Handle:
     return divided
 
 
+def margin_of_classes(call: Call) -> Handle:
+    """`multi_margin_loss` by its formula: torch cannot go back through it on tensors without memory."""
+    names = ("self", "target", "p", "margin", "weight", "reduction")
+    given = dict(zip(names, call.arguments, strict=False)) | dict(call.keywords)
+    walk, scores, target = call.walk, call.first, given["target"]
+    if scores.fake.dim() != 2:
+        return call.emit(call.operator, *call.arguments, **call.keywords)
+    places = walk.emit(_aten.unsqueeze.default, target, 1)
+    right = walk.emit(_aten.gather.default, scores, 1, places)
+    missed = walk.emit(_aten.add.Scalar, walk.emit(_aten.sub.Tensor, scores, right), given.get("margin", 1))
+    missed = walk.emit(
+        _aten.pow.Tensor_Scalar, walk.emit(_aten.clamp_min.default, missed, 0), given.get("p", 1)
+    )
+    if (weight := given.get("weight")) is not None:
+        of_target = walk.emit(_aten.index_select.default, weight, 0, target)
+        missed = walk.emit(_aten.mul.Tensor, missed, walk.emit(_aten.unsqueeze.default, of_target, 1))
+    missed = walk.emit(_aten.scatter.value, missed, 1, places, 0)
+    losses = walk.emit(_aten.mean.dim, missed, [1])
+    match given.get("reduction", _MEAN):
+        case 1:
+            return call.emit(_aten.mean.default, losses)
+        case 2:
+            return call.emit(_aten.sum.default, losses)
+    return call.emit(_aten.alias.default, losses)
+
+
 MEANS: Mapping[str, Callable[[Call], Handle]] = MappingProxyType(
     {
         f"aten.{name}.default": mean_of_classes
         for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
     }
+    | {"aten.multi_margin_loss.default": margin_of_classes}
 )
 """By full name."""

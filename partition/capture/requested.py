@@ -14,7 +14,7 @@ import torch
 from partition.capture.capture import Captured
 from partition.capture.models import BUILTIN
 from partition.capture.skeleton import skeleton
-from partition.capture.task import capture_task, load_factory, prove_task, task_of
+from partition.capture.task import capture_task, captured_and_proved, load_factory, task_of
 
 Precision = Literal["float32", "float64"]
 Options = Mapping[str, Any]
@@ -50,9 +50,7 @@ def capture_own(reference: str, *, dtype: Precision = "float32", options: Option
     """
     with default_dtype(dtype):
         task = task_of(load_factory(reference), **options)
-        captured = capture_task(task)
-        prove_task(task, captured)
-        return captured
+        return captured_and_proved(task)[0]
 
 
 @contextmanager

@@ -88,6 +88,18 @@ def _weight_norm(call: Call) -> Handle:
     return call.emit(_aten.mul.Tensor, v, call.walk.emit(_aten.div.Tensor, g, norm))
 
 
+def _conjugate(call: Call) -> Handle:
+    """torch's own is a view with a mark, which does not travel."""
+    if not call.first.fake.is_complex():
+        return call.walk.alias(call.first)
+    return call.emit(_aten.conj_physical.default, call.first)
+
+
+def _einsum(call: Call) -> Handle:
+    """Spaces in an equation mean nothing, and stages take none."""
+    return call.emit(call.operator, str(call.arguments[0]).replace(" ", ""), *call.arguments[1:2])
+
+
 def _strided(call: Call) -> Handle:
     raise CaptureRefused(
         f"{call.name}, as_strided and the like show memory by address; use view, unfold or slices instead"
@@ -116,6 +128,11 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.lift_fresh_copy.default": _lifted,
         "aten.dropout.default": _dropout,
         "aten._weight_norm.default": _weight_norm,
+        "aten.einsum.default": _einsum,
+        "aten.conj.default": _conjugate,
+        "aten._conj.default": _conjugate,
+        "aten.resolve_conj.default": _alias,
+        "aten.resolve_neg.default": _alias,
         "aten.as_strided.default": _strided,
         "aten.empty_strided.default": _strided,
         "aten.new_empty_strided.default": _strided,

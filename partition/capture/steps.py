@@ -27,6 +27,8 @@ DATA_TYPES: Mapping[torch.dtype, DataType] = {
     torch.int8: "int8",
     torch.uint8: "uint8",
     torch.bool: "bool",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
 }
 
 Kind = Literal["input", "parameter", "buffer", "constant", "step"]
@@ -153,7 +155,7 @@ def name_of(operator: Any) -> str:
 def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = None) -> Handle:
     """The handle of one result: of memory of its own, or of its base's."""
     fake = step.results[index]
-    floats = fake.is_floating_point()
+    floats = fake.is_floating_point() or fake.is_complex()
     storage = base.storage if base is not None else Storage("step")
     return Handle(Made(step, index), fake, needs_gradient and floats, storage, base)
 

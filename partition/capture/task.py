@@ -30,7 +30,7 @@ from partition.capture.capture import Bounds, Captured, Further, capture
 from partition.capture.lower import Groups
 from partition.capture.proof import Proof, prove
 from partition.capture.reduction import Reduction
-from partition.capture.refused import CaptureRefused
+from partition.capture.refused import CaptureRefused, EvaluationDiffers
 from partition.capture.trees import Inputs, Labels
 
 
@@ -126,7 +126,26 @@ def task_of(factory: Factory, *arguments: Any, **options: Any) -> Task:
     return made
 
 
-def capture_task(task: Task, *, name: str = "") -> Captured:
+def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]:
+    """Capture a task and prove it: with a graph of its own for evaluation where one does not serve both, and
+    with autograd functions whose backward passes the graph has too. Raises CaptureRefused."""
+    captured = capture_task(task, name=name, unproved=True)
+    try:
+        try:
+            proof = prove_task(task, captured)
+        except EvaluationDiffers:
+            captured = capture_task(task, name=name, unproved=True, evaluation=True)
+            proof = prove_task(task, captured)
+    except CaptureRefused as refusal:
+        if captured.functions:
+            raise CaptureRefused("\n".join([*captured.functions, str(refusal)])) from refusal
+        raise
+    return captured, proof
+
+
+def capture_task(
+    task: Task, *, name: str = "", unproved: bool = False, evaluation: bool | None = None
+) -> Captured:
     """`capture` of all that a task says. Raises CaptureRefused."""
     return capture(
         task.model,
@@ -140,6 +159,8 @@ def capture_task(task: Task, *, name: str = "") -> Captured:
         together=task.together,
         groups=task.groups,
         reduction=task.reduction,
+        evaluation=evaluation,
+        unproved=unproved,
         name=name or task.name,
     )
 

@@ -31,12 +31,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A size that varies, and where: pairs of a port's number (inputs, then labels) and a dimension."""
+    """A size that varies, and where: pairs of a port's number (inputs, then labels) and a dimension.
+
+    If `is_open`, torch narrows the bounds to what the model takes.
+    """
 
     name: str
     minimum: int
     maximum: int
     places: tuple[tuple[int, int], ...]
+    is_open: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from crypto.errors import RemoteProtocolError
 from partition.codec import Codec, Payload, Rounding, Typed, pack_measured, unpack
 from partition.codecs.feedback import Feedback
 from partition.execute.interpret import DTYPES
-from partition.model.graph import FLOATING, ITEM_BYTES, Constant, DataType, TensorType
+from partition.model.graph import FLOATING, ITEM_BYTES, PAIRS, Constant, DataType, TensorType
 from partition.model.sizes import check_sizes, evaluate, shape_of
 from partition.stage import PayloadPart, StageSpecification, boundary_bytes
 
@@ -97,9 +97,10 @@ class Boundary:
         if len(payload.tensors) != len(kinds):
             raise RemoteProtocolError(f"{len(payload.tensors)} tensors where {len(kinds)} belong")
         for header, kind, shape in zip(payload.tensors, kinds, self.shapes(kinds, sizes), strict=True):
-            self._check(header.dtype, header.shape, kind, shape)
+            self._check(header.dtype, header.shape, *_on_wire(kind, shape))
         tensors = []
-        for dtype, array in unpack(payload, bytes_max=payload.size_bytes, threads=self._threads):
+        unpacked = unpack(payload, bytes_max=payload.size_bytes, threads=self._threads)
+        for (dtype, array), kind in zip(unpacked, kinds, strict=True):
             # The copy is writable and aligned, and does not keep the whole message in memory. What was
             # decoded is nobody else's anyway.
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -110,7 +111,7 @@ class Boundary:
             # refuse it here would blame a replica that did as it was told.
             if not (are_gradients or may_cross(tensor)):
                 raise NotFinite(f"a tensor is not finite{_first_bad(tensor)}")
-            tensors.append(tensor)
+            tensors.append(torch.view_as_complex(tensor) if kind.dtype in PAIRS else tensor)
         return tensors
 
     def give(
@@ -126,7 +127,9 @@ class Boundary:
             RemoteProtocolError: one that is not what the graph says, or without elements.
             NotFinite: one that is not finite.
         """
+        tensors = [_real(tensor) for tensor in tensors]
         for tensor, kind, shape in zip(tensors, kinds, self.shapes(kinds, sizes), strict=True):
+            kind, shape = _on_wire(kind, shape)
             self._check(_NAMES.get(tensor.dtype), tuple(tensor.shape), kind, shape)
             if not tensor.numel():
                 raise RemoteProtocolError("an output has no elements")
@@ -141,7 +144,7 @@ class Boundary:
 
         All go up to replicas whose sums are added, so what int4 owes one link may be paid over another.
         """
-        arrays = [_typed(tensor) for tensor in tensors]
+        arrays = [_typed(_real(tensor)) for tensor in tensors]
         return pack_measured(arrays, codec, sizes, self._feedback, threads=self._threads)
 
     def forget(self) -> None:
@@ -165,6 +168,16 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
     if not constant.data:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(bytearray(constant.data), dtype=dtype).view(shape).to(device)
+
+
+def _on_wire(kind: TensorType, shape: tuple[int, ...]) -> tuple[TensorType, tuple[int, ...]]:
+    """How a tensor travels: complex numbers as pairs of real ones."""
+    real = PAIRS.get(kind.dtype)
+    return (kind, shape) if real is None else (TensorType(real, ()), (*shape, 2))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from partition.execute.sessions import Sessions
 from partition.execute.values import first_values
 from partition.execute.vector import Vector
 from partition.execute.weights import export_file, import_file
-from partition.model.graph import Recipe, StageEntry, TensorType
+from partition.model.graph import EVALUATE, TRAIN, Recipe, StageEntry, TensorType
 from partition.stage import (
     ARENAS,
     IN_FLIGHT_MAX,
@@ -72,9 +72,6 @@ from partition.stage import (
     message_bytes_max,
     parameter_layout,
 )
-
-TRAIN = "train"
-"""The entry point that `Forward` computes."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,8 @@ class StageExecutor:
             self._parameters,
             lambda number, slot: self._vectors["moments"].view(slot, start=number * size),
         )
+        has_own = any(entry.name == EVALUATE for entry in graph.entries)
+        self._evaluated = EVALUATE if has_own else TRAIN
         self._sessions = Sessions(specification, self._device)
         self._next_step: int | None = None  # known where the stage was restored
         self._step: int | None = None  # of what is counted or in flight
@@ -179,8 +178,9 @@ class StageExecutor:
     # Forward and backward
 
     def _forward(self, request: Forward) -> Forwarded:
-        program = self._program(TRAIN, request.train)
-        entry = self._graph.entry(TRAIN)
+        name = TRAIN if request.train else self._evaluated
+        program = self._program(name, request.train)
+        entry = self._graph.entry(name)
         if program.uses_states:
             raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
         self._admit(request)

@@ -56,6 +56,8 @@ DTYPES: Mapping[DataType, torch.dtype] = MappingProxyType(
         "int8": torch.int8,
         "uint8": torch.uint8,
         "bool": torch.bool,
+        "complex64": torch.complex64,
+        "complex128": torch.complex128,
     }
 )
 FORMATS = {"contiguous": torch.contiguous_format, "preserve": torch.preserve_format}

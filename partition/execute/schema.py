@@ -110,6 +110,7 @@ _VARYING: Mapping[str, tuple[int, int]] = MappingProxyType(
         "offset": (-EXTENT_MAX, EXTENT_MAX),
         "diagonal": (-EXTENT_MAX, EXTENT_MAX),
         "n": (0, EXTENT_MAX),
+        "s": (1, EXTENT_MAX),
         "m": (0, EXTENT_MAX),
         "row": (0, EXTENT_MAX),
         "col": (0, EXTENT_MAX),
@@ -123,6 +124,9 @@ _OF_OPERATORS: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType(
     {
         ("aten.diff.default", "n"): (1, ORDER_MAX),
         ("aten.split.Tensor", "split_size"): (1, SIDE_MAX),
+        ("aten.embedding_bag.padding_idx", "mode"): _ENUMERATION,
+        ("aten.im2col.default", "kernel_size"): _POSITIVE,
+        ("aten.randperm.default", "n"): (1, EXTENT_MAX),
     }
 )
 _FLOATS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -147,6 +151,7 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "padding": ("same", "valid"),
         "rounding_mode": ("floor", "trunc"),
         "side": ("left", "right"),
+        "norm": ("forward", "backward", "ortho"),
     }
 )
 _EQUATION = re.compile(r"[a-zA-Z.]{0,11}(,[a-zA-Z.]{0,11}){0,7}(->[a-zA-Z.]{0,11})?\Z")

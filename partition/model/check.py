@@ -19,8 +19,11 @@ from math import isfinite, isnan
 
 from crypto.errors import RemoteProtocolError
 from partition.model.graph import (
+    EVALUATE,
     ITEM_BYTES,
     NODES_MAX,
+    PAIRS,
+    TRAIN,
     Argument,
     ConstantValue,
     Entry,
@@ -198,6 +201,8 @@ def _check_recipe(recipe: Recipe, shape: Sequence[int | Size], where: str) -> No
 def _check_constants(graph: Graph) -> None:
     for row, constant in enumerate(graph.constants):
         size = _fixed_bytes(constant.type, f"constant {row}")
+        if constant.names and constant.type.dtype in PAIRS:
+            raise _refuse(f"constant {row} is complex and in the state dict, which no file can hold")
         if len(constant.data) != size:
             raise _refuse(f"constant {row} has {len(constant.data)} bytes where {size} belong")
         # torch takes a bool for the byte it is, and a byte of 2 is neither true nor false to it.
@@ -224,19 +229,31 @@ def _check_entry(graph: Graph, entry: Entry) -> None:
     ports = (*entry.inputs, *entry.labels)
     _unique(f"inputs and labels of {where}", (port.name for port in ports))
     _check_types(graph, entry, where)
-    if (entry.name == "train") != (entry.loss is not None):
+    if (entry.name in (TRAIN, EVALUATE)) != (entry.loss is not None):
         raise _refuse(
-            f"{where} has {'a' if entry.loss is not None else 'no'} loss; 'train' and only it has one"
+            f"{where} has {'a' if entry.loss is not None else 'no'} loss; '{TRAIN}' and '{EVALUATE}' have one"
         )
+    if entry.name == EVALUATE:
+        _check_twins(graph, entry)
     if entry.loss is None and (entry.labels or entry.metrics or entry.count is not None or not entry.outputs):
         raise _refuse(f"{where} has labels, a count or metrics without a loss, or no outputs")
-    if entry.name == "train" and entry.updates:
+    if entry.loss is not None and entry.updates:
         raise _refuse(f"{where} updates a state: what trains has none")
     _check_boundaries(graph, entry, where)
     _check_nodes(graph, entry, where)
     _check_results(graph, entry, where)
     if entry.loss is not None:
         _check_statistics(graph, entry, where)
+
+
+def _check_twins(graph: Graph, entry: Entry) -> None:
+    """The same data is given to both, and both give the same numbers."""
+    first = graph.entries[0]
+    told = [[(metric.name) for metric in each.metrics] for each in (first, entry)]
+    if first.name != TRAIN or (first.inputs, first.labels) != (entry.inputs, entry.labels):
+        raise _refuse(f"'{EVALUATE}' takes other inputs than '{TRAIN}'")
+    if told[0] != told[1] or (first.count is None) != (entry.count is None):
+        raise _refuse(f"'{EVALUATE}' gives other metrics than '{TRAIN}'")
 
 
 def _check_types(graph: Graph, entry: Entry, where: str) -> None:

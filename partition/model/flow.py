@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from partition.model.graph import (
     FLOATING,
+    PAIRS,
     Entry,
     Graph,
     Node,
@@ -187,7 +188,7 @@ def passes_gradient(graph: Graph, node: Node) -> bool:
 
 def _gradients(graph: Graph, entry: Entry) -> tuple[bool, ...]:
     found = [False] * len(entry.types)
-    floating = [graph.types[row].dtype in FLOATING for row in entry.types]
+    floating = [graph.types[row].dtype in (*FLOATING, *PAIRS) for row in entry.types]
     for node in entry.nodes:
         if not passes_gradient(graph, node):
             continue

@@ -9,7 +9,8 @@ Nothing in it is source, a pickle or an expression to be parsed.
   cache) is a `state`, whose new value an entry point names in `updates`.
 - An operator with several results makes several values, so no value is a tuple.
 - Sizes that vary (batch, sequence) are symbols; integers made of them are rows of one table of expressions.
-- One graph serves training and evaluation: `partition.model.operators` says which arguments flip.
+- One graph serves training and evaluation: `partition.model.operators` says which arguments flip. Where that
+  will not do (noise, paths that are dropped), there is an entry point `evaluate` beside `train`.
 - `layers` are the stretches between the boundaries at which a plan may cut, each named for the owner of its
   first parameter; the same layer has its place in every entry point.
 
@@ -55,9 +56,11 @@ INTEGER_MAX = 2**63 - 1
 TEXT_LENGTH_MAX = 32
 NAME_LENGTH_MAX = 256
 
-DataType = Literal[
+RealType = Literal[
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
+"""What travels."""
+DataType = Literal[RealType, "complex64", "complex128"]
 ITEM_BYTES: dict[DataType, int] = {
     "float64": 8,
     "float32": 4,
@@ -69,8 +72,16 @@ ITEM_BYTES: dict[DataType, int] = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
 }
 FLOATING: tuple[DataType, ...] = ("float64", "float32", "bfloat16", "float16")
+PAIRS: dict[DataType, DataType] = {"complex64": "float32", "complex128": "float64"}
+"""Complex numbers, and of what they are pairs: so they travel, with a last side of two."""
+
+TRAIN, EVALUATE = "train", "evaluate"
+"""The entry point that is trained, and, where it is not the same graph with arguments flipped, the one by
+which held-out samples are judged."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+/:@-]{0,256}\Z")]
 """A state-dict key, a module's path, an input's name: printable, so that a screen can show it."""
@@ -264,10 +275,10 @@ class Metric(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One way through the model.
 
-    `types` has a row of `Graph.types` for every value id. `train` has a `loss`, a scalar that is a *sum*;
-    `count` is what it is divided by at the end of a step: a scalar value, or None for the batch. `updates`
-    are pairs of a state row and the value that becomes its next. `boundaries[i]` is the node before which
-    layer i + 1 begins.
+    `types` has a row of `Graph.types` for every value id. `train` has a `loss`, a scalar that is a *sum*, and
+    so has `evaluate`, its twin where the model is another while it is evaluated. `count` is what it is
+    divided by at the end of a step: a scalar value, or None for the batch. `updates` are pairs of a state row
+    and the value that becomes its next. `boundaries[i]` is the node before which layer i + 1 begins.
     """
 
     name: Name

@@ -102,7 +102,8 @@ _BY_COST: dict[Cost, str] = {
         upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec
         upsample_trilinear3d.vec upsample_bicubic2d upsample_bicubic2d.vec
         pixel_shuffle pixel_unshuffle channel_shuffle slice_scatter select_scatter
-        outer ger one_hot tril_indices triu_indices
+        outer ger one_hot tril_indices triu_indices randperm exponential affine_grid_generator im2col col2im
+        real imag view_as_real view_as_complex complex polar angle conj_physical
     """,
     "reduction": """
         sum sum.dim_IntList mean mean.dim prod prod.dim_int nansum nanmean
@@ -120,9 +121,11 @@ _BY_COST: dict[Cost, str] = {
         max_pool2d_with_indices
         adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
         adaptive_max_pool1d adaptive_max_pool2d
+        fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
+        fft_fftn fft_ifftn fft_rfftn fft_irfftn
     """,
     "matmul": """
-        linear addmm mm bmm baddbmm addbmm matmul mv addmv dot vdot inner bilinear einsum
+        linear addmm mm bmm baddbmm addbmm matmul mv addmv dot vdot inner bilinear einsum linalg_matrix_exp
     """,
     "convolution": """
         conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding convolution
@@ -133,7 +136,8 @@ _BY_COST: dict[Cost, str] = {
         batch_norm layer_norm native_layer_norm group_norm instance_norm rms_norm
     """,
     "gather": """
-        embedding gather scatter.src scatter.value scatter_add index.Tensor index_select
+        embedding embedding_bag.padding_idx
+        gather scatter.src scatter.value scatter_add index.Tensor index_select
         index_put index_copy index_add index_fill.int_Scalar index_fill.int_Tensor take take_along_dim
         grid_sampler bucketize.Tensor searchsorted.Tensor
     """,
@@ -146,12 +150,12 @@ _VIEWS = """
     squeeze.dim squeeze.dims unsqueeze slice.Tensor select.int split.Tensor split.sizes split_with_sizes
     chunk unbind.int narrow diagonal unfold detach alias contiguous meshgrid meshgrid.indexing atleast_1d
     atleast_2d atleast_3d ravel positive to.dtype to.other type_as einsum dropout feature_dropout
-    alpha_dropout feature_alpha_dropout
+    alpha_dropout feature_alpha_dropout real imag view_as_real view_as_complex conj_physical
 """
 
 _RANDOM = """
     rand randn rand_like randn_like randint randint.low randint_like randint_like.low_dtype bernoulli
-    bernoulli.p dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu
+    bernoulli.p randperm exponential dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu
     scaled_dot_product_attention
 """
 
@@ -178,7 +182,7 @@ _STATE_TWINS = {
 
 _FACTORIES = """
     arange arange.start arange.start_step linspace zeros ones full eye eye.m scalar_tensor rand randn randint
-    randint.low tril_indices triu_indices
+    randint.low randperm tril_indices triu_indices
 """
 
 

@@ -27,7 +27,8 @@ from partition.codec import (
     typed,
     unpack,
 )
-from partition.model.graph import ITEM_BYTES, TENSORS_MAX, DataType
+from partition.codecs.tiles import ON_WIRE
+from partition.model.graph import TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
 _HELD_AS = {"bfloat16": "uint16"}
@@ -37,7 +38,7 @@ _HELD_AS = {"bfloat16": "uint16"}
 @st.composite
 def tensors(draw: st.DrawFn) -> Typed:
     shape = tuple(draw(st.lists(st.integers(1, 3), max_size=8)))
-    dtype: DataType = draw(st.sampled_from(sorted(ITEM_BYTES)))
+    dtype: DataType = draw(st.sampled_from(sorted(ON_WIRE)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = np.dtype(_HELD_AS.get(dtype, dtype))
     count = int(np.prod(shape))
@@ -66,7 +67,7 @@ def test_a_bundle_comes_back_bit_for_bit(bundle: list[Typed], codec: Codec, size
     st.lists(
         st.builds(
             TensorHeader,
-            st.sampled_from(sorted(ITEM_BYTES)),
+            st.sampled_from(sorted(ON_WIRE)),
             st.lists(st.integers(1, 9), max_size=8).map(tuple),
         ),
         max_size=4,
