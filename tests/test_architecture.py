@@ -24,7 +24,7 @@ ALLOWED = {
 FLOORS = (
     ("errors", "events", "history", "config", "containment", "seams", "locks", "nearest", "paths", "toml"),
     ("state", "transport", "storage"),
-    ("services",),
+    ("services", "planning"),
     ("runs",),
     ("control", "executor", "commands", "library", "runtime", "alerts", "web", "process"),
     ("cli", "__main__"),
@@ -41,12 +41,14 @@ IMPURE = {
 COMPUTING = {
     "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
     "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
+    "partition/calibrate.py": "the calibration of a device, in a process that ends with it",
     "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
 }
 # Who may import it, in a function, once it runs in such a process.
 COMPUTERS = {
     "node.runs.host_process": "the stage's process",
     "node.cli.model": "the command `model`",
+    "node.cli.plan": "the command `plan`, which captures what it is to plan",
     "node.cli.capturing": "the command `train`, which captures what it is given",
 }
 

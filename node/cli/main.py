@@ -27,6 +27,7 @@ from node.cli.demo.command import demo
 from node.cli.dispatch import DEBUG, dispatch
 from node.cli.doctor.command import doctor
 from node.cli.place import AsJson, DataDir
+from node.cli.plan import plan
 from node.cli.render import show
 from node.errors import EXIT_DONE, UsageError
 
@@ -34,6 +35,7 @@ PROGRAM = "python -m node"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("demo")(demo)
+app.command("plan")(plan)
 app.command("doctor")(doctor)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)

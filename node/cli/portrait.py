@@ -36,7 +36,7 @@ from partition.plan.cost import (
     transfer_nanoseconds,
 )
 from partition.plan.layer_costs import layer_costs
-from partition.plan.solver import Infeasible, solve
+from partition.plan.problem import Constraints, Infeasible, Link, Problem, uniform_peers
 
 SCHEMA = "peerloom/model/1"
 EXAMPLE = Resources(flops_per_second=50_000_000_000, memory_bytes=1 << 60)
@@ -208,14 +208,19 @@ def _tied(graph: Graph) -> list[dict[str, Any]]:
 
 def _stages(graph: Graph, name: bytes, costs: Sequence[LayerCost], stages: int) -> list[dict[str, Any]]:
     """How equal machines would share the model."""
+    from partition.plan.solver import solve  # with numpy, which all else here does without
+
     try:
+        offers = [(f"{n:04}", EXAMPLE.flops_per_second, EXAMPLE.memory_bytes) for n in range(stages)]
         split = solve(
-            costs,
-            [EXAMPLE] * stages,
-            stages=stages,
-            replicas=1,
-            microbatches_in_flight=stages,
-            bytes_per_second=EXAMPLE_LINK_BYTES_PER_SECOND,
+            Problem(
+                tuple(costs),
+                uniform_peers(costs, offers),
+                microbatches=1_000_000,
+                default_link=Link(EXAMPLE_LINK_BYTES_PER_SECOND, 0),
+                constraints=Constraints(stages=stages, replicas=1),
+                hides_links=True,
+            )
         )
         cut = cut_layers(graph, name, split.ranges)
     except (Infeasible, ValueError) as error:

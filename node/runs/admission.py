@@ -8,6 +8,7 @@ event loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
@@ -17,8 +18,8 @@ from gossip.allreduce import GROUP_MAX
 from node.runs.manifest import Manifest, Run, check_run
 from node.runs.reduction import Share, shares
 from partition.model.cut import cut_layers
-from partition.model.graph import Entry, Graph, StageGraph
-from partition.model.sizes import check_sizes
+from partition.model.graph import ITEM_BYTES, Entry, Graph, StageGraph
+from partition.model.sizes import check_sizes, evaluate, shape_of
 from partition.plan.cost import stage_memory_bytes
 from partition.plan.history import History, replay
 from partition.plan.layer_costs import layer_costs
@@ -100,14 +101,13 @@ def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
 
 def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> str | None:
     """Why this stage cannot be here, in words for a person; None if it can."""
-    row, manifest = plan.stages[stage], run.manifest
+    _row, manifest = plan.stages[stage], run.manifest
     try:
         check_model(manifest, graph)
         _check_layers(graph, plan)
-        layers = layer_costs(graph, manifest.sizes_max, row.first_layer, row.last_layer)
+        needed = needed_bytes(manifest, graph, plan, stage)
     except (RemoteProtocolError, ValueError) as error:
         return str(error)
-    needed = stage_memory_bytes(layers, manifest.microbatches, recompute=manifest.recompute)
     if needed > machine.memory_bytes:
         return f"{needed / 1e9:.2f} GB of memory needed, {machine.memory_bytes / 1e9:.2f} GB offered"
     # Last what takes longest.
@@ -121,6 +121,34 @@ def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> 
         if members > GROUP_MAX:
             return f"weights tied between {members} replicas, at most {GROUP_MAX} can sum them up"
     return None
+
+
+def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> int:
+    """Peak memory of a stage, by the planner's own formula. Raises ValueError: sizes that do not fit."""
+    row = plan.stages[stage]
+    before = min(1, row.first_layer)
+    layers = layer_costs(graph, manifest.sizes_max, row.first_layer - before, row.last_layer)
+    stages_left = len(plan.stages) - stage
+    whole_step = manifest.pipeline == "gpipe"
+    return stage_memory_bytes(
+        layers[before:],
+        manifest.microbatches if whole_step else min(manifest.microbatches, stages_left),
+        recompute=manifest.recompute,
+        moments=manifest.optimizer.moments,
+        input_bytes=layers[0].output_bytes if before else fed_bytes(manifest, graph),
+        microbatches=manifest.microbatches,
+    )
+
+
+def fed_bytes(manifest: Manifest, graph: Graph) -> int:
+    """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
+    entry = train_entry(graph)
+    values = evaluate(graph.expressions, manifest.sizes_max)
+    largest = 0
+    for ports in (entry.inputs, entry.labels):
+        kinds = [graph.types[port.type] for port in ports]
+        largest = max(largest, sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds))
+    return largest
 
 
 def specify(

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 
 import trio
 from blake3 import blake3
@@ -18,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
-from node.runs.admission import check_model, train_entry
+from node.runs.admission import check_model, fed_bytes
 from node.runs.manifest import Manifest, Run
 from node.runs.requests import (
     LEASE_PURPOSE,
@@ -34,13 +33,12 @@ from node.runs.requests import (
     Start,
 )
 from node.seams import Executor
-from partition.model.graph import ITEM_BYTES, Graph
-from partition.model.sizes import evaluate, shape_of
-from partition.plan.cost import Resources
+from partition.model.graph import Graph
 from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
-from partition.plan.solver import Infeasible, Split, solve
+from partition.plan.problem import Constraints, Infeasible, Problem, Split, uniform_peers
+from partition.plan.solver import solve
 from partition.run.decliners import Decliners
 from partition.run.timeouts import LEASE_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX
@@ -89,17 +87,6 @@ class NotPlaced(Exception):
     """No plan came about, and why, in words for a person."""
 
 
-def fed_bytes(manifest: Manifest, graph: Graph) -> int:
-    """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
-    entry = train_entry(graph)
-    values = evaluate(graph.expressions, manifest.sizes_max)
-    largest = 0
-    for ports in (entry.inputs, entry.labels):
-        kinds = [graph.types[port.type] for port in ports]
-        largest = max(largest, sum(prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype] for kind in kinds))
-    return largest
-
-
 def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
     """The first plan of a run. The requester trains; it holds a stage only where peers are short.
 
@@ -121,15 +108,7 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
                 f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
-        split = solve(
-            layer_costs(graph, manifest.sizes_max),
-            [Resources(whole_rate(offer.flops_per_second), offer.memory_bytes) for offer in chosen],
-            stages=manifest.stages,
-            replicas=manifest.replicas,
-            microbatches_in_flight=manifest.microbatches,
-            recompute=manifest.recompute,
-            frame_bytes_max=FRAME_BYTES_MAX,
-        )
+        split = solve(problem_of(manifest, graph, chosen))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
         raise NotPlaced(f"{manifest.model}: {error}") from None
     stages = _stages(split, chosen)
@@ -142,6 +121,24 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
         trainers=_trainers(run, replicas),
         microbatches=manifest.microbatches,
         stages=stages,
+    )
+
+
+def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Problem:
+    """What the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not fit."""
+    layers = tuple(layer_costs(graph, manifest.sizes_max))
+    rows = [(offer.peer.hex(), whole_rate(offer.flops_per_second), offer.memory_bytes) for offer in offers]
+    return Problem(
+        layers=layers,
+        peers=uniform_peers(layers, rows),
+        microbatches=manifest.microbatches,
+        pipeline=manifest.pipeline,
+        recompute=manifest.recompute,
+        moments=manifest.optimizer.moments,
+        input_bytes=fed_bytes(manifest, graph),
+        constraints=Constraints(
+            stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
+        ),
     )
 
 

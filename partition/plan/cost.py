@@ -12,20 +12,29 @@ NANOSECONDS = 1_000_000_000
 BACKWARD_FLOPS_RATIO = 2
 """Backward costs about twice forward: one product for the input's gradient, one for the weights'. A stage
 that recomputes runs forward once more."""
-ARENAS = 5
-"""Arenas as large as the parameters: parameters, gradient sums, totals and two moments (Adam)."""
+GRADIENT_ARENAS = 2
+"""Beside the parameters, each as large: gradient sums and totals."""
+MOMENTS = 2
+"""The optimizer's vectors, each as large: Adam has two, plain SGD none."""
 STAGE_BASELINE_BYTES = 400 * 1024 * 1024
 """A stage process before it holds a model: the interpreter and torch, measured at 230-350 MiB."""
+
+KEPT_FRAMES_BYTES_MAX = 512 << 20
+"""A stage keeps the frames it sent until the step is applied; beyond this they lie on the disk."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes."""
+    """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes.
+
+    `working_bytes` is what its largest operator has in hand while it runs, forward or back.
+    """
 
     parameter_bytes: int
     forward_flops: int
     saved_bytes: int
     output_bytes: int
+    working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,19 +46,29 @@ class Resources:
 
 
 def stage_memory_bytes(
-    layers: Sequence[LayerCost], microbatches_in_flight: int, *, recompute: bool = False
+    layers: Sequence[LayerCost],
+    microbatches_in_flight: int,
+    *,
+    recompute: bool = False,
+    moments: int = MOMENTS,
+    input_bytes: int = 0,
+    microbatches: int = 0,
 ) -> int:
     """Peak memory of a stage that trains `layers` with so many micro-batches between forward and backward.
 
-    One that recomputes keeps no more of each than what crosses a boundary, and all of one.
+    One that recomputes keeps no more of each than its input, and all of one. `moments` are the optimizer's.
+    The frames of a step's `microbatches`, sent on and back, are kept until the step is applied.
     """
     parameters = sum(layer.parameter_bytes for layer in layers)
     saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
     if recompute:
-        saved += max((layer.output_bytes for layer in layers), default=0) * microbatches_in_flight
+        saved += input_bytes * microbatches_in_flight
     else:
         saved *= microbatches_in_flight
-    return STAGE_BASELINE_BYTES + ARENAS * parameters + saved
+    sent = layers[-1].output_bytes if layers else 0
+    kept = min(microbatches * (sent + input_bytes), KEPT_FRAMES_BYTES_MAX)
+    working = max((layer.working_bytes for layer in layers), default=0)
+    return STAGE_BASELINE_BYTES + (1 + GRADIENT_ARENAS + moments) * parameters + saved + kept + working
 
 
 def stage_nanoseconds(layers: Sequence[LayerCost], flops_per_second: int, *, recompute: bool = False) -> int:

@@ -262,8 +262,6 @@ def test_show_loads_neither_trio_nor_torch_nor_numpy(folder: Path) -> None:
         "model",
         "show",
         str(folder / "own.peerloom"),
-        "--stages",
-        "2",
         "--svg",
         str(folder / "o.svg"),
     ]

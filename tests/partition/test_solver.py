@@ -1,181 +1,291 @@
-"""The solver against trying every cut by hand."""
+"""The solver against trying every split by hand."""
 
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from itertools import combinations, pairwise, permutations
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partition.plan.cost import (
-    STAGE_BASELINE_BYTES,
-    LayerCost,
-    Resources,
-    stage_memory_bytes,
-    stage_nanoseconds,
-    transfer_nanoseconds,
+from partition.plan.cost import KEPT_FRAMES_BYTES_MAX, STAGE_BASELINE_BYTES, LayerCost
+from partition.plan.exact import Exact
+from partition.plan.problem import (
+    Constraints,
+    Infeasible,
+    Link,
+    PeerCost,
+    Problem,
+    Split,
+    uniform_peers,
 )
-from partition.plan.solver import Infeasible, Split, solve
-
-MIB = 1024 * 1024
-IN_FLIGHT, LINK = 4, 10_000_000
-
-layer_costs = st.builds(
-    LayerCost,
-    parameter_bytes=st.integers(0, 40 * MIB),
-    forward_flops=st.integers(0, 10**8),
-    saved_bytes=st.integers(0, 4 * MIB),
-    output_bytes=st.integers(1, MIB),
+from partition.plan.search import search
+from partition.plan.solver import solve
+from partition.plan.tables import Tables
+from tests.partition.planned import (
+    MIB,
+    bottleneck,
+    is_allowed,
+    layers_in_order,
+    problems,
+    shuffled,
+    splits,
 )
-resources = st.builds(
-    Resources,
-    flops_per_second=st.integers(10**8, 10**11),
-    memory_bytes=st.integers(STAGE_BASELINE_BYTES, STAGE_BASELINE_BYTES + 600 * MIB),
-)
+from tests.source import ROOT
+
+FAST_LINK = Link(10**10, 0)
 
 
-def solved(
-    layers: Sequence[LayerCost], peers: Sequence[Resources], stages: int = 0, replicas: int = 0
-) -> Split:
-    return solve(
-        layers,
-        peers,
-        stages=stages,
-        replicas=replicas,
-        microbatches_in_flight=IN_FLIGHT,
-        bytes_per_second=LINK,
-    )
-
-
-def cost_of(
-    layers: Sequence[LayerCost],
-    peers: Sequence[Resources],
-    ranges: Sequence[tuple[int, int]],
-    groups: Sequence[tuple[int, ...]],
-) -> int | None:
-    """The slowest stage, or None where a replica has too little memory: the definition, not the algorithm."""
-    worst = 0
-    for (first, last), group in zip(ranges, groups, strict=True):
-        part = layers[first:last]
-        if any(stage_memory_bytes(part, IN_FLIGHT) > peers[index].memory_bytes for index in group):
-            return None
-        rate = sum(peers[index].flops_per_second for index in group)
-        worst = max(worst, stage_nanoseconds(part, rate))
-        if last < len(layers):
-            worst = max(worst, transfer_nanoseconds(part[-1], LINK))
-    return worst
-
-
-def best_by_hand(
-    layers: Sequence[LayerCost], peers: Sequence[Resources], groups: Sequence[tuple[int, ...]]
-) -> int | None:
-    """Every contiguous cut, for these groups in every order."""
-    found = []
-    for order in permutations(groups):
-        for cuts in combinations(range(1, len(layers)), len(groups) - 1):
-            edges = (0, *cuts, len(layers))
-            ranges = list(pairwise(edges))
-            found.append(cost_of(layers, peers, ranges, order))
-    return min((cost for cost in found if cost is not None), default=None)
-
-
-@given(
-    st.lists(layer_costs, min_size=1, max_size=7),
-    st.lists(resources, min_size=1, max_size=6),
-    st.integers(0, 3),
-    st.integers(0, 2),
-)
-@settings(max_examples=300)
-def test_a_split_is_the_best_of_all_cuts_for_its_groups_and_fits_everywhere(
-    layers: list[LayerCost], peers: list[Resources], stages: int, replicas: int
-) -> None:
-    try:
-        split = solved(layers, peers, stages, replicas)
-    except Infeasible:
-        return
-    assert split.bottleneck_nanoseconds == cost_of(layers, peers, split.ranges, split.groups)
-    assert split.bottleneck_nanoseconds == best_by_hand(layers, peers, split.groups)
-    assert [layer for first, last in split.ranges for layer in range(first, last)] == list(range(len(layers)))
-    used = [index for group in split.groups for index in group]
+def check(problem: Problem, split: Split) -> None:
+    """What holds of every answer."""
+    assert layers_in_order(split) == list(range(len(problem.layers)))
+    used = [place for group in split.groups for place in group]
     assert len(used) == len(set(used))
-    assert all(first < last for first, last in split.ranges)
-    assert stages in (0, len(split.ranges))
-    assert all(len(group) == (replicas or len(split.groups[0])) for group in split.groups)
-    assert split == solved(layers, peers, stages, replicas)
+    assert is_allowed(problem, split.ranges, split.groups)
 
 
-@given(st.lists(layer_costs, min_size=1, max_size=5), st.lists(resources, min_size=1, max_size=4))
-@settings(max_examples=200)
-def test_where_one_peer_can_hold_the_model_it_is_never_infeasible(
-    layers: list[LayerCost], peers: list[Resources]
-) -> None:
-    assert solved(layers, [*peers, Resources(1, stage_memory_bytes(layers, IN_FLIGHT))])
+@given(problems())
+@settings(max_examples=50, deadline=None)
+def test_a_small_split_is_the_best_of_all_that_are_allowed(problem: Problem) -> None:
+    found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
+    try:
+        split = solve(problem)
+    except Infeasible:
+        assert not found, "a split fits and none was found"
+        return
+    assert found, "a split that is not allowed"
+    check(problem, split)
+    assert split.is_exact
+    value = bottleneck(problem, split.ranges, split.groups)
+    assert split.bottleneck_nanoseconds == pytest.approx(value, rel=1e-3, abs=50)
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:
+    # So long that filling the pipeline is nothing; as many frames as that are kept on the disk.
+    peers = tuple(
+        replace(peer, memory_bytes=peer.memory_bytes + KEPT_FRAMES_BYTES_MAX) for peer in problem.peers
+    )
+    problem = replace(problem, microbatches=10**6, pipeline="1f1b", peers=peers)
+    found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
+    if found:
+        split = solve(problem)
+        assert bottleneck(problem, split.ranges, split.groups) <= min(found) * 1.001 + 50
+
+
+@given(problems(objective="latency"), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_a_path_for_latency_is_the_shortest_of_all(problem: Problem, shuffle: object) -> None:
+    tables = Tables(problem)
+    try:
+        split = solve(problem)
+    except Infeasible:
+        assert not list(splits(problem))
+        return
+    check(problem, split)
+    if max(len(group) for group in split.groups) == 1:
+        passed = tables.pass_times(split.ranges, split.groups)[0]
+        others = [
+            tables.pass_times(ranges, groups)[0]
+            for ranges, groups in splits(problem)
+            if max(len(group) for group in groups) == 1
+        ]
+        assert passed <= min(others) + 20
+
+
+@given(problems(peers_max=6))
+@settings(max_examples=25, deadline=None)
+def test_a_search_keeps_every_rule_and_finds_a_split_where_one_is(problem: Problem) -> None:
+    exact = Exact(Tables(problem)).split((1 << 56) - 1)
+    try:
+        split = solve(problem)
+    except Infeasible:
+        assert exact is None
+        return
+    assert exact is not None
+    check(problem, split)
+
+
+@given(problems(layers_max=5, peers_max=4))
+@settings(max_examples=25, deadline=None)
+def test_the_yardstick_is_the_least_bottleneck(problem: Problem) -> None:
+    tables = Tables(problem)
+    exact = Exact(tables)
+    found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
+    cut = exact.split((1 << 56) - 1)
+    assert (cut is None) == (not found)
+    if cut is not None:
+        assert exact.least(0, cut.value) == pytest.approx(min(found), rel=2e-4, abs=20)
+
+
+@given(problems(peers_max=6), st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_order_of_peers_changes_nothing(problem: Problem, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(problem.peers))))
+    assert _answer(problem) == _answer(shuffled(problem, order))
+
+
+def _answer(problem: Problem) -> object:
+    try:
+        return solve(problem)
+    except Infeasible as infeasible:
+        return str(infeasible)
+
+
+PROGRAM = """
+import sys
+from random import Random
+from partition.plan.cost import LayerCost
+from partition.plan.problem import Link, Problem, uniform_peers
+from partition.plan.solver import solve
+layers = tuple(LayerCost(10**7 + 10**6 * (n % 7), 10**9 + 10**8 * (n % 5), 10**6, 10**6) for n in range(24))
+offers = [(f"peer {n}", 10**10 * (n % 4 + 1), 10**9 + 10**8 * (n % 5)) for n in range(20)]
+Random(int(sys.argv[1])).shuffle(offers)
+names = {name for name, _, _ in offers}
+links = {(a, b): Link(10**7 * (len(a) + hash(b) * 0)) for a in names for b in names}
+print(solve(Problem(layers, uniform_peers(layers, offers), microbatches=16, links=links)))
+"""
+
+
+def test_two_processes_with_other_hash_seeds_make_the_same_plan() -> None:
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(seed)],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(answers) == 1
+
+
+# By example
 
 
 def layer(mebibytes: int, flops: int = 1_000_000) -> LayerCost:
     return LayerCost(mebibytes * MIB, flops, 0, 1_000)
 
 
-BIG, SMALL = Resources(10**9, 4096 * MIB), Resources(10**9, STAGE_BASELINE_BYTES + 60 * MIB)
+BIG, SMALL = 4096 * MIB, STAGE_BASELINE_BYTES + 60 * MIB
+
+
+def problem_of(
+    layers: list[LayerCost], peers: list[tuple[int, int]], stages: int = 0, replicas: int = 0, **rest: object
+) -> Problem:
+    """Peers are (FLOP/s, memory); a thousand micro-batches over links that cost nothing."""
+    offers = [(f"{number:03}", rate, memory) for number, (rate, memory) in enumerate(peers)]
+    return Problem(
+        tuple(layers),
+        uniform_peers(layers, offers),
+        default_link=FAST_LINK,
+        constraints=Constraints(stages=stages, replicas=replicas),
+        **({"microbatches": 4} | rest),  # type: ignore[arg-type]  # of any field
+    )
 
 
 def test_a_fast_peer_gets_more_layers() -> None:
-    split = solved([layer(1)] * 8, [Resources(10**9, BIG.memory_bytes), Resources(3 * 10**9, 4096 * MIB)], 2)
+    layers = [layer(1, 10**9)] * 8
+    split = solve(problem_of(layers, [(10**9, BIG), (3 * 10**9, BIG)], 2))
     share = dict(zip(split.groups, (last - first for first, last in split.ranges), strict=True))
     assert share == {(0,): 2, (1,): 6}
 
 
 def test_a_fast_peer_without_memory_gives_way_to_a_slow_one_with_it() -> None:
-    split = solved([layer(100)], [Resources(10**12, SMALL.memory_bytes), BIG], 1, 1)
+    split = solve(problem_of([layer(100)], [(10**12, SMALL), (10**9, BIG)], 1, 1))
     assert split.groups == ((1,),)
 
 
-def test_fewer_replicas_are_taken_where_more_do_not_fit() -> None:
-    assert solved([layer(100)], [SMALL, BIG]).groups == ((1,),)
+def test_a_small_peer_stays_out_where_it_cannot_hold_the_stage() -> None:
+    assert solve(problem_of([layer(100)], [(10**9, SMALL), (10**9, BIG)])).groups == ((1,),)
 
 
 def test_a_stage_that_recomputes_fits_where_one_that_keeps_everything_does_not() -> None:
-    layers = [LayerCost(MIB, 1_000_000, 30 * MIB, MIB)]
-    peer = Resources(10**9, STAGE_BASELINE_BYTES + 60 * MIB)
+    layers = [LayerCost(MIB, 1_000_000, 30 * MIB, MIB)] * 2
+    peers = [(10**9, STAGE_BASELINE_BYTES + 100 * MIB)]
+    problem = problem_of(layers, peers, 1, 1, pipeline="gpipe")
     with pytest.raises(Infeasible):
-        solve(layers, [peer], stages=1, replicas=1, microbatches_in_flight=IN_FLIGHT)
-    split = solve(layers, [peer], stages=1, replicas=1, microbatches_in_flight=IN_FLIGHT, recompute=True)
-    assert split.bottleneck_nanoseconds == stage_nanoseconds(layers, 10**9) * 4 // 3
+        solve(problem)
+    split = solve(replace(problem, recompute=True))
+    assert split.bottleneck_nanoseconds == 8 * 10**6
 
 
-def test_a_model_of_very_many_layers_is_split_with_few_of_the_cuts_looked_at() -> None:
+def test_one_peer_computes_alone_where_links_are_slower_than_it() -> None:
+    layers = [LayerCost(MIB, 10**7, MIB, 10 * MIB)] * 8
+    problem = replace(problem_of(layers, [(10**11, BIG)] * 4), default_link=Link(10**6, 10**6))
+    assert len(solve(problem).groups) == 1
+    assert len(solve(problem).groups[0]) == 1
+
+
+def test_stages_are_as_many_as_pay_with_their_bubble() -> None:
+    layers = [layer(1, 10**9)] * 16
+    few, many = (
+        solve(problem_of(layers, [(10**9, BIG)] * 8, replicas=1, microbatches=count)) for count in (1, 256)
+    )
+    assert len(few.groups) == 1
+    assert len(many.groups) == 8
+
+
+def test_a_model_of_very_many_layers_is_split_soon() -> None:
     """A planner solves this for any stranger who asks."""
-    rates = (50, 41, 33, 27, 20)
-    peers = [Resources(rate * 10**9, 8192 * MIB) for rate in rates]
-    layers = [LayerCost(MIB, 10**9 + 7 * number, MIB, 1_000) for number in range(100)]
-    split = solved(layers, peers)
-    assert split.bottleneck_nanoseconds < 1.05 * stage_nanoseconds(layers, sum(rates) * 10**9)
+    peers = [(rate * 10**9, 8192 * MIB) for rate in (50, 41, 33, 27, 20)]
+    layers = [LayerCost(MIB, 10**9 + 7 * number, MIB, 1_000) for number in range(500)]
     began = time.process_time()
-    solved(layers, peers)
-    assert time.process_time() - began < 10, "looking at every cut takes a minute"
+    split = solve(problem_of(layers, peers, replicas=1, microbatches=1024))
+    assert time.process_time() - began < 30
+    whole = 3 * sum(cost.forward_flops for cost in layers) * 10**9 // sum(rate for rate, _ in peers)
+    assert split.bottleneck_nanoseconds < 1.05 * whole
 
 
-def test_fewer_stages_win_a_tie() -> None:
-    nothing = [LayerCost(MIB, 0, 0, 0)] * 4
-    assert len(solved(nothing, [BIG] * 4).ranges) == 1
+def test_hundreds_of_peers_share_stages_at_equal_rates() -> None:
+    layers = [layer(1, 10**9)] * 24
+    peers = [(10**9 * (1 + number % 5), BIG) for number in range(300)]
+    began = time.process_time()
+    split = solve(problem_of(layers, peers, microbatches=1024))
+    assert time.process_time() - began < 10
+    rates = [sum(1 + place % 5 for place in group) / (last - first)
+             for (first, last), group in zip(split.ranges, split.groups, strict=True)]  # fmt: skip
+    assert max(rates) < 1.3 * min(rates)
+
+
+def test_search_alone_is_within_some_percent_of_the_yardstick() -> None:
+    layers = tuple(LayerCost((8 + n % 9) * MIB, 10**9 * (1 + n % 3), 4 * MIB, MIB) for n in range(24))
+    names = [f"p{number}" for number in range(6)]
+    offers = [
+        (name, 10**10 * (number + 1), STAGE_BASELINE_BYTES + 900 * MIB) for number, name in enumerate(names)
+    ]
+    links = {(a, b): Link(10**7 * (1 + len(a + b) % 3), 10**6) for a in names for b in names}
+    problem = Problem(layers, uniform_peers(layers, offers), 64, links, hides_links=True)
+    tables = Tables(problem)
+    value = search(tables)[0].value
+    assert value <= 1.05 * Exact(tables).least(value // 2, value)
 
 
 @pytest.mark.parametrize(
     ("layers", "peers", "stages", "replicas", "words"),
     [
-        ([layer(1)] * 3, [BIG] * 9, 4, 1, "4 stages are asked for, the model has 3 layers"),
-        ([layer(1)] * 3, [BIG] * 3, 2, 2, "4 peers are needed (2 stages x 2), 3 offer a slot"),
+        ([layer(1)] * 3, [(1, BIG)] * 9, 4, 1, "4 stages are asked for, the model has 3 layers"),
+        ([layer(1)] * 3, [(1, BIG)] * 3, 2, 2, "4 peers are needed (2 stages x 2), 3 offer a slot"),
         ([layer(1)], [], 0, 0, "1 peers are needed (1 stages x 1), 0 offer a slot"),
-        ([layer(100)], [SMALL] * 3, 0, 0, "one layer alone needs 0.94 GB to train, the largest of 3 peers"),
-        ([layer(10)] * 20, [SMALL] * 2, 0, 0, "the model needs 1.47 GB to train, 2 peers offer 0.96 GB"),
-        ([layer(10)] * 4, [BIG, SMALL], 1, 2, "no cut into 1 stages x 2 replicas fits"),
-        ([], [BIG], 0, 0, "the model has no layers"),
+        ([layer(100)], [(1, SMALL)] * 3, 0, 0, "one layer alone needs 0.94 GB to train, the largest of 3"),
+        ([layer(10)] * 20, [(1, SMALL)] * 2, 0, 0, "the model needs 1.47 GB to train, 2 peers offer 0.96 GB"),
+        ([layer(10)] * 4, [(1, BIG), (1, SMALL)], 1, 2, "no cut into 1 stages x 2 replicas fits"),
+        ([], [(1, BIG)], 0, 0, "the model has no layers"),
     ],
 )
 def test_an_infeasible_run_says_what_is_missing(
-    layers: list[LayerCost], peers: list[Resources], stages: int, replicas: int, words: str
+    layers: list[LayerCost], peers: list[tuple[int, int]], stages: int, replicas: int, words: str
 ) -> None:
     with pytest.raises(Infeasible) as refused:
-        solved(layers, peers, stages, replicas)
+        solve(problem_of(layers, peers, stages, replicas))
     assert words in str(refused.value)
+
+
+def test_peers_of_one_name_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="two peers of one name"):
+        Problem((layer(1),), (PeerCost("a", BIG, (1,), (1,)),) * 2)

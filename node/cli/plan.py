@@ -1,0 +1,148 @@
+"""`python -m node plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from node.cli.outputs import output_path
+from node.cli.place import GRAPH_SUFFIX, AsJson
+from node.cli.render import show, show_json
+from node.errors import RunFailed, UsageError
+from node.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from partition.model.graph import Graph
+
+MODELS: dict[str, tuple[str, tuple[int, ...], int, dict[str, int]]] = {
+    "simple-cnn": ("simple-cnn", (3, 32, 32), 10, {}),
+    "resnet18": ("resnet18", (3, 224, 224), 1000, {}),
+    "gpt": ("gpt", (256,), 256, {}),
+    "gpt2": ("gpt", (1024,), 50_257, {"layers": 12, "heads": 12, "width": 768}),
+    "gpt2-medium": ("gpt", (1024,), 50_257, {"layers": 24, "heads": 16, "width": 1024}),
+    "gpt2-large": ("gpt", (1024,), 50_257, {"layers": 36, "heads": 20, "width": 1280}),
+    "gpt2-xl": ("gpt", (1024,), 50_257, {"layers": 48, "heads": 25, "width": 1600}),
+}
+"""A built-in model, a sample of it without the batch, its classes, and further options."""
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION.")],
+    peers: Annotated[str, typer.Option("--peers", metavar="FILE", help="Peers and links, as TOML.")] = "",
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="throughput|latency|energy", help="What is to be best.")
+    ] = "throughput",
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Samples in a step.")] = 64,
+    microbatch: Annotated[int, typer.Option("--microbatch", metavar="N", help="Samples at once.")] = 0,
+    optimizer: Annotated[str, typer.Option("--optimizer", metavar="adam|adamw|sgd|momentum")] = "adam",
+    stages: Annotated[int, typer.Option("--stages", metavar="N", help="As many, not what is best.")] = 0,
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Of each stage.")] = 0,
+    pipeline: Annotated[str, typer.Option("--pipeline", metavar="1f1b|gpipe")] = "1f1b",
+    explain: Annotated[bool, typer.Option("--explain", help="Say why, and draw the step.")] = False,
+    what_if: Annotated[
+        str,
+        typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
+    ] = "",
+    svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show who would hold which layers of a model, how fast that would be, and why."""
+    from node.planning.document import plan_document
+    from node.planning.peers import read_peers
+    from node.planning.peers import what_if as changed
+    from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
+    from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
+
+    _among("--objective", objective, get_args(Objective))
+    _among("--pipeline", pipeline, get_args(Pipeline))
+    _among("--optimizer", optimizer, OPTIMIZERS)
+    if min(batch, microbatch + 1, stages + 1, replicas + 1) < 1:
+        raise UsageError("--batch, --microbatch, --stages, --replicas: want numbers from 1")
+    if not peers:
+        raise UsageError("no peers are named", "--peers FILE, with lines such as in docs/plan.md")
+    if svg:
+        output_path(svg, "--svg")
+    offered = read_peers(peers)
+    wanted = Wanted(
+        batch=batch,
+        objective=objective,  # type: ignore[arg-type]  # looked at above
+        microbatch=microbatch,
+        pipeline=pipeline,  # type: ignore[arg-type]  # looked at above
+        optimizer=optimizer,
+        optimizer_moments=OPTIMIZERS[optimizer],
+        constraints=Constraints(stages=stages, replicas=replicas, frame_bytes_max=FRAME_BYTES_MAX),
+    )
+    graph = read_model(model)
+    try:
+        document = plan_document(plan_model(graph, offered, wanted, name=model))
+        other = None
+        if what_if:
+            other = plan_document(plan_model(graph, changed(offered, what_if), wanted, name=model))
+    except Infeasible as infeasible:
+        raise RunFailed(f"{model}: {infeasible}", infeasible.do or None) from None
+    _tell(document, other, what_if=what_if, explain=explain, svg=svg, as_json=as_json)
+
+
+def _tell(
+    document: dict[str, Any],
+    other: dict[str, Any] | None,
+    *,
+    what_if: str,
+    explain: bool,
+    svg: str,
+    as_json: bool,
+) -> None:
+    from node.cli.plan_lines import plan_lines
+    from node.cli.plan_svg import plan_svg
+
+    shown = document if other is None else other
+    if svg:
+        try:
+            Path(svg).expanduser().write_text(plan_svg(shown), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--svg {svg}: {error.strerror or error}") from None
+        show([f"drawn into {svg}"], sys.stderr)
+    if as_json:
+        show_json({**shown, "what_if": what_if or None})
+        return
+    lines = plan_lines(shown, explain=explain)
+    if other is not None:
+        gain = other["samples_per_second"] / max(1e-12, document["samples_per_second"]) - 1
+        lines.append(f"with {what_if}: {gain * 100:+.0f} % against the plan without")
+    show(lines)
+
+
+def _among(option: str, value: str, known: Any) -> None:
+    names = sorted(known)
+    if value not in names:
+        raise UsageError(f"{option} {value[:40]}{did_you_mean(value, names)}", ", ".join(names))
+
+
+def read_model(model: str) -> "Graph":
+    """The graph of a built-in model, of a captured file, or of what a person's own function makes.
+
+    Raises:
+        UsageError: no such model, or one that cannot be captured.
+    """
+    from node.cli.portrait import read_graph
+
+    if model.endswith(GRAPH_SUFFIX):
+        return read_graph(Path(model).expanduser())[0]
+    from partition.capture import CaptureRefused
+    from partition.capture.requested import capture_built_in, capture_own
+
+    try:
+        if ".py:" in model:
+            return capture_own(model).graph
+        if model in MODELS:
+            name, sample, classes, options = MODELS[model]
+            return capture_built_in(name, sample, classes, options=options).graph
+    except (CaptureRefused, OSError) as error:
+        raise UsageError(f"{model}: {error}") from None
+    known = sorted(MODELS)
+    raise UsageError(
+        f"no model is called '{model[:80]}'{did_you_mean(model, known)}",
+        f"{', '.join(known)}; a captured FILE.peerloom; or PATH.py:FUNCTION",
+    )

@@ -1,0 +1,221 @@
+"""The peers of a plan as people write them: PEERS.toml, and what `--what-if` changes.
+
+[[peers]]
+name = "lab-1"
+memory = "22GB"
+rate = "120GFLOPS"
+link = "1Gbit"          # its own connection: between two peers counts the slower one
+
+[[links]]
+between = ["mbp", "lab-2"]
+rate = "10Mbit"
+latency = "20ms"
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from node.errors import UsageError
+from node.nearest import did_you_mean
+from node.toml import read
+from partition.plan.problem import (
+    BUSY_MILLIWATTS,
+    IDLE_MILLIWATTS,
+    LINK_BYTES_PER_SECOND,
+    LINK_NANOSECONDS,
+    Link,
+)
+from partition.plan.rates import Calibration, assumed
+
+PEERS_MAX = 4_096
+_UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+_QUANTITY = re.compile(
+    r"([0-9]+(?:\.[0-9]+)?) *([kmgtp]i?)? *(b|flops|flop/s|bit|bit/s|byte/s|b/s)\Z", re.IGNORECASE
+)
+_LATENCY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(us|ms|s)\Z", re.I)
+_NANOSECONDS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+
+
+class PeerRow(msgspec.Struct, frozen=True):
+    """`[[peers]]`: what one offers. `watts` is what it draws while computing, `idle_watts` while waiting."""
+
+    name: str
+    memory: str
+    rate: str
+    link: str = ""
+    latency: str = ""
+    location: str = ""
+    takes_runs: bool = True
+    watts: float = BUSY_MILLIWATTS / 1000
+    idle_watts: float = IDLE_MILLIWATTS / 1000
+
+
+class LinkRow(msgspec.Struct, frozen=True):
+    """`[[links]]`: what is between two, each way."""
+
+    between: tuple[str, str]
+    rate: str
+    latency: str = ""
+
+
+class PeersFile(msgspec.Struct, frozen=True):
+    """PEERS.toml."""
+
+    peers: tuple[PeerRow, ...]
+    links: tuple[LinkRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class PeerSpecification:
+    """One peer that could hold a stage. `reason` says why it may not, empty where it may."""
+
+    name: str
+    memory_bytes: int
+    calibration: Calibration
+    link: Link = field(default_factory=Link)
+    reason: str = ""
+    location: str = ""
+    busy_milliwatts: int = BUSY_MILLIWATTS
+    idle_milliwatts: int = IDLE_MILLIWATTS
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All peers of a plan, and the links of which more is known than of their ends."""
+
+    peers: tuple[PeerSpecification, ...]
+    links: tuple[tuple[str, str, Link], ...] = ()
+
+    def link(self, one: str, other: str) -> Link:
+        """What carries bytes from one to another: what was said of the two, else the slower of their own."""
+        for first, second, link in self.links:
+            if (first, second) == (one, other):
+                return link
+        ends = [peer.link for peer in self.peers if peer.name in (one, other)]
+        return Link(
+            min((link.bytes_per_second for link in ends), default=LINK_BYTES_PER_SECOND),
+            max((link.nanoseconds for link in ends), default=LINK_NANOSECONDS),
+        )
+
+    def with_link(self, one: str, other: str, link: Link) -> "Peers":
+        """The same with another link between two, each way."""
+        kept = [row for row in self.links if {row[0], row[1]} != {one, other}]
+        return replace(self, links=(*kept, (one, other, link), (other, one, link)))
+
+
+def read_peers(file: str) -> Peers:
+    """The peers of a PEERS.toml. Raises UsageError."""
+    document = read(Path(file).expanduser(), PeersFile)
+    found = document.value
+    if not found.peers or len(found.peers) > PEERS_MAX:
+        raise UsageError(f"{file}: {len(found.peers)} peers; want 1 to {PEERS_MAX}")
+    names = [row.name for row in found.peers]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{file}: two peers are called '{name}'")
+    peers = tuple(_peer(row, document.where("peers", number)) for number, row in enumerate(found.peers))
+    links: list[tuple[str, str, Link]] = []
+    for number, row in enumerate(found.links):
+        where = document.where("links", number)
+        for name in row.between:
+            if name not in names:
+                raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, names)}")
+        one, other = row.between
+        link = Link(rate_of(row.rate, where), latency_of(row.latency, where))
+        links += [(one, other, link), (other, one, link)]
+    return Peers(peers, tuple(links))
+
+
+def _peer(row: PeerRow, where: str) -> PeerSpecification:
+    link = Link(
+        rate_of(row.link, where) if row.link else LINK_BYTES_PER_SECOND,
+        latency_of(row.latency, where),
+    )
+    return PeerSpecification(
+        name=row.name,
+        memory_bytes=bytes_of(row.memory, where),
+        calibration=assumed(flops_of(row.rate, where)),
+        link=link,
+        reason="" if row.takes_runs else "takes no runs",
+        location=row.location,
+        busy_milliwatts=round(row.watts * 1000),
+        idle_milliwatts=round(row.idle_watts * 1000),
+    )
+
+
+def bytes_of(text: str, where: str) -> int:
+    """`8GB`, `512MiB`."""
+    return _quantity(text, where, ("b",), "an amount of memory, such as 8GB")
+
+
+def flops_of(text: str, where: str) -> int:
+    """`50GFLOPS`."""
+    return _quantity(text, where, ("flops", "flop/s"), "a rate of computing, such as 50GFLOPS")
+
+
+def rate_of(text: str, where: str) -> int:
+    """`100Mbit` or `12.5MB/s`, in bytes per second."""
+    wanted = "a rate of a link, such as 100Mbit"
+    if text.lower().replace("/s", "").endswith("bit"):
+        return max(1, _quantity(text, where, ("bit", "bit/s"), wanted) // 8)
+    return _quantity(text, where, ("b/s", "byte/s"), wanted)
+
+
+def _quantity(text: str, where: str, units: Sequence[str], wanted: str) -> int:
+    found = _QUANTITY.match(text.strip())
+    if found is None or found[3].lower() not in units:
+        raise UsageError(f"{where}: '{text[:40]}' is not {wanted}")
+    return max(1, int(float(found[1]) * _UNITS[(found[2] or "").lower()]))
+
+
+def latency_of(text: str, where: str) -> int:
+    """`5ms`, in nanoseconds."""
+    if not text:
+        return LINK_NANOSECONDS
+    found = _LATENCY.match(text.strip())
+    if found is None:
+        raise UsageError(f"{where}: '{text[:40]}' is not a latency, such as 5ms")
+    return int(float(found[1]) * _NANOSECONDS[found[2].lower()])
+
+
+def what_if(peers: Peers, text: str) -> Peers:
+    """Other peers: `lose=NAME`, `add=8GB@50GFLOPS@100Mbit`, `link=A:B@1Gbit`, with commas between. Raises
+    UsageError."""
+    for number, part in enumerate(text.split(",")):
+        where = f"--what-if {part}"
+        key, _, value = part.strip().partition("=")
+        if key == "lose":
+            names = [peer.name for peer in peers.peers]
+            if value not in names:
+                raise UsageError(f"{where}: no peer is called '{value}'{did_you_mean(value, names)}")
+            peers = replace(peers, peers=tuple(peer for peer in peers.peers if peer.name != value))
+        elif key == "add":
+            peers = replace(peers, peers=(*peers.peers, _added(value, f"new-{number + 1}", where)))
+        elif key == "link":
+            ends, _, rate = value.partition("@")
+            one, _, other = ends.partition(":")
+            known = [peer.name for peer in peers.peers]
+            for name in (one, other):
+                if name not in known:
+                    raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, known)}")
+            peers = peers.with_link(
+                one, other, replace(peers.link(one, other), bytes_per_second=rate_of(rate, where))
+            )
+        else:
+            raise UsageError(f"{where}: want lose=NAME, add=8GB@50GFLOPS@100Mbit or link=A:B@1Gbit")
+    return peers
+
+
+def _added(value: str, name: str, where: str) -> PeerSpecification:
+    memory, *rest = value.split("@")
+    if not rest or len(rest) > 2:
+        raise UsageError(f"{where}: want add=8GB@50GFLOPS@100Mbit")
+    row = PeerRow(name, memory, rest[0], rest[1] if len(rest) > 1 else "")
+    return _peer(row, where)

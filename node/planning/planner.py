@@ -1,0 +1,374 @@
+"""The best plan of a model over given peers, with its reasons: a pure function for screen and library.
+
+Beside the split it chooses what people should not have to: the micro-batch, whether to recompute, and says
+which codec of frames would pay. It says who holds nothing and why, what one peer alone would reach, and which
+single change would help most. Torch is not needed: a captured graph is.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from crypto.errors import RemoteProtocolError
+from node.errors import UsageError
+from node.planning.peers import Peers, PeerSpecification
+from partition.model.cut import reference_sizes
+from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.sizes import check_sizes, evaluate, shape_of
+from partition.plan.forecast import Forecast, forecast
+from partition.plan.layer_costs import layer_costs
+from partition.plan.operations import Operations, layer_operations
+from partition.plan.problem import (
+    Constraints,
+    Infeasible,
+    Link,
+    Objective,
+    PeerCost,
+    Pipeline,
+    Problem,
+    Split,
+)
+from partition.plan.solver import solve
+
+MICROBATCHES_MAX = 64
+"""As many as a stage of a run may hold at once."""
+MICROBATCHES_TRIED = 7
+FRAME_BYTES_MAX = 63 << 26
+GAIN_MIN = 0.05
+"""Smaller improvements are not worth a word."""
+BFLOAT16_PERMILLE = 307
+"""What bfloat16 with zstd leaves of real activations (a GPT's)."""
+LINK_STEPS = (1_250_000, 12_500_000, 125_000_000, 1_250_000_000)
+HELP_TRIED_MAX = 6
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asks for. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
+
+    batch: int = 64
+    objective: Objective = "throughput"
+    microbatch: int = 0
+    recompute: bool | None = None
+    pipeline: Pipeline = "1f1b"
+    optimizer_moments: int = 2
+    optimizer: str = "adam"
+    constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A peer without a stage, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with all that there is to say of it. `samples_per_second` is of training, or of passes one after
+    another where latency is the objective; `tokens` is how many tokens make a sample, 0 for other data."""
+
+    model: str
+    problem: Problem
+    split: Split
+    forecast: Forecast
+    wanted: Wanted
+    microbatch: int
+    tokens: int
+    left_out: tuple[LeftOut, ...]
+    reasons: tuple[str, ...]
+    alone: tuple[str, float] | None
+    help: tuple[str, float] | None
+
+    @property
+    def samples_per_second(self) -> float:
+        """As predicted."""
+        if self.problem.objective == "latency":
+            return self.microbatch * 1e9 / max(1, self.forecast.pass_nanoseconds)
+        samples = self.microbatch * self.problem.microbatches
+        return samples * 1e9 / max(1, self.forecast.step_nanoseconds)
+
+    def peers_of(self, stage: int) -> tuple[str, ...]:
+        """Names, sorted."""
+        return tuple(self.problem.peers[place].name for place in self.split.groups[stage])
+
+
+def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") -> PlanReport:
+    """The best plan that was found.
+
+    Raises:
+        Infeasible: nothing fits; with what is needed, what there is, and what to do.
+        UsageError: a batch that the model does not take.
+    """
+    planner = _Planner(graph, peers, wanted)
+    problem, split, reasons = planner.best()
+    played = forecast(problem, split)
+    report = PlanReport(
+        model=name or graph.name,
+        problem=problem,
+        split=split,
+        forecast=played,
+        wanted=wanted,
+        microbatch=planner.microbatch_of(problem),
+        tokens=planner.tokens,
+        left_out=tuple(planner.left_out(problem, split)),
+        reasons=tuple(reasons),
+        alone=planner.alone(problem),
+        help=None,
+    )
+    return replace(report, help=planner.what_helps(report))
+
+
+class _Planner:
+    def __init__(self, graph: Graph, peers: Peers, wanted: Wanted) -> None:
+        self._graph = graph
+        self._peers = peers
+        self._wanted = wanted
+        self._sizes = reference_sizes(graph)
+        self.tokens = self._tokens()
+
+    def _tokens(self) -> int:
+        entry = self._graph.entries[0]
+        kind = self._graph.types[entry.inputs[0].type]
+        if not kind.dtype.startswith("int") or len(kind.shape) != 2:
+            return 0
+        return shape_of(kind, evaluate(self._graph.expressions, self._sizes))[1]
+
+    def microbatch_of(self, problem: Problem) -> int:
+        return self._wanted.batch // problem.microbatches if self._trains else self._wanted.batch
+
+    @property
+    def _trains(self) -> bool:
+        return self._wanted.objective != "latency"
+
+    # What is asked of the solver
+
+    def _problem(self, microbatch: int, *, recompute: bool, peers: Peers) -> Problem:
+        sizes = (microbatch, *self._sizes[1:])
+        try:
+            check_sizes(self._graph.symbols, sizes)
+            layers = layer_costs(self._graph, sizes)
+            operations = layer_operations(self._graph, sizes)
+        except (ValueError, RemoteProtocolError) as error:
+            raise UsageError(f"--batch: {error}") from None
+        rows = [peer for peer in peers.peers if not peer.reason]
+        names = [peer.name for peer in rows]
+        entry = self._graph.entries[0]
+        values = evaluate(self._graph.expressions, sizes)
+        kinds = [self._graph.types[port.type] for port in entry.inputs]
+        fed = 0
+        for kind in kinds:
+            count = ITEM_BYTES[kind.dtype]
+            for side in shape_of(kind, values):
+                count *= side
+            fed += count
+        return Problem(
+            layers=tuple(layers),
+            peers=tuple(_cost(peer, operations) for peer in rows),
+            microbatches=max(1, self._wanted.batch // microbatch) if self._trains else 1,
+            links={(one, other): peers.link(one, other) for one in names for other in names if one != other}
+            if len(names) <= 64
+            else {},
+            objective=self._wanted.objective,
+            pipeline=self._wanted.pipeline,
+            recompute=recompute,
+            moments=self._wanted.optimizer_moments,
+            trains=self._trains,
+            input_bytes=fed,
+            constraints=self._wanted.constraints,
+        )
+
+    def _microbatches(self) -> list[int]:
+        wanted = self._wanted
+        if not self._trains:
+            return [wanted.batch]
+        if wanted.microbatch:
+            if wanted.batch % wanted.microbatch:
+                raise UsageError(
+                    f"--batch {wanted.batch} is not a multiple of --microbatch {wanted.microbatch}"
+                )
+            return [wanted.microbatch]
+        divisors = [
+            size
+            for size in range(wanted.batch, 0, -1)
+            if wanted.batch % size == 0 and wanted.batch // size <= MICROBATCHES_MAX
+        ]
+        most = self._graph.symbols[0].maximum if self._graph.symbols else wanted.batch
+        fitting = [size for size in divisors if size <= most] or divisors[-1:]
+        step = -(-len(fitting) // MICROBATCHES_TRIED)
+        return fitting[::step] if len(fitting) > MICROBATCHES_TRIED else fitting
+
+    def best(self) -> tuple[Problem, Split, list[str]]:
+        """The problem with the best answer, that answer, and why these were chosen. Raises Infeasible."""
+        found: list[tuple[float, Problem, Split]] = []
+        failure: Infeasible | None = None
+        tried = [False, True] if self._wanted.recompute is None else [self._wanted.recompute]
+        for recompute in tried if self._trains else [False]:
+            for microbatch in self._microbatches():
+                problem = self._problem(microbatch, recompute=recompute, peers=self._peers)
+                if not problem.peers:
+                    raise Infeasible("no peer takes runs", do="join peers that do, or --peers FILE")
+                try:
+                    split = solve(problem)
+                except Infeasible as infeasible:
+                    failure = infeasible
+                    continue
+                found.append((self._value(problem, split), problem, split))
+            if found:
+                # Computing forward twice is for those that do not fit otherwise.
+                break
+        if not found:
+            assert failure is not None
+            raise failure
+        found.sort(key=lambda row: (row[0], row[1].microbatches))
+        return found[0][1], found[0][2], list(self._reasons(found))
+
+    def _value(self, problem: Problem, split: Split) -> float:
+        """What is least for the best: time, delay or energy of a sample."""
+        if self._wanted.objective == "throughput":
+            return forecast(problem, split).step_nanoseconds / self._wanted.batch
+        if self._wanted.objective == "energy":
+            return split.score * problem.microbatches / self._wanted.batch
+        return split.score
+
+    def _reasons(self, found: Sequence[tuple[float, Problem, Split]]) -> Iterator[str]:
+        value, problem, split = found[0]
+        if self._trains:
+            size = self.microbatch_of(problem)
+            others = [row for row in found[1:] if row[1].recompute == problem.recompute]
+            told = f"micro-batch {size}: {problem.microbatches} of a step"
+            if others:
+                other = self.microbatch_of(others[0][1])
+                told += f"; {other} would take {others[0][0] / value * 100 - 100:.0f} % longer"
+            yield told
+        stages, peers = len(split.groups), sum(map(len, split.groups))
+        yield (
+            f"{_count(stages, 'stage')} on {_count(peers, 'peer')}: "
+            + ("no split of the layers is better" if split.is_exact else "the best of those looked at")
+        )
+        if problem.recompute:
+            yield "recomputing: what is kept for the backward pass would not fit otherwise"
+        if stages > 1 and problem.trains:
+            lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
+            gain = value / self._value(lean, solve(lean)) - 1
+            yield (
+                f"frames exact; bfloat16 would give {gain * 100:+.0f} %"
+                if gain > GAIN_MIN
+                else "frames exact: links are no bottleneck"
+            )
+        played = forecast(problem, split)
+        reduce = max((row.reduce_nanoseconds for row in played.stages), default=0)
+        if reduce:
+            share = reduce / played.step_nanoseconds
+            told = "exact steps" if share < 0.3 else "local steps with averaging would pay"
+            yield f"{told}: replicas sum gradients for {share * 100:.0f} % of a step"
+
+    # What else there is to say
+
+    def left_out(self, problem: Problem, split: Split) -> Iterator[LeftOut]:
+        """Everybody without a stage, by name."""
+        used = {problem.peers[place].name for group in split.groups for place in group}
+        played = forecast(problem, split)
+        smallest = min(row.memory_bytes for row in played.stages)
+        for peer in sorted(self._peers.peers, key=lambda peer: peer.name):
+            if peer.name in used:
+                continue
+            if peer.reason:
+                yield LeftOut(peer.name, peer.reason)
+            elif peer.memory_bytes < smallest:
+                yield LeftOut(
+                    peer.name,
+                    f"{peer.memory_bytes / 1e9:.1f} GB free, the smallest stage needs {smallest / 1e9:.1f}",
+                )
+            else:
+                yield LeftOut(peer.name, "the others are faster without it")
+
+    def alone(self, problem: Problem) -> tuple[str, float] | None:
+        """The best single peer and its samples per second; None where none can hold the model."""
+        best: tuple[str, float] | None = None
+        for peer in problem.peers:
+            own = replace(problem, peers=(peer,), constraints=Constraints())
+            try:
+                split = solve(own)
+            except Infeasible:
+                continue
+            played = forecast(own, split)
+            time = played.step_nanoseconds if self._trains else played.pass_nanoseconds
+            rate = self._wanted.batch * 1e9 / max(1, time)
+            if best is None or rate > best[1]:
+                best = peer.name, rate
+        return best
+
+    def what_helps(self, report: PlanReport) -> tuple[str, float] | None:
+        """The one change that would help most, and by which share; None where none would."""
+        if self._wanted.objective == "energy":
+            return None
+        microbatch = report.microbatch
+        before = self._value(report.problem, report.split)
+        best: tuple[str, float] | None = None
+        for told, peers in list(self._changes(report))[:HELP_TRIED_MAX]:
+            problem = self._problem(microbatch, recompute=report.problem.recompute, peers=peers)
+            try:
+                gain = before / self._value(problem, solve(problem)) - 1
+            except Infeasible:
+                continue
+            if gain > GAIN_MIN and (best is None or gain > best[1]):
+                best = told, gain
+        return best
+
+    def _changes(self, report: PlanReport) -> Iterator[tuple[str, Peers]]:
+        groups = [report.peers_of(stage) for stage in range(len(report.split.groups))]
+        for senders, receivers in pairwise(groups):
+            one, other = senders[0], receivers[0]
+            link = self._peers.link(one, other)
+            faster = [rate for rate in LINK_STEPS if rate > 1.5 * link.bytes_per_second]
+            if faster and report.forecast.waits_for == "link":
+                changed = Link(faster[0], link.nanoseconds)
+                yield (
+                    f"{rate_text(faster[0])} between {one} and {other}",
+                    self._peers.with_link(one, other, changed),
+                )
+        ranked = sorted(
+            (peer for peer in self._peers.peers if not peer.reason),
+            key=lambda peer: (peer.calibration.flops_per_second, peer.name),
+        )
+        typical = ranked[len(ranked) // 2]
+        yield (
+            f"another {typical.name}",
+            replace(self._peers, peers=(*self._peers.peers, replace(typical, name=f"{typical.name}'"))),
+        )
+        for left in report.left_out:
+            peer = next(peer for peer in self._peers.peers if peer.name == left.name)
+            if not peer.reason and "GB free" in left.reason:
+                larger = replace(peer, memory_bytes=peer.memory_bytes + 4_000_000_000)
+                rest = tuple(larger if row is peer else row for row in self._peers.peers)
+                yield f"4 GB more on {peer.name}", replace(self._peers, peers=rest)
+
+
+def _cost(peer: PeerSpecification, operations: Sequence[Operations]) -> PeerCost:
+    forward, backward = peer.calibration.model_nanoseconds(operations)
+    return PeerCost(
+        name=peer.name,
+        memory_bytes=peer.memory_bytes,
+        forward=forward,
+        backward=backward,
+        baseline_bytes=peer.calibration.baseline_bytes,
+        step_nanoseconds_per_mebibyte=peer.calibration.step.mebibyte // 1000,
+        busy_milliwatts=peer.busy_milliwatts,
+        idle_milliwatts=peer.idle_milliwatts,
+    )
+
+
+def rate_text(bytes_per_second: int) -> str:
+    """`100 Mbit/s`."""
+    bits = 8.0 * bytes_per_second
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if bits < 1000 or unit == "Gbit/s":
+            return f"{bits:g} {unit}"
+        bits /= 1000
+    raise AssertionError("the last unit takes all")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

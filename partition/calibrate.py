@@ -1,0 +1,416 @@
+"""`python -m partition.calibrate DEVICE DTYPE THREADS SECONDS`: what classes of operators take here, as hex.
+
+A process of its own, prepared as a stage's is, because a node does not import torch. Each class runs at some
+shapes, forward and backward; then call, FLOPs and bytes get the prices that fit best, none negative, by the
+relative error. On one thread the clock is that of the thread, so that what others do beside it does not
+count; how much of a processor it gets is measured by itself, over long enough to feel a quota.
+"""
+
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partition.execute.process import prepare_process
+from partition.plan.operations import Amount, Kind
+from partition.plan.rates import MEBI_BITS, MEGA, Calibration, KindPace, Pace, encode_calibration
+
+REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
+HELD_BYTES_MAX = 48 << 20
+"""Results kept while more are made."""
+SHARE_SECONDS = 1.0
+"""Ten periods of a CPU quota."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One operator at one shape: how it is called, its leaves with gradients, and what that amounts to."""
+
+    kind: Kind
+    run: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    forward: Amount
+    backward: Amount
+
+
+class _Shapes:
+    """The operators that are timed, small and large: each class at sizes between which models lie."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._item = torch.empty((), dtype=dtype).element_size()
+
+    def _leaf(self, *sides: int) -> Tensor:
+        return torch.randn(*sides, **self._options).requires_grad_()
+
+    def _bytes(self, *tensors: Tensor) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def all(self) -> Iterator[Sample]:
+        """Every sample."""
+        yield from self._products()
+        yield from self._convolutions()
+        yield from self._attentions()
+        yield from self._pointwise()
+        yield from self._reductions()
+        yield from self._lookups()
+
+    def _sample(
+        self,
+        kind: Kind,
+        run: Callable[..., Tensor],
+        leaves: Sequence[Tensor],
+        flops: int,
+        *,
+        read: Sequence[Tensor] = (),
+        shares: int = 1,
+        back_bytes: int | None = None,
+    ) -> Sample:
+        given = tuple(leaves)
+        with torch.no_grad():
+            made = run(*given)
+        touched = self._bytes(*given, *read, made)
+        forward = Amount(1, flops, touched)
+        back = Amount(shares, flops * shares, touched * shares if back_bytes is None else back_bytes)
+        return Sample(kind, lambda: run(*given), given, forward, back)
+
+    def _products(self) -> Iterator[Sample]:
+        for rows, width, columns in (
+            (4, 64, 64), (64, 128, 512), (256, 256, 256), (128, 768, 768), (512, 512, 2048),
+            (1024, 768, 3072),
+        ):  # fmt: skip
+            leaves = self._leaf(rows, width), self._leaf(columns, width), self._leaf(columns)
+            yield self._sample("matmul", functional.linear, leaves, 2 * rows * width * columns, shares=2)
+        for count, side, width in ((16, 64, 64), (32, 128, 64)):
+            pair = self._leaf(count, side, width), self._leaf(count, width, side)
+            yield self._sample("matmul", torch.bmm, pair, 2 * count * side * side * width, shares=2)
+
+    def _convolutions(self) -> Iterator[Sample]:
+        for batch, channels, side, out, kernel in (
+            (4, 3, 32, 16, 3), (8, 32, 16, 32, 3), (8, 64, 32, 64, 3), (4, 64, 16, 256, 1),
+            (4, 256, 16, 128, 1), (4, 128, 16, 256, 3),
+        ):  # fmt: skip
+            leaves = self._leaf(batch, channels, side, side), self._leaf(out, channels, kernel, kernel)
+            flops = 2 * batch * out * side * side * channels * kernel * kernel
+
+            def convolve(x: Tensor, weight: Tensor, pad: int = kernel // 2) -> Tensor:
+                return functional.conv2d(x, weight, padding=pad)
+
+            yield self._sample("convolution", convolve, leaves, flops, shares=2)
+        for batch, channels, side in ((4, 32, 16), (8, 96, 32), (4, 192, 32)):
+            leaves = self._leaf(batch, channels, side, side), self._leaf(channels, 1, 3, 3)
+            flops = 2 * batch * channels * side * side * 9
+
+            def depthwise(x: Tensor, weight: Tensor, groups: int = channels) -> Tensor:
+                return functional.conv2d(x, weight, padding=1, groups=groups)
+
+            yield self._sample("depthwise", depthwise, leaves, flops, shares=2)
+
+    def _attentions(self) -> Iterator[Sample]:
+        for batch, heads, length, width in (
+            (1, 4, 16, 16),
+            (2, 4, 64, 32),
+            (4, 8, 128, 64),
+            (2, 12, 256, 64),
+        ):
+            leaves = [self._leaf(batch, heads, length, width) for _ in range(3)]
+            flops = 4 * batch * heads * length * length * width
+
+            def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+            def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+            yield self._sample("attention", plain, leaves, flops)
+            yield self._sample("attention_dropout", dropping, leaves, flops)
+
+    def _pointwise(self) -> Iterator[Sample]:
+        for rows, width in ((4, 64), (64, 256), (256, 512), (1024, 1024), (2048, 1536)):
+            x, y = self._leaf(rows, width), self._leaf(rows, width)
+            size = rows * width
+            yield self._sample("elementwise", torch.add, (x, y), size)
+            yield self._sample("elementwise", torch.mul, (x, y), size)
+            yield self._sample("elementwise", torch.relu, (x,), size)
+            yield self._sample("transcendental", functional.gelu, (x,), size)
+            yield self._sample("transcendental", torch.tanh, (x,), size)
+            yield self._sample("transcendental", lambda t: torch.softmax(t, -1), (x,), size)
+            yield self._sample("random", lambda t: functional.dropout(t, 0.1), (x,), size)
+            weight, bias = self._leaf(width), self._leaf(width)
+
+            def norm(t: Tensor, w: Tensor, b: Tensor, shape: tuple[int, ...] = (width,)) -> Tensor:
+                return functional.layer_norm(t, shape, w, b)
+
+            yield self._sample("normalization", norm, (x, weight, bias), size)
+        for batch, channels, side in ((4, 16, 8), (8, 32, 16), (8, 64, 32)):
+            x = self._leaf(batch, channels, side, side)
+            weight, bias = self._leaf(channels), self._leaf(channels)
+
+            def batch_norm(t: Tensor, w: Tensor, b: Tensor) -> Tensor:
+                return functional.batch_norm(t, None, None, w, b, training=True)
+
+            yield self._sample("normalization", batch_norm, (x, weight, bias), x.numel())
+            yield self._sample("pooling", lambda t: functional.max_pool2d(t, 2), (x,), x.numel())
+            yield self._sample("pooling", lambda t: functional.avg_pool2d(t, 2), (x,), x.numel())
+        yield self._sample("view", lambda t: t.view(64, 256), (self._leaf(128, 128),), 0)
+
+    def _reductions(self) -> Iterator[Sample]:
+        for rows, width in ((8, 10), (64, 256), (256, 1024), (1024, 2048)):
+            x = self._leaf(rows, width)
+            labels = torch.randint(width, (rows,), device=x.device)
+            yield self._sample("reduction", lambda t: t.sum(-1), (x,), x.numel())
+            yield self._sample("reduction", lambda t: t.mean(), (x,), x.numel())
+
+            def entropy(t: Tensor, wanted: Tensor = labels) -> Tensor:
+                return functional.cross_entropy(t, wanted, reduction="sum")
+
+            yield self._sample("reduction", entropy, (x,), x.numel(), read=(labels,))
+
+    def _lookups(self) -> Iterator[Sample]:
+        for rows, width, count in ((64, 64, 16), (1024, 128, 256), (8192, 256, 1024), (16384, 512, 512)):
+            table = self._leaf(rows, width)
+            ids = torch.randint(rows, (count,), device=table.device)
+            out = count * width * self._item
+
+            def look(weight: Tensor, wanted: Tensor = ids) -> Tensor:
+                return functional.embedding(wanted, weight)
+
+            yield self._sample(
+                "gather", look, (table,), count * width, read=(ids,), back_bytes=out + self._bytes(table)
+            )
+
+
+# Timing
+
+
+class _Clock:
+    """Seconds that computing takes: of this thread where there is one, else of the wall and the least."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._is_wall = device.type != "cpu" or threads > 1
+        self._device = device
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() if self._is_wall else time.thread_time()
+
+
+def _typical(times: list[float]) -> float:
+    """The lower third: what is slower was disturbed."""
+    return sorted(times)[len(times) // 3]
+
+
+def _timed(sample: Sample, clock: _Clock, seconds: float) -> tuple[float, float]:
+    """(forward, backward) seconds."""
+    out = sample.run()
+    gradient = torch.ones_like(out)
+    torch.autograd.grad(out, sample.leaves, gradient)
+    forwards: list[float] = []
+    backwards: list[float] = []
+    held: list[object] = []
+    held_bytes = 0
+    until = time.perf_counter() + seconds
+    while len(forwards) < REPETITIONS_MAX:
+        if held_bytes > HELD_BYTES_MAX:
+            held.clear()
+            held_bytes = 0
+        begun = clock.now()
+        out = sample.run()
+        middle = clock.now()
+        gradients = torch.autograd.grad(out, sample.leaves, gradient)
+        ended = clock.now()
+        # A model's tensors live on until the way back, so the next ones lie in memory that is cold.
+        held += [out, gradients]
+        held_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (out, *gradients))
+        forwards.append(middle - begun)
+        backwards.append(ended - middle)
+        if time.perf_counter() >= until and len(forwards) >= REPETITIONS_MIN:
+            break
+    return _typical(forwards), _typical(backwards)
+
+
+def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
+    """The prices of a call, a million FLOPs and a MiB whose largest relative errors are least, squared."""
+    rows = np.array(
+        [[row.calls, row.flops / MEGA, row.touched_bytes / (1 << MEBI_BITS)] for row in amounts], dtype=float
+    )
+    times = np.array(seconds, dtype=float)
+    scaled = rows / times[:, None]
+    best, prices = np.inf, np.zeros(3)
+    for count in (1, 2, 3):
+        for columns in combinations(range(3), count):
+            found, *_ = np.linalg.lstsq(scaled[:, columns], np.ones(len(times)), rcond=None)
+            if (found < 0).any():
+                continue
+            error = float(((scaled[:, columns] @ found - 1) ** 2).sum())
+            # A further price must earn its place: shapes of models lie beyond those that were timed.
+            if error < 0.98 * best:
+                best, prices = error, np.zeros(3)
+                prices[list(columns)] = found
+    call, megaflop, mebibyte = (min(2**53, round(float(price) * 1e12)) for price in prices)
+    return Pace(call, megaflop, mebibyte)
+
+
+def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibration:
+    """Time every class within about so many seconds. Raises RuntimeError: torch has no such device."""
+    prepare_process(threads)
+    torch.manual_seed(0)
+    where, clock = torch.device(device), _Clock(torch.device(device), threads)
+    samples = list(_Shapes(DTYPES[dtype], where).all())
+    baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    each = max(0.004, (seconds - SHARE_SECONDS - 1.0) / (len(samples) + 8))
+    found: dict[Kind, list[tuple[Sample, float, float]]] = {}
+    for sample in samples:
+        found.setdefault(sample.kind, []).append((sample, *_timed(sample, clock, each)))
+    kinds = [
+        KindPace(
+            kind,
+            fit([sample.forward for sample, _, _ in rows], [max(1e-9, forward) for _, forward, _ in rows]),
+            fit([sample.backward for sample, _, _ in rows], [max(1e-9, back) for _, _, back in rows]),
+        )
+        for kind, rows in found.items()
+    ]
+    kinds = _as_in_a_model(kinds, samples, clock, 8 * each)
+    kinds.append(KindPace("accumulate", Pace(0, 0, 0), _accumulate(where, DTYPES[dtype], clock, each)))
+    share = _share() if device == "cpu" else 1000
+    return Calibration(
+        hardware=hardware(device)[:64],
+        torch=torch.__version__[:64],
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        kinds=tuple(kinds),
+        baseline_bytes=baseline,
+        frame=_frames(clock, each),
+        step=_steps(where, clock, each),
+        share_permille=share,
+    )
+
+
+def _as_in_a_model(
+    kinds: Sequence[KindPace], samples: Sequence[Sample], clock: _Clock, seconds: float
+) -> list[KindPace]:
+    """The paces, slower by what operators take more where each follows others, all forward and all back.
+
+    One that is repeated finds its weights in the cache and its memory at hand.
+    """
+    paces = {row.kind: row for row in kinds}
+    measured: list[tuple[float, float]] = []
+    until = time.perf_counter() + seconds
+    while len(measured) < 2 or (time.perf_counter() < until and len(measured) < 20):
+        begun = clock.now()
+        made = [(sample, sample.run()) for sample in samples]
+        middle = clock.now()
+        for sample, out in reversed(made):
+            torch.autograd.grad(out, sample.leaves, torch.ones_like(out))
+        measured.append((middle - begun, clock.now() - middle))
+    forward = sum(paces[sample.kind].forward.picoseconds(sample.forward) for sample in samples) / 1e12
+    backward = sum(paces[sample.kind].backward.picoseconds(sample.backward) for sample in samples) / 1e12
+    slower = max(1.0, _typical([row[0] for row in measured]) / forward)
+    slower_back = max(1.0, _typical([row[1] for row in measured]) / backward)
+    return [
+        KindPace(row.kind, _scaled(row.forward, slower), _scaled(row.backward, slower_back)) for row in kinds
+    ]
+
+
+def _scaled(pace: Pace, factor: float) -> Pace:
+    call, megaflop, mebibyte = (
+        min(2**53, round(value * factor)) for value in (pace.call, pace.megaflop, pace.mebibyte)
+    )
+    return Pace(call, megaflop, mebibyte)
+
+
+def _repeated(run: Callable[[], object], clock: _Clock, seconds: float) -> float:
+    run()
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < REPETITIONS_MIN or (time.perf_counter() < until and len(times) < REPETITIONS_MAX):
+        begun = clock.now()
+        run()
+        times.append(clock.now() - begun)
+    return max(1e-9, _typical(times))
+
+
+def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds: float) -> Pace:
+    """Adding a parameter's gradient to its sum."""
+    amounts: list[Amount] = []
+    times: list[float] = []
+    for size in (1 << 8, 1 << 14, 1 << 18, 1 << 21):
+        total, gradient = (torch.ones(size, dtype=dtype, device=device) for _ in range(2))
+        amounts.append(Amount(1, 0, size * total.element_size()))
+        times.append(_repeated(lambda a=total, b=gradient: a.add_(b), clock, seconds))  # type: ignore[misc]  # called at once
+    return fit(amounts, times)
+
+
+def _frames(clock: _Clock, seconds: float) -> Pace:
+    """A bundle on its way in or out: a copy, and a look at whether all of it is finite."""
+    amounts: list[Amount] = []
+    times: list[float] = []
+    for size in (1 << 10, 1 << 16, 1 << 20):
+        tensor = torch.ones(size)
+
+        def cross(given: Tensor = tensor) -> object:
+            return given.clone(), bool(torch.isfinite(given).all())
+
+        amounts.append(Amount(1, 0, 4 * size))
+        times.append(_repeated(cross, clock, seconds))
+    return fit(amounts, times)
+
+
+def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
+    """An optimizer's step, by the bytes of its parameters."""
+    amounts: list[Amount] = []
+    times: list[float] = []
+    for size in (1 << 10, 1 << 16, 1 << 20):
+        parameter = torch.ones(size, device=device, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.Adam([parameter])
+        amounts.append(Amount(1, 0, 4 * size))
+        times.append(_repeated(optimizer.step, clock, seconds))
+    return fit(amounts, times)
+
+
+def _share() -> int:
+    """Thousandths of a processor that this process gets while it computes all the time."""
+    matrix = torch.ones(192, 192)
+    begun, used = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - begun < SHARE_SECONDS:
+        torch.mm(matrix, matrix)
+    wall, busy = time.perf_counter() - begun, time.thread_time() - used
+    return max(1, min(1000, round(1000 * busy / wall)))
+
+
+def hardware(device: str) -> str:
+    """What the device calls itself."""
+    if device.startswith("cuda"):
+        return str(torch.cuda.get_device_name(device))
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a calibration as hex."""
+    device, dtype, threads, seconds = arguments
+    found = calibrate(device, dtype, int(threads), float(seconds))
+    sys.stdout.write(encode_calibration(found).hex() + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""The best cut for groups in a given order: a dynamic programme from the last stage to the first.
+
+For throughput a stage or an edge that is slower than all others counts (min-max), for latency and energy the
+sum does. Exact for its order; which groups, in which order, is `partition.plan.search`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from partition.plan.problem import Split
+from partition.plan.tables import IMPOSSIBLE, Tables, Times
+
+_SUM_MAX = 1 << 60
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Groups in order, where they are cut, and what that costs. `value` is the min-max or the sum."""
+
+    groups: Groups
+    ranges: tuple[tuple[int, int], ...]
+    value: int
+    score: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory and constraints are kept to."""
+        return self.value < IMPOSSIBLE
+
+    @property
+    def order(self) -> tuple[int, int, Groups, tuple[tuple[int, int], ...]]:
+        """Less is better; fewer stages win a tie, then the first peers."""
+        return self.score, len(self.groups), self.groups, self.ranges
+
+
+def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None:
+    """The best cut for `groups` in this order; None where its score cannot be less than `below`."""
+    is_sum = tables.problem.objective != "throughput"
+    steps = max(1, tables.problem.microbatches)
+    tails: list[Times] = []
+    value = _last(tables, groups)
+    for number in range(len(groups) - 2, -1, -1):
+        edge = tables.edge(groups[number], groups[number + 1])
+        tail = np.minimum(value + edge, _SUM_MAX) if is_sum else np.maximum(value, edge)
+        tails.append(tail)
+        cost = tables.stage(groups[number], len(groups) - number)
+        if number == 0:
+            cost = cost[:1]
+        value = _joined(cost, tail, is_sum=is_sum).min(axis=1)
+    best = int(value[0])
+    if (best if is_sum else (steps - 1) * min(best, 1 << 40)) >= below:
+        return None
+    ranges = _trace(tables, groups, tails[::-1], is_sum=is_sum)
+    score = best
+    if not is_sum:
+        score = _step_score(tables, groups, ranges, best, steps)
+    return Cut(groups, ranges, best, score) if score < below else None
+
+
+def _last(tables: Tables, groups: Groups) -> Times:
+    cost = tables.stage(groups[-1], 1)
+    return cost[:1, -1] if len(groups) == 1 else cost[:, -1]
+
+
+def _joined(cost: Times, tail: Times, *, is_sum: bool) -> Times:
+    found: Times = np.minimum(cost + tail, _SUM_MAX) if is_sum else np.maximum(cost, tail)
+    return found
+
+
+def _trace(
+    tables: Tables, groups: Groups, tails: Sequence[Times], *, is_sum: bool
+) -> tuple[tuple[int, int], ...]:
+    ranges = []
+    start = 0
+    for number, tail in enumerate(tails):
+        row = tables.stage(groups[number], len(groups) - number)[start]
+        end = int(_joined(row, tail, is_sum=is_sum).argmin())
+        ranges.append((start, end))
+        start = end
+    return (*ranges, (start, tables.count))
+
+
+def _step_score(
+    tables: Tables, groups: Groups, ranges: Sequence[tuple[int, int]], bottleneck: int, steps: int
+) -> int:
+    """Nanoseconds of a step: the pipeline fills once, then the slowest part sets the pace."""
+    if bottleneck >= IMPOSSIBLE:
+        # Any that fits is better, and of those that do not the one that lacks least.
+        return (1 << 61) + min(bottleneck, 1 << 60)
+    passes = tables.pass_times(ranges, groups)
+    return (steps - 1) * max(bottleneck, in_flight_pace(tables, groups, passes)) + passes[0]
+
+
+def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int:
+    """Nanoseconds per micro-batch that the limit on micro-batches in flight allows, by Little's law.
+
+    A stage begins the next one only when one has come back, and until then its links may be all that works.
+    """
+    problem = tables.problem
+    if problem.hides_links:
+        return 0
+    stages = len(groups)
+    return max(
+        passed // (problem.in_flight(stages - number) * len(group))
+        for number, (passed, group) in enumerate(zip(passes, groups, strict=True))
+    )
+
+
+def as_split(tables: Tables, cut: Cut, *, is_exact: bool) -> Split:
+    """What a solver answers."""
+    slowest = 0
+    for number, ((first, last), group) in enumerate(zip(cut.ranges, cut.groups, strict=True)):
+        slowest = max(slowest, int(tables.group_time(group)[first, last]))
+        if number + 1 < len(cut.groups):
+            slowest = max(slowest, tables.transfer(group, cut.groups[number + 1], last))
+    return Split(cut.ranges, cut.groups, slowest, cut.score, is_exact)

@@ -1,0 +1,154 @@
+"""What a solver is asked: layers, peers, links and constraints, in integers. Pure data, no torch.
+
+Peers are sorted by name when a `Problem` is made, so a plan depends neither on the order in which peers are
+given nor on a hash seed. Times are nanoseconds for one micro-batch, sizes are bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from partition.plan.cost import STAGE_BASELINE_BYTES, LayerCost
+
+Objective = Literal["throughput", "latency", "energy"]
+Pipeline = Literal["1f1b", "gpipe"]
+
+LINK_BYTES_PER_SECOND = 12_500_000
+"""Assumed where no link was measured: 100 Mbit/s, a home uplink at its best."""
+LINK_NANOSECONDS = 1_000_000
+"""Assumed one-way delay where none was measured: a local network with a switch or two."""
+FRAME_BYTES_MAX = 2**63 - 1
+"""Unless the caller's frames are bounded."""
+IDLE_MILLIWATTS, BUSY_MILLIWATTS = 10_000, 45_000
+"""A laptop's processor, where no meter was readable: stated, not measured."""
+
+
+class Infeasible(Exception):
+    """No split fits. `need`, `have` and `do` say how much is missing and what would help, for a person."""
+
+    def __init__(self, what: str, *, need: str = "", have: str = "", do: str = "") -> None:
+        super().__init__(what)
+        self.need = need
+        self.have = have
+        self.do = do
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two peers."""
+
+    bytes_per_second: int = LINK_BYTES_PER_SECOND
+    nanoseconds: int = LINK_NANOSECONDS
+
+
+@dataclass(frozen=True)
+class PeerCost:
+    """What one peer offers for this model: `forward` and `backward` nanoseconds of each layer.
+
+    `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds_per_mebibyte`
+    is what its optimizer takes for a MiB of parameters.
+    """
+
+    name: str
+    memory_bytes: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    baseline_bytes: int = STAGE_BASELINE_BYTES
+    step_nanoseconds_per_mebibyte: int = 0
+    busy_milliwatts: int = BUSY_MILLIWATTS
+    idle_milliwatts: int = IDLE_MILLIWATTS
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a plan must keep to. 0 stages or replicas let the solver choose.
+
+    `together` are half-open ranges of layers that stay in one stage. A frame between two stages has at most
+    `frame_bytes_max` bytes.
+    """
+
+    stages: int = 0
+    replicas: int = 0
+    replicas_min: int = 1
+    together: tuple[tuple[int, int], ...] = ()
+    frame_bytes_max: int = FRAME_BYTES_MAX
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Which peers shall hold which layers.
+
+    `input_bytes` is what feeds the first stage for a micro-batch; `moments` the optimizer's vectors beside
+    parameters, gradient sums and totals; `trains` is false for serving, where only forward counts.
+    `wire_permille` is what a codec leaves of a frame's bytes. `links` are by the peers' names, each direction
+    by itself. `hides_links`: as if enough micro-batches were in flight to compute while others travel.
+    """
+
+    layers: tuple[LayerCost, ...]
+    peers: tuple[PeerCost, ...]
+    microbatches: int = 1
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    default_link: Link = Link()
+    objective: Objective = "throughput"
+    pipeline: Pipeline = "1f1b"
+    recompute: bool = False
+    moments: int = 2
+    trains: bool = True
+    input_bytes: int = 0
+    wire_permille: int = 1000
+    hides_links: bool = False
+    constraints: Constraints = Constraints()
+
+    def __post_init__(self) -> None:
+        peers = tuple(sorted(self.peers, key=lambda peer: peer.name))
+        if len({peer.name for peer in peers}) < len(peers):
+            raise ValueError("two peers of one name")
+        if any(len(peer.forward) != len(self.layers) for peer in peers):
+            raise ValueError("a peer's times are of another number of layers")
+        object.__setattr__(self, "peers", peers)
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """What carries bytes from one peer to another, by their places."""
+        names = self.peers[sender].name, self.peers[receiver].name
+        return self.links.get(names, self.default_link)
+
+    def may_cut(self, position: int) -> bool:
+        """Whether a stage may end before layer `position`."""
+        rules = self.constraints
+        if any(first < position < last for first, last in rules.together):
+            return False
+        return self.layers[position - 1].output_bytes <= rules.frame_bytes_max
+
+    def in_flight(self, stages_left: int) -> int:
+        """Micro-batches between their two passes in a stage, from which so many are left to the end."""
+        if not self.trains:
+            return 1
+        return self.microbatches if self.pipeline == "gpipe" else min(self.microbatches, stages_left)
+
+
+@dataclass(frozen=True)
+class Split:
+    """`ranges[s]` are stage s's layers (half open), `groups[s]` places of the problem's (sorted) peers.
+
+    `bottleneck_nanoseconds` is what each further micro-batch takes; `score` what the objective minimises:
+    nanoseconds of a step, nanoseconds of one pass, or nanojoules of a micro-batch. `is_exact`: no split is
+    better by the bottleneck (throughput) or the score.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    bottleneck_nanoseconds: int
+    score: int
+    is_exact: bool = False
+
+
+def uniform_peers(
+    layers: Sequence[LayerCost], offers: Sequence[tuple[str, int, int]], *, backward_ratio: int = 2
+) -> tuple[PeerCost, ...]:
+    """Peers of which only a name, FLOP/s and memory are known; backward is so many times forward."""
+    peers = []
+    for name, flops_per_second, memory_bytes in offers:
+        forward = tuple(layer.forward_flops * 1_000_000_000 // max(1, flops_per_second) for layer in layers)
+        backward = tuple(backward_ratio * time for time in forward)
+        peers.append(PeerCost(name, memory_bytes, forward, backward))
+    return tuple(peers)

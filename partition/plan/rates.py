@@ -1,0 +1,180 @@
+"""How fast a device runs each class of operators, as measured on it, and what a layer takes so. No torch.
+
+A class takes `fixed + FLOPs / rate + bytes / bandwidth`, forward and backward by themselves. The numbers are
+picoseconds, so that all arithmetic is whole and a plan is the same to the byte wherever it is made. They are
+fitted by `partition.calibrate`, which runs in the kind of process that computes stages.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from partition.plan.cost import NANOSECONDS
+from partition.plan.operations import KINDS, Amount, Kind, Operations
+
+CALIBRATION_BYTES_MAX = 8 * 1024
+KINDS_MAX = 64
+MEGA = 1_000_000
+MEBI_BITS = 20
+BACKWARD_PERCENT = 200
+"""Where a class was not measured backward."""
+
+Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Word = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Pace(msgspec.Struct, frozen=True, array_like=True):
+    """Picoseconds for one call, a million FLOPs and a MiB touched."""
+
+    call: Picoseconds
+    megaflop: Picoseconds
+    mebibyte: Picoseconds
+
+    def picoseconds(self, amount: Amount) -> int:
+        """What an amount of work takes."""
+        return (
+            self.call * amount.calls
+            + self.megaflop * amount.flops // MEGA
+            + (self.mebibyte * amount.touched_bytes >> MEBI_BITS)
+        )
+
+
+class KindPace(msgspec.Struct, frozen=True, array_like=True):
+    """One class of operators."""
+
+    kind: Word
+    forward: Pace
+    backward: Pace
+
+
+class Calibration(msgspec.Struct, frozen=True, array_like=True):
+    """What one device of one peer does, with one data type and so many threads.
+
+    `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is what a stage's process
+    takes before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
+    bytes), `step` that of the optimizer's bytes. The paces are those of a processor that does nothing else;
+    `share_permille` is how much of one a stage gets here.
+    """
+
+    hardware: Word
+    torch: Word
+    device: Word
+    dtype: Word
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1_024)]
+    kinds: Annotated[tuple[KindPace, ...], msgspec.Meta(max_length=KINDS_MAX)]
+    baseline_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
+    frame: Pace
+    step: Pace
+    share_permille: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1_000
+
+    def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
+        """(forward, backward) of one layer for one micro-batch."""
+        paces = {row.kind: row for row in self.kinds}
+        share = self.share_permille
+        found = []
+        for amounts, is_forward in ((operations.forward, True), (operations.backward, False)):
+            total = 0
+            for kind, amount in amounts:
+                row = paces.get(kind) or paces.get("elementwise")
+                if row is not None:
+                    total += (row.forward if is_forward else row.backward).picoseconds(amount)
+            found.append(total // share)
+        return found[0], found[1]
+
+    def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Forward and backward of every layer."""
+        pairs = [self.layer_nanoseconds(layer) for layer in layers]
+        return tuple(forward for forward, _ in pairs), tuple(backward for _, backward in pairs)
+
+    def scaled(self, permille: int) -> "Calibration":
+        """The same device, so many thousandths as fast."""
+
+        def slower(pace: Pace) -> Pace:
+            call, megaflop, mebibyte = (
+                min(2**53, value * 1000 // max(1, permille))
+                for value in (pace.call, pace.megaflop, pace.mebibyte)
+            )
+            return Pace(call, megaflop, mebibyte)
+
+        return msgspec.structs.replace(
+            self,
+            kinds=tuple(KindPace(row.kind, slower(row.forward), slower(row.backward)) for row in self.kinds),
+            frame=slower(self.frame),
+            step=slower(self.step),
+        )
+
+    @property
+    def flops_per_second(self) -> int:
+        """Of large products, forward."""
+        for row in self.kinds:
+            if row.kind == "matmul":
+                return MEGA * self.share_permille * NANOSECONDS // max(1, row.forward.megaflop)
+        return 0
+
+
+def assumed(flops_per_second: int) -> Calibration:
+    """A processor of which only its FLOP/s are known: the others in proportion to one that was measured.
+
+    That was one core of a server's processor with torch 2.13 (`REFERENCE`).
+    """
+    permille = max(1, flops_per_second * 1000 // REFERENCE.flops_per_second)
+    return REFERENCE.scaled(permille)
+
+
+def encode_calibration(calibration: Calibration) -> bytes:
+    """The value of a record."""
+    return encode(calibration)
+
+
+def decode_calibration(data: bytes) -> Calibration:
+    """A calibration that makes sense, whoever published it; else RemoteProtocolError."""
+    found: Calibration = decode(data, Calibration, bytes_max=CALIBRATION_BYTES_MAX)
+    names = [row.kind for row in found.kinds]
+    if len(set(names)) < len(names):
+        raise RemoteProtocolError("a calibration with a class of operators twice")
+    return found
+
+
+def _pace(call_microseconds: float, gigaflops: float, gigabytes: float) -> Pace:
+    return Pace(
+        round(call_microseconds * 1e6),
+        round(1e9 / gigaflops) if gigaflops else 0,
+        round((1 << MEBI_BITS) * 1e3 / gigabytes) if gigabytes else 0,
+    )
+
+
+def _kind(kind: Kind, forward: tuple[float, float, float], backward: tuple[float, float, float]) -> KindPace:
+    return KindPace(kind, _pace(*forward), _pace(*backward))
+
+
+REFERENCE = Calibration(
+    hardware="reference",
+    torch="2.13.0",
+    device="cpu",
+    dtype="float32",
+    threads=1,
+    # Microseconds a call, GFLOP/s, GB/s.
+    kinds=(
+        _kind("matmul", (8, 60, 0), (12, 60, 0)),
+        _kind("convolution", (20, 45, 0), (30, 40, 0)),
+        _kind("depthwise", (20, 10, 0), (30, 5, 0)),
+        _kind("attention", (25, 35, 0), (50, 60, 0)),
+        _kind("attention_dropout", (60, 15, 0), (90, 20, 0)),
+        _kind("normalization", (10, 0, 6), (20, 0, 4)),
+        _kind("elementwise", (4, 0, 8), (6, 0, 6)),
+        _kind("transcendental", (5, 0, 3), (8, 0, 3)),
+        _kind("random", (10, 0, 1), (8, 0, 6)),
+        _kind("reduction", (8, 0, 5), (10, 0, 5)),
+        _kind("pooling", (10, 0, 2), (15, 0, 2)),
+        _kind("gather", (10, 0, 4), (20, 0, 4)),
+        _kind("view", (2, 0, 0), (3, 0, 0)),
+        _kind("accumulate", (0, 0, 0), (5, 0, 6)),
+    ),
+    baseline_bytes=400 * 1024 * 1024,
+    frame=_pace(30, 0, 2),
+    step=_pace(20, 0, 4),
+)
+assert all(any(row.kind == kind for row in REFERENCE.kinds) for kind in KINDS)

@@ -1,0 +1,143 @@
+"""From one split to a better one, moving as little as possible: what a measured change is worth.
+
+`diff` says which layers each peer gets and gives up, and the bytes that takes: parameters and the optimizer's
+moments travel, gradients do not, for a plan begins at a step's end. `rebalance` keeps every peer in its stage
+and moves the borders between neighbours, as long as that comes near enough to the best split there is; it
+keeps the old one where the gain is within the hysteresis, or does not pay for the bytes soon enough.
+"""
+
+from dataclasses import dataclass, replace
+
+from partition.plan.cuts import as_split, best_cut
+from partition.plan.forecast import forecast
+from partition.plan.problem import Infeasible, Problem, Split
+from partition.plan.solver import solve
+from partition.plan.tables import IMPOSSIBLE, Tables
+
+HYSTERESIS_PERCENT = 10
+"""A gain below this is noise of measuring, and no reason to move anything."""
+NEIGHBOURS_PERCENT = 90
+"""Moved borders are enough where they come so near to the best split."""
+PAYBACK_STEPS = 100
+"""The gain must have paid for what moves within so many steps."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Layers that a peer gets, and the peers that hold them now; `sources` is empty where nobody does."""
+
+    peer: str
+    first: int
+    last: int
+    sources: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do: `split` is the old one where nothing is to change. The gain is in samples a second."""
+
+    split: Split
+    moves: tuple[Move, ...]
+    gain_percent: int
+    reason: str
+
+    @property
+    def is_change(self) -> bool:
+        """Whether anything moves."""
+        return bool(self.moves)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Over all links together."""
+        return sum(move.bytes for move in self.moves)
+
+
+def diff(problem: Problem, old: Split, new: Split, before: Problem | None = None) -> tuple[Move, ...]:
+    """What each peer of `new` has to fetch. `before` is the problem of `old`, where its peers were others."""
+    held = _held(before or problem, old)
+    moves = []
+    for peer, (first, last) in sorted(_held(problem, new).items()):
+        begin, end = held.get(peer, (0, 0))
+        parts = [(first, min(last, begin)), (max(first, end), last)] if begin < end else [(first, last)]
+        for low, high in parts:
+            if low < high:
+                moves += _moves(problem, peer, low, high, held)
+    return tuple(moves)
+
+
+def _held(problem: Problem, split: Split) -> dict[str, tuple[int, int]]:
+    return {
+        problem.peers[place].name: span
+        for span, group in zip(split.ranges, split.groups, strict=True)
+        for place in group
+    }
+
+
+def _moves(problem: Problem, peer: str, low: int, high: int, held: dict[str, tuple[int, int]]) -> list[Move]:
+    """One move for each stretch of layers that the same peers hold."""
+    found: list[Move] = []
+    for layer in range(low, high):
+        sources = tuple(
+            sorted(name for name, (first, last) in held.items() if first <= layer < last and name != peer)
+        )
+        size = problem.layers[layer].parameter_bytes * (1 + problem.moments)
+        if found and found[-1].sources == sources:
+            found[-1] = replace(found[-1], last=layer + 1, bytes=found[-1].bytes + size)
+        else:
+            found.append(Move(peer, layer, layer + 1, sources, size))
+    return found
+
+
+def rebalance(problem: Problem, old: Split) -> Decision:
+    """The next split where rates, links or memory have changed but the peers are those of `old`.
+
+    `old.groups` are places of this problem's peers. Raises Infeasible: neither the old one nor another fits.
+    """
+    tables = Tables(problem)
+    now = _seconds(problem, old, tables)
+    recut = best_cut(tables, old.groups)
+    near = as_split(tables, recut, is_exact=False) if recut is not None and recut.fits else None
+    try:
+        best = solve(problem, tables)
+    except Infeasible:
+        if now is None:
+            raise
+        return Decision(old, (), 0, "nothing else fits")
+    best_time = _seconds(problem, best, tables)
+    near_time = None if near is None else _seconds(problem, near, tables)
+    assert best_time is not None
+    enough = near_time is not None and best_time * 100 >= near_time * NEIGHBOURS_PERCENT
+    chosen, time = (near, near_time) if enough else (best, best_time)
+    assert chosen is not None
+    assert time is not None
+    moves = diff(problem, old, chosen)
+    if now is None:
+        return Decision(chosen, moves, 0, "the old split does not fit any more")
+    gain = 100 * now // max(1, time) - 100
+    if gain < HYSTERESIS_PERCENT:
+        return Decision(old, (), gain, f"a gain of {gain} % is within the hysteresis")
+    slowest = min(problem.link(one, other).bytes_per_second for one, other in _pairs(old, chosen))
+    cost = sum(move.bytes for move in moves) * 1_000_000_000 // max(1, slowest)
+    if cost > PAYBACK_STEPS * (now - time):
+        return Decision(old, (), gain, f"moving takes longer than {PAYBACK_STEPS} steps gain")
+    kind = "only borders between neighbours move" if enough else "peers change their stages"
+    return Decision(chosen, moves, gain, kind)
+
+
+def _seconds(problem: Problem, split: Split, tables: Tables) -> int | None:
+    """Nanoseconds of a step; None where a stage does not fit any more."""
+    count = len(split.groups)
+    slowest = 0
+    for number, ((first, last), group) in enumerate(zip(split.ranges, split.groups, strict=True)):
+        if int(tables.stage(group, count - number)[first, last]) >= IMPOSSIBLE:
+            return None
+        slowest = max(slowest, int(tables.group_time(group)[first, last]))
+        if number + 1 < count:
+            slowest = max(slowest, tables.transfer(group, split.groups[number + 1], last))
+    return forecast(problem, replace(split, bottleneck_nanoseconds=slowest), tables).step_nanoseconds
+
+
+def _pairs(old: Split, new: Split) -> list[tuple[int, int]]:
+    places = sorted({place for split in (old, new) for group in split.groups for place in group})
+    return [(one, other) for one in places for other in places if one != other] or [(places[0], places[0])]

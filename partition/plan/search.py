@@ -1,0 +1,288 @@
+"""Which peers stand together, and in which order: all possibilities for few peers, a search for tens.
+
+Up to EXHAUSTIVE_MAX peers every ordered grouping of every subset is tried. Beyond, groupings of every number
+of stages are built fastest first onto the weakest stage, and the best of them improved by moves (a peer
+elsewhere, two peers or two stages swapped, a stage split or two joined) as long as there is effort left; a
+worse one is accepted now and then, ever less (Kirkpatrick and others 1983). The moves come from a generator
+of this file, so the same problem gives the same answer on every machine.
+"""
+
+from collections.abc import Iterator
+
+from partition.plan.cuts import Cut, Groups, best_cut
+from partition.plan.problem import Constraints
+from partition.plan.tables import Tables
+
+EXHAUSTIVE_MAX = 4
+"""149 groupings of four peers, 1,081 of five."""
+EFFORT = 1_500
+"""Cuts looked at by a search over 8 peers; more peers have fewer each, for each costs more."""
+STARTS_KEPT = 3
+WARMTH = 0.1
+"""At the beginning a grouping worse by this share is accepted every third time."""
+_MULTIPLIER, _INCREMENT, _MODULUS = 6364136223846793005, 1442695040888963407, 1 << 64
+
+
+class _Draws:
+    """Knuth's linear congruential generator: choices that are the same everywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed
+
+    def below(self, count: int) -> int:
+        """A number from 0 to before `count`."""
+        self._state = (self._state * _MULTIPLIER + _INCREMENT) % _MODULUS
+        return (self._state >> 33) % count
+
+
+def allows(rules: Constraints, groups: Groups, layers: int) -> bool:
+    """Whether the number of stages and replicas is as asked."""
+    if not groups or len(groups) > layers or (rules.stages and len(groups) != rules.stages):
+        return False
+    return all(has_replicas(rules, group) for group in groups)
+
+
+def has_replicas(rules: Constraints, group: tuple[int, ...]) -> bool:
+    """Whether a stage has as many replicas as asked; `replicas` goes before `replicas_min`."""
+    return len(group) == rules.replicas if rules.replicas else len(group) >= rules.replicas_min
+
+
+class Best:
+    """The best cut for each number of stages."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[int, Cut] = {}
+
+    def note(self, cut: Cut) -> None:
+        """Take a cut that fits, if it is better than what there is."""
+        known = self._cuts.get(len(cut.groups))
+        if cut.fits and (known is None or cut.order < known.order):
+            self._cuts[len(cut.groups)] = cut
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """The best first."""
+        return sorted(self._cuts.values(), key=lambda cut: cut.order)
+
+
+def exhaustive(tables: Tables) -> list[Cut]:
+    """The best cut of every ordered grouping, for each number of stages; the best first."""
+    rules = tables.problem.constraints
+    best = Best()
+    for groups in _groupings(tuple(range(len(tables.problem.peers)))):
+        if allows(rules, groups, tables.count):
+            found = best_cut(tables, groups)
+            if found is not None:
+                best.note(found)
+    return best.cuts
+
+
+def _groupings(peers: tuple[int, ...]) -> Iterator[Groups]:
+    """Every ordered grouping of every subset, the empty one included."""
+    yield ()
+    count = len(peers)
+    for mask in range(1, 1 << count):
+        first = tuple(peer for place, peer in enumerate(peers) if mask >> place & 1)
+        rest = tuple(peer for place, peer in enumerate(peers) if not mask >> place & 1)
+        for others in _groupings(rest):
+            yield (first, *others)
+
+
+def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
+    """Good cuts, the best found for each number of stages, the best first; none where none fits."""
+    starts: list[Cut] = []
+    for groups in _starts(tables):
+        found = best_cut(tables, groups)
+        if found is not None:
+            starts.append(found)
+    starts.sort(key=lambda cut: cut.order)
+    best = Best()
+    tops = []
+    for number, start in enumerate(starts[:STARTS_KEPT]):
+        best.note(start)
+        tops.append(_climb(tables, start, effort // STARTS_KEPT, _Draws(number + 1), best))
+    if tops:
+        best.note(_polish(tables, min(tops, key=lambda cut: cut.order), effort))
+    return best.cuts
+
+
+def _starts(tables: Tables) -> Iterator[Groups]:
+    """Groupings to begin from: for each number of stages, fastest or largest first onto the weakest."""
+    problem = tables.problem
+    rules, count = problem.constraints, len(problem.peers)
+    fastest = sorted(range(count), key=lambda place: (-tables.weights[place], place))
+    largest = sorted(
+        range(count), key=lambda place: (-problem.peers[place].memory_bytes, -tables.weights[place], place)
+    )
+    for stages in _stage_counts(rules, count, tables.count):
+        for ranked in (fastest, largest):
+            for groups in _grouped(tables, ranked, stages):
+                if allows(rules, groups, tables.count):
+                    yield groups
+
+
+def _stage_counts(rules: Constraints, peers: int, layers: int) -> list[int]:
+    if rules.stages:
+        return [rules.stages]
+    most = min(peers // max(1, rules.replicas or rules.replicas_min), layers)
+    if most <= 12:
+        return list(range(1, most + 1))
+    found = {1, 2, 3, 4, 5, 6, 8, most}
+    step = 10
+    while step < most:
+        found.add(step)
+        step = step * 5 // 4 + 1
+    return sorted(found)
+
+
+def _grouped(tables: Tables, ranked: list[int], stages: int) -> Iterator[Groups]:
+    rules = tables.problem.constraints
+    if rules.replicas:
+        size = rules.replicas
+        yield tuple(tuple(sorted(ranked[i * size : (i + 1) * size])) for i in range(stages))
+        return
+    # Peers beyond one a stage may as well stay out: some hold a whole stage where others cannot.
+    for used in sorted({stages, len(ranked)}):
+        groups: list[list[int]] = [[] for _ in range(stages)]
+        for place in ranked[:used]:
+            weakest = min(
+                range(stages),
+                key=lambda stage: (
+                    len(groups[stage]) >= rules.replicas_min,
+                    _rate(tables, groups[stage]),
+                    stage,
+                ),
+            )
+            groups[weakest].append(place)
+        if all(groups):
+            yield tuple(tuple(sorted(group)) for group in groups)
+
+
+def _rate(tables: Tables, group: list[int]) -> int:
+    return sum(tables.weights[place] for place in group)
+
+
+def _climb(tables: Tables, start: Cut, effort: int, draws: _Draws, noted: Best) -> Cut:
+    here = best = start
+    rules = tables.problem.constraints
+    count = len(tables.problem.peers)
+    for turn in range(effort):
+        groups = _moved(here.groups, count, draws)
+        if groups == here.groups or not allows(rules, groups, tables.count):
+            continue
+        warmth = WARMTH * (1 - turn / effort) ** 2
+        allowance = 1.0 - warmth * _log_uniform(draws)
+        below = int(here.score * allowance) + 1 if here.fits else here.score + 1
+        found = best_cut(tables, groups, below)
+        if found is None:
+            continue
+        here = found
+        noted.note(found)
+        if found.order < best.order:
+            best = found
+    return best
+
+
+def _polish(tables: Tables, start: Cut, effort: int) -> Cut:
+    """Take every neighbour that is better, until none is or the effort is spent."""
+    best, left = start, effort
+    rules = tables.problem.constraints
+    improved = True
+    while improved and left > 0:
+        improved = False
+        for groups in _neighbours(best.groups, len(tables.problem.peers)):
+            if not allows(rules, groups, tables.count):
+                continue
+            left -= 1
+            found = best_cut(tables, groups, best.score)
+            if found is not None:
+                best, improved = found, True
+                break
+            if left <= 0:
+                break
+    return best
+
+
+def _neighbours(groups: Groups, count: int) -> Iterator[Groups]:
+    """Every grouping that differs by two stages swapped, two peers swapped, or one peer elsewhere."""
+    size = len(groups)
+    for one in range(size):
+        for other in range(one + 1, size):
+            rows = list(groups)
+            rows[one], rows[other] = rows[other], rows[one]
+            yield tuple(rows)
+    homes = {peer: number for number, group in enumerate(groups) for peer in group}
+    for peer in range(count):
+        rest = [tuple(member for member in group if member != peer) for group in groups]
+        for target in range(size):
+            if target != homes.get(peer):
+                yield _clean([(*group, peer) if n == target else group for n, group in enumerate(rest)])
+        for place in range(size + 1):
+            yield _clean([*rest[:place], (peer,), *rest[place:]])
+        if peer in homes:
+            yield _clean(rest)
+        for other in range(peer + 1, count):
+            if homes.get(peer) != homes.get(other):
+                names = {peer: other, other: peer}
+                yield _clean([tuple(names.get(member, member) for member in group) for group in groups])
+
+
+def _clean(rows: list[tuple[int, ...]]) -> Groups:
+    return tuple(tuple(sorted(row)) for row in rows if row)
+
+
+_LOGARITHMS = tuple(
+    # ln((k + 1/2) / 16), to be multiplied: how much worse a grouping may be, by Metropolis' rule.
+    -round(x, 6)
+    for x in (3.465736, 2.367124, 1.856298, 1.519826, 1.268511, 1.067841, 0.900787, 0.757686,
+              0.632523, 0.521297, 0.421214, 0.330242, 0.246861, 0.169900, 0.098440, 0.031749)
+)  # fmt: skip
+
+
+def _log_uniform(draws: _Draws) -> float:
+    return _LOGARITHMS[draws.below(16)]
+
+
+def _moved(groups: Groups, count: int, draws: _Draws) -> Groups:
+    """A neighbour of `groups`; perhaps the same."""
+    stages = [list(group) for group in groups]
+    match draws.below(6):
+        case 0 | 1:
+            _move_peer(stages, count, draws)
+        case 2:
+            _swap_peers(stages, draws)
+        case 3 | 4:
+            one, other = draws.below(len(stages)), draws.below(len(stages))
+            stages[one], stages[other] = stages[other], stages[one]
+        case _:
+            _split_or_join(stages, draws)
+    return tuple(tuple(sorted(stage)) for stage in stages if stage)
+
+
+def _move_peer(stages: list[list[int]], count: int, draws: _Draws) -> None:
+    """A peer goes into another stage, a new one, or out; or one that is out comes in."""
+    peer = draws.below(count)
+    for stage in stages:
+        if peer in stage:
+            stage.remove(peer)
+    place = draws.below(2 * len(stages) + 2)
+    if place < len(stages):
+        stages[place].append(peer)
+    elif place <= 2 * len(stages):
+        stages.insert(place - len(stages), [peer])
+
+
+def _swap_peers(stages: list[list[int]], draws: _Draws) -> None:
+    one, other = draws.below(len(stages)), draws.below(len(stages))
+    first, second = draws.below(len(stages[one])), draws.below(len(stages[other]))
+    if one != other:
+        stages[one][first], stages[other][second] = stages[other][second], stages[one][first]
+
+
+def _split_or_join(stages: list[list[int]], draws: _Draws) -> None:
+    place = draws.below(len(stages))
+    stage = stages[place]
+    if len(stage) > 1 and draws.below(2):
+        stages[place : place + 1] = [stage[::2], stage[1::2]]
+    elif place + 1 < len(stages):
+        stages[place : place + 2] = [stage + stages[place + 1]]

@@ -1,0 +1,226 @@
+"""Thousands of peers: each holds a span of layers, and micro-batches find their way by the shortest path.
+
+Peers join fastest first, each where the model is weakest (the rule of SWARM, Ryabinin and others 2023, and of
+Petals, Borzunov and others 2023, for peers that are all known at the beginning). A span is as long as the
+peer's memory holds. A layer takes the sum of the rates of those that hold it, a peer's rate being that of its
+whole span, so the model takes what its weakest layer does; `bound` is what no placement could beat.
+
+`route` gives one micro-batch its way: a dynamic programme over layers, in which a peer costs its queue, its
+computing and the link to it (Parallax routes so too). Where a plan needs whole stages, `fill_stages` deals
+peers to stages of equal work by the same rule.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from partition.plan.cuts import Cut, best_cut
+from partition.plan.problem import Infeasible
+from partition.plan.tables import Tables
+
+RATE_BITS = 56
+"""Rates are micro-batches in 2**56 ns: some two years."""
+MOVES_MAX = 200
+"""Of spans, once all have come: each takes the weakest layer a little further."""
+REPLICAS_MAX = 64
+STAGES_MAX = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """A peer, by its place in the problem, and the layers that it holds, half open."""
+
+    peer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Spans, what they do together, and what no spans could: micro-batches in 2**56 ns."""
+
+    spans: tuple[Span, ...]
+    rate: int
+    bound: int
+
+
+def spread(tables: Tables) -> Spread:
+    """Give every peer that can hold a layer a span.
+
+    Raises:
+        Infeasible: peers hold too few layers to cover the model.
+    """
+    order = sorted(range(len(tables.problem.peers)), key=lambda place: (-tables.weights[place], place))
+    lengths = _lengths(tables)
+    prefixes = {place: tables.prefix(place) for place in order if lengths[place]}
+    rates = np.zeros(tables.count, dtype=np.int64)
+    spans: dict[int, Span] = {}
+    for place in order:
+        if lengths[place]:
+            spans[place] = _join(place, lengths[place], prefixes[place], rates)
+    for _ in range(MOVES_MAX):
+        if not _improve(spans, lengths, prefixes, rates):
+            break
+    rate = int(rates.min()) if spans else 0
+    if not rate:
+        raise Infeasible(
+            "no peer is left that can hold the rest of the layers",
+            do="add a peer, or free memory on those that are there",
+        )
+    found = tuple(spans[place] for place in sorted(spans))
+    return Spread(found, rate, sum(tables.weights[place] for place in sorted(prefixes)))
+
+
+def _lengths(tables: Tables) -> list[int]:
+    """How many layers each peer can hold anywhere, one micro-batch of them under way; 0 where not one."""
+    needed = tables.memory(1)
+    size = tables.count
+    longest = [
+        max(int(needed[first, first + length]) for first in range(size - length + 1))
+        for length in range(1, size + 1)
+    ]
+    found = []
+    for peer in tables.problem.peers:
+        room = peer.memory_bytes - peer.baseline_bytes
+        length = 0
+        while length < size and longest[length] <= room:
+            length += 1
+        found.append(length)
+    return found
+
+
+def _join(place: int, length: int, prefix: Any, rates: Any) -> Span:
+    """Give a peer the span that holds the weakest layer and beside it the weakest ones; adds its rate."""
+    weakest = int(rates.argmin())
+    low, high = max(0, weakest - length + 1), min(weakest, len(rates) - length)
+    sums = np.concatenate(([0], np.cumsum(rates >> 8)))
+    totals = sums[low + length : high + length + 1] - sums[low : high + 1]
+    first = low + int(totals.argmin())
+    span = Span(place, first, first + length)
+    rates[span.first : span.last] += _rate(span, prefix)
+    return span
+
+
+def _rate(span: Span, prefix: Any) -> int:
+    return (1 << RATE_BITS) // max(1, int(prefix[span.last] - prefix[span.first]))
+
+
+def _improve(spans: dict[int, Span], lengths: Sequence[int], prefixes: Mapping[int, Any], rates: Any) -> bool:
+    """Move a span from where the model is strong to its weakest layer; whether that helped."""
+    weakest, least = int(rates.argmin()), int(rates.min())
+    strong = sorted(
+        (span for span in spans.values() if not span.first <= weakest < span.last),
+        key=lambda span: (-int(rates[span.first : span.last].min()), span.peer),
+    )
+    for span in strong[:4]:
+        kept = rates.copy()
+        rates[span.first : span.last] -= _rate(span, prefixes[span.peer])
+        moved = _join(span.peer, lengths[span.peer], prefixes[span.peer], rates)
+        if int(rates.min()) > least or (int(rates.min()) == least and int(rates[weakest]) > least):
+            spans[span.peer] = moved
+            return True
+        rates[:] = kept
+    return False
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A part of a way: a peer computes these layers."""
+
+    peer: int
+    first: int
+    last: int
+
+
+def route(tables: Tables, spans: Sequence[Span], queues: Mapping[int, int] | None = None) -> tuple[Hop, ...]:
+    """The way by which one micro-batch is through soonest. A span may be used in part.
+
+    `queues` are nanoseconds of work that wait at each peer.
+
+    Raises:
+        Infeasible: some layer is held by nobody.
+    """
+    waiting = dict(queues or {})
+    by_layer: list[list[Span]] = [[] for _ in range(tables.count)]
+    for span in spans:
+        by_layer[span.first].append(span)
+    # At each layer: nanoseconds until it is reached, by the peer that has the activations.
+    best: dict[tuple[int, int], tuple[int, tuple[Hop, ...]]] = {(0, -1): (0, ())}
+    active: list[Span] = []
+    for layer in range(tables.count):
+        active = [span for span in active if span.last > layer] + by_layer[layer]
+        arrivals = sorted(
+            (time, peer, hops) for (position, peer), (time, hops) in best.items() if position == layer
+        )[:4]
+        if not arrivals:
+            continue
+        for span in active:
+            prefix = tables.prefix(span.peer)
+            start = waiting.get(span.peer, 0)
+            time, hops = min(
+                (time + (tables.hop(peer, span.peer, layer) if peer >= 0 else 0), hops)
+                for time, peer, hops in arrivals
+                if peer != span.peer
+            ) if any(peer != span.peer for _, peer, _ in arrivals) else (1 << 62, ())  # fmt: skip
+            # A span is left at its end, or where another begins.
+            total = time + start + int(prefix[span.last] - prefix[layer])
+            key = span.last, span.peer
+            if total < best.get(key, (1 << 62, ()))[0]:
+                best[key] = total, (*hops, Hop(span.peer, layer, span.last))
+    ends = [(time, hops) for (position, _), (time, hops) in best.items() if position == tables.count]
+    if not ends:
+        raise Infeasible("some layer is held by nobody")
+    return min(ends, key=lambda end: (end[0], [(hop.peer, hop.first) for hop in end[1]]))[1]
+
+
+def fill_stages(tables: Tables) -> Cut | None:
+    """Deal all peers to stages of equal work, for the best number of stages; None where nothing fits."""
+    best: Cut | None = None
+    for stages in _stage_counts(tables):
+        cut = _fill(tables, stages)
+        if cut is not None and cut.fits and (best is None or cut.order < best.order):
+            best = cut
+    return best
+
+
+def _stage_counts(tables: Tables) -> list[int]:
+    rules = tables.problem.constraints
+    if rules.stages:
+        return [rules.stages]
+    peers = len(tables.problem.peers)
+    most = min(tables.count, STAGES_MAX, peers // max(1, rules.replicas or rules.replicas_min))
+    found, step = [], 1
+    while step <= most:
+        found.append(step)
+        step = max(step + 1, step * 5 // 4)
+    return found
+
+
+def _fill(tables: Tables, stages: int) -> Cut | None:
+    """Fastest first onto the weakest stage that it can hold, as if all stages were of equal work."""
+    rules, peers = tables.problem.constraints, tables.problem.peers
+    size_max = rules.replicas or REPLICAS_MAX
+    ends = [number * tables.count // stages for number in range(stages + 1)]
+    needed = [int(tables.memory(stages - s)[ends[s], ends[s + 1]]) for s in range(stages)]
+    groups: list[list[int]] = [[] for _ in range(stages)]
+    heap = [(0, s) for s in range(stages)]
+    heapify(heap)
+    for place in sorted(range(len(peers)), key=lambda place: (-tables.weights[place], place)):
+        room = peers[place].memory_bytes - peers[place].baseline_bytes
+        passed = []
+        while heap:
+            rate, stage = heappop(heap)
+            if needed[stage] <= room:
+                groups[stage].append(place)
+                if len(groups[stage]) < size_max:
+                    passed.append((rate + tables.weights[place], stage))
+                break
+            passed.append((rate, stage))
+        for row in passed:
+            heappush(heap, row)
+    if any(len(group) < (rules.replicas or rules.replicas_min) for group in groups):
+        return None
+    return best_cut(tables, tuple(tuple(sorted(group)) for group in groups))

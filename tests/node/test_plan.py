@@ -1,0 +1,197 @@
+"""`python -m node plan` and the function behind it: peers from a file, screen, picture, what is missing."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.cli.main import run
+from node.cli.plan_lines import plan_lines
+from node.cli.plan_svg import plan_svg
+from node.errors import UsageError
+from node.planning.document import plan_document
+from node.planning.peers import Peers, bytes_of, flops_of, latency_of, rate_of, read_peers, what_if
+from node.planning.planner import PlanReport, Wanted, plan_model
+from partition.model.graph import Graph
+from partition.model.layers import with_layers
+from partition.plan.cost import STAGE_BASELINE_BYTES
+from partition.plan.problem import Infeasible
+from tests.partition.test_layers import transformer
+
+PEERS = """
+[[peers]]
+name = "lab-1"
+memory = "8GB"
+rate = "120GFLOPS"
+link = "1Gbit"
+[[peers]]
+name = "mbp"
+memory = "8GB"
+rate = "40GFLOPS"
+link = "1Gbit"
+[[peers]]
+name = "lab-5"
+memory = "0.1GB"
+rate = "900GFLOPS"
+[[peers]]
+name = "phone"
+memory = "8GB"
+rate = "1GFLOPS"
+takes_runs = false
+[[links]]
+between = ["lab-1", "mbp"]
+rate = "100Mbit"
+latency = "2ms"
+"""
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return with_layers(transformer(4))
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Peers:
+    file = tmp_path / "peers.toml"
+    file.write_text(PEERS)
+    return read_peers(str(file))
+
+
+def planned(graph: Graph, peers: Peers, **wanted: object) -> PlanReport:
+    return plan_model(graph, peers, Wanted(**({"batch": 16} | wanted)), name="toy")  # type: ignore[arg-type]  # of any field
+
+
+def test_a_plan_says_who_is_left_out_and_why(graph: Graph, peers: Peers) -> None:
+    document = plan_document(planned(graph, peers))
+    reasons = {row["peer"]: row["reason"] for row in document["left_out"]}
+    assert reasons["phone"] == "takes no runs"
+    assert reasons["lab-5"].startswith("0.1 GB free, the smallest stage needs")
+    assert document["samples_per_second"] > 0
+    assert document["reasons"]
+
+
+def test_the_screen_has_a_line_for_each_stage_and_each_peer_left_out(graph: Graph, peers: Peers) -> None:
+    from partition.plan.problem import Constraints
+
+    document = plan_document(planned(graph, peers, constraints=Constraints(stages=2)))
+    lines = plan_lines(document, explain=True)
+    assert lines[0].split() == ["STAGE", "LAYERS", "PEERS", "TIME/MICROBATCH", "MEMORY", "SENDS"]
+    assert [line[0] for line in lines[1:5]] == ["1", "2", "-", "-"]
+    assert sum(line.count(" <") for line in lines[1:3]) == 1
+    assert "predicted, bubble" in lines[5]
+    assert "why" in lines
+
+
+def test_the_picture_is_well_formed_and_names_every_peer(graph: Graph, peers: Peers) -> None:
+    document = plan_document(planned(graph, peers))
+    root = ElementTree.fromstring(plan_svg(document))
+    told = " ".join(element.text or "" for element in root.iter())
+    for row in document["utilisation"]:
+        assert row["peer"] in told
+
+
+def test_a_hostile_name_cannot_break_out_of_the_picture(graph: Graph, peers: Peers) -> None:
+    document = plan_document(planned(graph, peers))
+    document["model"] = "<script>alert(1)</script>"
+    assert "<script>" not in plan_svg(document)
+
+
+def test_losing_the_fast_peer_makes_a_plan_slower(graph: Graph, peers: Peers) -> None:
+    before = planned(graph, peers).samples_per_second
+    assert planned(graph, what_if(peers, "lose=lab-1")).samples_per_second < before
+    assert planned(graph, what_if(peers, "add=8GB@900GFLOPS@1Gbit")).samples_per_second > before
+
+
+def test_latency_takes_the_fastest_path_and_energy_the_thriftiest(graph: Graph, peers: Peers) -> None:
+    quick = planned(graph, peers, objective="latency")
+    assert quick.peers_of(0) == ("lab-1",)
+    thrifty = planned(graph, peers, objective="energy")
+    for stage in range(len(thrifty.split.groups)):
+        assert "mbp" not in thrifty.peers_of(stage)
+
+
+def test_an_infeasible_plan_says_what_is_needed_and_what_to_do(graph: Graph, tmp_path: Path) -> None:
+    file = tmp_path / "peers.toml"
+    file.write_text('[[peers]]\nname = "a"\nmemory = "200MB"\nrate = "1GFLOPS"\n')
+    with pytest.raises(Infeasible) as refused:
+        planned(graph, read_peers(str(file)))
+    assert "1 peers offers 0.20 GB" in str(refused.value)
+    assert refused.value.do.startswith("free ")
+
+
+@given(st.integers(1, 2**50))
+@settings(max_examples=50)
+def test_amounts_are_read_back_as_they_are_written(amount: int) -> None:
+    assert bytes_of(f"{amount}B", "here") == amount
+    assert flops_of(f"{amount} flops", "here") == amount
+    assert rate_of(f"{amount}B/s", "here") == amount
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "expected"),
+    [
+        ("8GB", bytes_of, 8 * 10**9),
+        ("1.5GiB", bytes_of, 3 << 29),
+        ("50GFLOPS", flops_of, 50 * 10**9),
+        ("100Mbit", rate_of, 12_500_000),
+        ("100Mbit/s", rate_of, 12_500_000),
+        ("5ms", latency_of, 5_000_000),
+    ],
+)
+def test_amounts_have_units(text: str, read: object, expected: int) -> None:
+    assert callable(read)
+    assert read(text, "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[peers]]\nname = "a"\nmemory = "8"\nrate = "1GFLOPS"\n', "is not an amount of memory"),
+        ('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "fast"\n', "is not a rate of computing"),
+        ("", "peers"),
+        ('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1GFLOPS"\n' * 2, "two peers are called 'a'"),
+        (
+            '[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1GFLOPS"\n'
+            '[[links]]\nbetween = ["a", "b"]\nrate = "1Mbit"\n',
+            "no peer is called 'b'",
+        ),
+    ],
+)
+def test_a_wrong_file_of_peers_says_where(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "peers.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as refused:
+        read_peers(str(file))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("change", ["lose=x", "add=8GB", "add=1@2@3@4", "link=a@1Gbit", "nothing"])
+def test_a_wrong_change_is_refused(peers: Peers, change: str) -> None:
+    with pytest.raises(UsageError):
+        what_if(peers, change)
+
+
+def test_the_command_prints_a_plan_and_its_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Graph
+) -> None:
+    from partition.model.graph import encode_graph
+
+    (tmp_path / "peers.toml").write_text(PEERS)
+    (tmp_path / "toy.peerloom").write_bytes(encode_graph(graph))
+    arguments = ["plan", str(tmp_path / "toy.peerloom"), "--peers", str(tmp_path / "peers.toml")]
+    assert run([*arguments, "--svg", str(tmp_path / "plan.svg"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "peerloom/plan/1"
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert run([*arguments, "--what-if", "lose=lab-1"]) == 0
+    assert "against the plan without" in capsys.readouterr().out
+    assert run([*arguments, "--stages", "100"]) == 5
+    assert run([*arguments, "--objective", "speed"]) == 2
+    assert run(arguments[:2]) == 2
+
+
+def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> None:
+    assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES

@@ -1,0 +1,117 @@
+"""From a split to the next: what moves, what it is worth, and when nothing does."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partition.plan.cost import LayerCost
+from partition.plan.forecast import forecast
+from partition.plan.problem import Constraints, Infeasible, Link, PeerCost, Problem, Split
+from partition.plan.rebalance import HYSTERESIS_PERCENT, diff, rebalance
+from partition.plan.solver import solve
+from tests.partition.planned import is_allowed, layers_in_order, problems
+
+MIB = 1 << 20
+LAYERS = tuple(LayerCost(4 * MIB, 10**8, MIB, 10_000) for _ in range(24))
+
+
+def three(rates: tuple[int, int, int], **rest: object) -> Problem:
+    """Three peers whose layers take so many microseconds, on fast links."""
+    peers = tuple(
+        PeerCost(f"peer-{number}", 8 << 30, (rate * 1000,) * 24, (2 * rate * 1000,) * 24)
+        for number, rate in enumerate(rates)
+    )
+    given = {"microbatches": 64, "default_link": Link(10**9, 10_000), "constraints": Constraints(replicas=1)}
+    return Problem(LAYERS, peers, **(given | rest))  # type: ignore[arg-type]  # of any field
+
+
+def test_a_throttled_peer_gives_layers_to_its_neighbours_alone() -> None:
+    old = solve(three((4000, 2000, 1000)))
+    throttled = three((4000, 2000, 3000))
+    decision = rebalance(throttled, old)
+    assert decision.is_change
+    assert decision.split.groups == old.groups
+    best = forecast(throttled, solve(throttled)).step_nanoseconds
+    assert best >= 0.9 * forecast(throttled, decision.split).step_nanoseconds
+    order = [group[0] for group in old.groups]
+    names = [throttled.peers[place].name for place in order]
+    for move in decision.moves:
+        (source,) = move.sources
+        assert abs(names.index(move.peer) - names.index(source)) == 1
+
+
+def test_a_change_within_the_hysteresis_moves_nothing() -> None:
+    old = solve(three((4000, 2000, 1000)))
+    decision = rebalance(three((4000, 2000, 1030)), old)
+    assert not decision.is_change
+    assert decision.split == old
+    assert decision.gain_percent < HYSTERESIS_PERCENT
+
+
+def test_what_would_take_too_long_to_move_stays() -> None:
+    old = solve(three((4000, 2000, 1000)))
+    slow = replace(three((4000, 2000, 3000)), default_link=Link(2_000, 10_000))
+    decision = rebalance(replace(slow, hides_links=True), old)
+    assert not decision.is_change
+
+
+def test_a_split_that_no_longer_fits_is_left_whatever_it_costs() -> None:
+    problem = three((4000, 2000, 1000))
+    old = solve(problem)
+    peers = (*problem.peers[:2], replace(problem.peers[2], memory_bytes=600 * MIB))
+    decision = rebalance(replace(problem, peers=peers), old)
+    assert decision.is_change
+    assert "not fit" in decision.reason
+
+
+def test_moved_bytes_are_parameters_and_moments_of_what_is_new() -> None:
+    problem = three((1000, 1000, 1000))
+    old = Split(((0, 8), (8, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
+    new = Split(((0, 10), (10, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
+    (move,) = diff(problem, old, new)
+    assert (move.peer, move.first, move.last, move.sources) == ("peer-0", 8, 10, ("peer-1",))
+    assert move.bytes == 2 * 3 * 4 * MIB
+    assert diff(problem, old, old) == ()
+
+
+def test_a_newcomer_fetches_all_of_its_stage_from_those_that_hold_it() -> None:
+    problem = three((1000, 1000, 1000))
+    old = Split(((0, 12), (12, 24)), ((0,), (1,)), 1, 1)
+    new = Split(((0, 12), (12, 24)), ((0, 2), (1,)), 1, 1)
+    (move,) = diff(problem, old, new)
+    assert (move.peer, move.first, move.last, move.sources) == ("peer-2", 0, 12, ("peer-0",))
+
+
+@given(problems(), st.integers(1, 50), st.data())
+@settings(max_examples=25, deadline=None)
+def test_whatever_changes_the_next_split_is_whole_and_allowed(
+    problem: Problem, factor: int, data: st.DataObject
+) -> None:
+    try:
+        old = solve(problem)
+    except Infeasible:
+        return
+    place = data.draw(st.integers(0, len(problem.peers) - 1))
+    slower = replace(
+        problem.peers[place],
+        forward=tuple(factor * time for time in problem.peers[place].forward),
+        backward=tuple(factor * time for time in problem.peers[place].backward),
+    )
+    changed = replace(
+        problem, peers=tuple(slower if row == place else peer for row, peer in enumerate(problem.peers))
+    )
+    decision = rebalance(changed, old)
+    assert layers_in_order(decision.split) == list(range(len(problem.layers)))
+    assert is_allowed(changed, decision.split.ranges, decision.split.groups)
+    if not decision.moves:
+        assert decision.split == old or diff(changed, old, decision.split) == ()
+
+
+def test_nothing_fits_any_more_is_said() -> None:
+    problem = three((1000, 1000, 1000))
+    old = solve(problem)
+    peers = tuple(replace(peer, memory_bytes=1) for peer in problem.peers)
+    with pytest.raises(Infeasible):
+        rebalance(replace(problem, peers=peers), old)
