@@ -3,27 +3,30 @@
 The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
 incarnation alive < suspect < dead < left. Two things come from facts being signed:
 
-- An accusation counts only for the incarnation that the *subject* announced and we hold. So nobody
-  can accuse a future incarnation, and a subject can always refute by one more.
 - An accuser must be a known member, or one outside of our scope who accuses us ourselves. That keeps
-  strangers out. A member that lies buries nobody: a dead fact only brings the end of a suspicion nearer,
-  never below the time to refute, and at the end a probe of this peer itself must have failed. One whose
-  accusations are refuted too often is not believed for a while (`gossip.suspicion.Credit`).
+  strangers out.
+- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only when
+  our own probe has failed. Then other accusers shorten the suspicion, and a dead fact brings its end nearer,
+  never below the time to refute; at the end one more probe must have failed. Any answer to a probe of ours
+  ends the suspicion. So a member that lies buries nobody, whoever passes its word on.
+
+An incarnation rises when a peer restarts (to unix milliseconds), says something new of itself, or refutes;
+one that jumps further than any clock is wrong is refused. An alive fact is passed on where it changes what is
+held: a refutation goes as far as the suspicion went.
 
 A signature is checked only where the fact would change something, and only checked facts are kept
 or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
 """
 
 from collections.abc import Generator, Sequence
-from functools import lru_cache
 from math import inf
 from random import Random
 
-from crypto.buckets import prefix_of
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from gossip.candidates import Candidate, Candidates
-from gossip.dissemination import Dissemination
+from gossip.dissemination import DEAD_SENDS, REFUTATION_SENDS, Dissemination
+from gossip.hints import Hints
 from gossip.intake import CHECK_COST, READ_COST, Intake, Job
 from gossip.member import (
     Event,
@@ -34,14 +37,11 @@ from gossip.member import (
     MemberLeft,
     MemberRefuted,
     MemberSuspected,
-    MemberUp,
     Profile,
     SelfAccused,
     Status,
 )
 from gossip.messages import (
-    MEMBERS_MAX,
-    SILENCE_MILLISECONDS_MAX,
     AliveBody,
     Announced,
     Body,
@@ -51,28 +51,23 @@ from gossip.messages import (
     alive_body,
     announced,
     check_body,
+    check_jump,
     fact_bytes,
+    incarnation_of,
+    member_up,
+    milliseconds,
     read_alive,
     read_body,
     sign_body,
+    silence_of,
     subject_of,
 )
+from gossip.refutations import Refutations
 from gossip.scope import Scope
 from gossip.settings import Settings
+from gossip.shares import Shares
 from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion
 from gossip.table import MemberTable, Row, Verdict
-
-OUTSIDERS_REFUTED_MAX = 2
-"""Accusations of us refuted in one probe interval whose authors we do not list, but which may list us; and of
-those who accuse too often."""
-SHARES = 4
-"""Once the list is half full, one source has at most so small a part of it: one introducer, or one network
-(an IPv4 address, a /64) of those that came by themselves, as they say. Until then an honest first seed may
-tell of a thousand."""
-SHARE_MIN = 64
-"""One machine may always have so many, however short the list."""
-DOUBTED_MAX = 16
-"""Members probed at once because one Sync calls them dead; the round of probes finds the others."""
 
 
 class Beliefs:
@@ -80,8 +75,8 @@ class Beliefs:
 
     __slots__ = (
         "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
-        "health", "intake", "misled",
-        "outsiders_refuted", "peer", "queue", "scope", "suspicion_deadline", "suspicions", "table"
+        "health", "hints", "intake", "misled",
+        "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
 
     def __init__(
@@ -96,8 +91,6 @@ class Beliefs:
         scope: Scope,
     ) -> None:
         self.scope = scope
-        # Within the present probe interval, accusations by peers outside of our scope, and by the untrusted.
-        self.outsiders_refuted = 0
         self._signer = signer
         self._settings = settings
         self._events = events
@@ -112,6 +105,9 @@ class Beliefs:
         self.queue.put(self.peer, self.me.said.fact)
         self.suspicions: dict[PeerId, Suspicion] = {}
         self._credit = Credit(LEAK_INTERVALS * settings.probe_interval_seconds)
+        self.hints = Hints(self._credit, settings.probe_interval_seconds)
+        self.refutations = Refutations(settings.probe_interval_seconds, now)
+        self.shares = Shares(settings.members_max)
         # Who sent us, last of all, an accusation that we refuted before.
         self.misled: PeerId | None = None
         # What says that we have left.
@@ -125,11 +121,16 @@ class Beliefs:
 
     # What this peer says of itself.
 
-    def announce(self, profile: Profile, *, above: int = 0) -> None:
-        """Be alive under a new incarnation, higher than that of now and than `above`."""
+    def announce(self, profile: Profile, *, above: int = 0, sends: int | None = None) -> None:
+        """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
+        often from here, or as often as any."""
         said = self._announced(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
-        self.queue.put(said.peer, said.fact)
+        self.queue.put(said.peer, said.fact, sent=0 if sends is None else self._all_but(sends))
+
+    def _all_but(self, sends: int) -> int:
+        """As how often a fact counts as sent that is to be sent so often."""
+        return max(0, self._settings.retransmits(self.table.live) - sends)
 
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
@@ -144,58 +145,68 @@ class Beliefs:
     def _announced(self, profile: Profile, incarnation: int) -> Announced:
         body = alive_body(profile, incarnation)
         # As we know it ourselves, with all the addresses that may not have fitted.
-        return announced(sign_body(self._signer, body), profile, incarnation)
+        return announced(sign_body(self._signer, body), profile, body)
 
     # What it concludes of others.
 
-    def accuse(self, now: float, row: Row) -> None:
-        """Suspect a live member by own observation, or confirm a suspicion."""
-        silence = _milliseconds(self.table.silence_seconds(row, now))
-        fact = sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
-        if row.status is Status.ALIVE:
-            self._begin_suspicion(now, row, fact, silence)
-        elif self.suspicions[row.peer].wants(self.peer):
-            self._confirm(row.peer, fact)
-        self.suspicions[row.peer].is_observed = True
+    def accuse(self, now: float, row: Row, *, sent_at: float) -> None:
+        """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
+        hints = self.hints.confirm(row.peer)
+        suspicion = self.suspicions.get(row.peer)
+        if suspicion is None:
+            suspicion = self._begin_suspicion(now, row, hints)
+        elif suspicion.is_silent and not suspicion.is_confirmed:
+            # Nobody else has said it meanwhile. Where all say what they see, most say it in vain.
+            suspicion.is_silent = False
+            self.queue.put(row.peer, self._accusation(now, row), beside=True)
+        suspicion.miss(now, sent_at)
+        if suspicion.wants(self.peer):
+            suspicion.is_silent = True
+            suspicion.confirm(self.peer)
         self._reckon()
 
-    def bury_expired(self, now: float) -> list[Row]:
-        """Give up every suspect whose time to refute is over. Returns those to probe before, whose answers
-        only others have missed: of each is then said that it answered (`spare`) or not (`miss`)."""
-        unseen = []
+    def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
+        """A member has answered a probe of ours; through a relay, that is doubted if enough others accuse.
+        Returns whom to tell of which fact: an accuser that may have no path of its own."""
+        row = self.table.rows.get(peer)
+        hints = self.hints.refute(now, peer)
+        if row is None:
+            return []
+        news = row.said.fact
+        told = [(PeerId(fact.author), news) for fact in hints if incarnation_of(fact) < row.incarnation]
+        suspicion = self.suspicions.get(peer)
+        if suspicion is not None and not is_direct and suspicion.is_confirmed:
+            suspicion.wait(now)
+            self._reckon()
+        elif suspicion is not None:
+            for accuser in suspicion.accusers:
+                self._credit.refuted(accuser, now)
+            self._end_suspicion(peer)
+            self.queue.drop(peer)
+            self.table.judge(row, now, None)
+            self._events.append(MemberRefuted(peer, row.incarnation))
+        return told
+
+    def close(self, now: float, peer: PeerId) -> None:
+        """This machine was told that no process listens where a suspect was."""
+        suspicion = self.suspicions.get(peer)
+        if suspicion is not None:
+            suspicion.close(now)
+            self._reckon()
+
+    def bury_expired(self, now: float) -> list[tuple[Row, bool]]:
+        """Give up every suspect whose time to refute is over. Returns those to be probed once more, and
+        whether for the last time."""
+        probed = []
         for peer in [peer for peer, suspicion in self.suspicions.items() if suspicion.due <= now]:
             row, suspicion = self.table.rows[peer], self.suspicions[peer]
-            if suspicion.is_observed:
+            if suspicion.is_over(now):
                 self._bury(now, row, suspicion.condemnation)
             else:
-                suspicion.is_checked = True
-                unseen.append(row)
+                suspicion.is_probed = True
+                probed.append((row, now >= suspicion.deadline - self._settings.probe_interval_seconds))
         self._reckon()
-        return unseen
-
-    def miss(self, peer: PeerId) -> None:
-        """A suspect has not answered this peer either."""
-        suspicion = self.suspicions.get(peer)
-        if suspicion is not None:
-            suspicion.is_observed, suspicion.is_checked = True, False
-            self._reckon()
-
-    def spare(self, now: float, peer: PeerId) -> None:
-        """A member has answered this peer: what others say of it does not bury it."""
-        suspicion = self.suspicions.get(peer)
-        if suspicion is not None:
-            suspicion.spare(now)
-            self._reckon()
-
-    def doubtful(self, now: float) -> list[PeerId]:
-        """The suspects whom this peer accused, and those who would be dead if others had confirmed it."""
-        if self.suspicion_deadline == inf:
-            return []
-        return [
-            peer
-            for peer, suspicion in self.suspicions.items()
-            if suspicion.confirmed_by <= now or suspicion.accuser == self.peer
-        ]
+        return probed
 
     def excuse(self, seconds: float) -> None:
         """Give every suspect back the time in which this peer stalled."""
@@ -219,6 +230,8 @@ class Beliefs:
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
+        if accusation is None and self.hints.rows:
+            accusation = next(iter(self.hints.about(peer)), None)
         is_misled = self.misled is not None and peer == self.misled
         if accusation is None and not self.queue.waits and self._farewell is None and not is_misled:
             return ()
@@ -241,31 +254,29 @@ class Beliefs:
         *,
         synced: bool = False,
         passed_on: bool = True,
-    ) -> list[PeerId]:
+    ) -> None:
         """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
 
         In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
-        network that was split: it does not bury, it makes us look. Returns whom to probe at once. What is
-        more than one slice is left to `learn_on`.
+        network that was split: a hint like any accusation. What is more than one slice is left to `learn_on`.
         """
         self.misled = None
-        if not facts:
-            return []
-        job = Job(sender, facts, synced, passed_on, now)
-        return job.doubted[:DOUBTED_MAX] if self.intake.do(job) else []
+        if facts:
+            self.intake.do(Job(sender, facts, synced, passed_on, now))
 
-    def learn_on(self, now: float) -> list[PeerId]:
-        """Take in the next slice of what waits; whom to probe at once."""
+    def learn_on(self, now: float) -> None:
+        """Take in the next slice of what waits."""
         job, error = self.intake.go_on(now)
         if error is not None and job is not None:
             self._events.append(FactsRefused(job.sender, str(error)))
-        return [] if job is None else job.doubted[:DOUBTED_MAX]
 
     def _steps(self, job: Job) -> Generator[int]:
         """Read all facts, then believe them; what each costs."""
         claims: list[tuple[Fact, Body]] = []
-        rows = self.table.rows
+        rows, limit = self.table.rows, self._settings.retransmits(self.table.live)
         for fact in job.facts:
+            if self.queue.waits:
+                self.queue.heard(fact, limit)
             # Most of what arrives is known to the byte, and would change nothing.
             known = rows.get(PeerId(fact.author))
             if known is None or known.said.fact != fact:
@@ -294,7 +305,7 @@ class Beliefs:
             if isinstance(body, LeftBody):
                 self._hear_left(job.now, fact, body)
             elif isinstance(body, SuspectBody | DeadBody):
-                self._hear_accusation(job.now, fact, body, job.doubted if job.synced else None)
+                self._hear_accusation(job.now, job.sender, fact, body, synced=job.synced)
             yield READ_COST + CHECK_COST * (self._checks - before)
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
@@ -312,24 +323,14 @@ class Beliefs:
             self._list(now, candidate)
 
     def _list(self, now: float, candidate: Candidate) -> None:
-        said, introducer = candidate.said, candidate.introducer
-        if not (self._may_have_room() and self._has_share(said, introducer)):
+        said, introducer, rows = candidate.said, candidate.introducer, self.table.rows
+        if not (self._may_have_room() and self.shares.allow(rows.values(), len(rows), said, introducer)):
             return
         self._make_room()
         self.table.insert(Row(said, now, introducer))
-        self._events.append(_up(said, introducer))
+        self._events.append(member_up(said, introducer))
         if candidate.passed_on:
             self.queue.put(said.peer, said.fact)
-
-    def _has_share(self, said: Announced, introducer: PeerId) -> bool:
-        """Whether the source of a newcomer has not more than its share of a list that fills."""
-        most = self._settings.members_max
-        if len(self.table.rows) < most // 2:
-            return True
-        source = _source(said, introducer)
-        rows = (row for row in self.table.rows.values() if row.found_through is not None)
-        found = sum(_source(row.said, row.found_through) == source for row in rows if row.found_through)
-        return found < max(SHARE_MIN, most // SHARES)
 
     def _hear_alive(self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool) -> None:
         peer = PeerId(fact.author)
@@ -339,10 +340,10 @@ class Beliefs:
         elif row is None:
             self._hear_of_stranger(now, sender, fact, body, passed_on)
         elif body.incarnation > row.incarnation:
+            check_jump(body, row.incarnation)
             said = read_alive(fact, body)
             self._check(fact, body)
-            self._hear_again(now, sender, row, said)
-            if passed_on:
+            if self._hear_again(now, sender, row, said) and passed_on:
                 self.queue.put(peer, fact)
 
     def _hear_of_stranger(
@@ -358,6 +359,7 @@ class Beliefs:
         speaks = sender == peer
         if not (speaks or known is not None or self.candidates.takes(sender)):
             return
+        check_jump(body, 0 if known is None else known.said.incarnation)
         said = read_alive(fact, body)
         self._check(fact, body)
         if speaks:
@@ -368,7 +370,8 @@ class Beliefs:
         else:
             self.candidates.put(Candidate(said, sender, passed_on))
 
-    def _hear_again(self, now: float, sender: PeerId, row: Row, said: Announced) -> None:
+    def _hear_again(self, now: float, sender: PeerId, row: Row, said: Announced) -> bool:
+        """Take in what a listed member says of itself; whether that is news but for the incarnation."""
         changed = said.profile != row.profile
         status = row.status
         row = self.table.renew(row, said)
@@ -380,8 +383,8 @@ class Beliefs:
                 self._credit.refuted(accuser, now)
             self._end_suspicion(said.peer)
         if back:
-            self._events.append(_up(said, sender))
-            return
+            self._events.append(member_up(said, sender))
+            return True
         if status is Status.SUSPECT:
             self._events.append(MemberRefuted(said.peer, said.incarnation))
         if changed:
@@ -389,6 +392,7 @@ class Beliefs:
             self._events.append(
                 MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)
             )
+        return changed or status is not Status.ALIVE
 
     def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
         row = self.table.rows.get(PeerId(fact.author))
@@ -411,53 +415,74 @@ class Beliefs:
         self.queue.put(row.peer, fact)
 
     def _hear_accusation(
-        self, now: float, fact: Fact, body: SuspectBody | DeadBody, doubted: list[PeerId] | None
+        self, now: float, sender: PeerId, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
     ) -> None:
         accuser = PeerId(fact.author)
         row = self.table.rows.get(PeerId(body.subject))
-        known = accuser in self.table.rows
-        if row is None or accuser == row.peer or body.incarnation != row.incarnation or not row.live:
+        if row is None or accuser == row.peer or not row.live:
             return
         # Whose scope is wider than ours lists us though we do not list it, and would bury us.
+        known = accuser in self.table.rows
         if not (known or (row.peer == self.peer and not self.scope.holds(accuser))):
             return
         if row.peer == self.peer:
-            self._hear_of_me(now, fact, body)
-        elif isinstance(body, DeadBody) and doubted is not None:
-            doubted.append(row.peer)
-        elif not self._credit.is_spent(accuser, now):
-            self._hear_of_other(now, row, fact, body)
+            if body.incarnation == row.incarnation:
+                self.misled = sender
+                self._hear_of_me(now, fact, body)
+        elif accuser != self.peer:
+            suspicion = self.suspicions.get(row.peer)
+            if suspicion is None:
+                self._hear_hint(now, sender, row, fact, body)
+            elif not self._credit.is_spent(accuser, now):
+                self._hear_of_suspect(now, row, suspicion, fact, body, synced=synced)
 
     def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
         """Refute. One that accuses too often may mean it all the same, but costs no more than an outsider."""
         accuser = PeerId(fact.author)
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
-        if not is_trusted and self.outsiders_refuted >= OUTSIDERS_REFUTED_MAX:
+        if not self.refutations.allow(now, is_trusted=is_trusted):
             return
         self._check(fact, body)
+        self.refutations.count(now, is_trusted=is_trusted)
         if is_trusted:
             self.health.worsen()
-        else:
-            self.outsiders_refuted += 1
         self._credit.refuted(accuser, now)
-        self.announce(self.me.profile)
+        self.announce(self.me.profile, sends=REFUTATION_SENDS)
         reason = self._reason(accuser, body.silence_milliseconds)
         self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
 
-    def _hear_of_other(self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody) -> None:
-        """Suspect a member, confirm that, or let it end as early as it may."""
-        accuser, suspicion = PeerId(fact.author), self.suspicions.get(row.peer)
-        is_confirmed = suspicion is not None and suspicion.wants(accuser)
-        is_condemned = isinstance(body, DeadBody) and (suspicion is None or suspicion.condemnation is None)
-        if suspicion is not None and not (is_confirmed or is_condemned):
+    def _hear_hint(
+        self, now: float, sender: PeerId, row: Row, fact: Fact, body: SuspectBody | DeadBody
+    ) -> None:
+        """Look for ourselves. Of another incarnation than we hold the accusation may be right and old: then
+        whoever brings it up pays if the accused answers."""
+        accuser = PeerId(fact.author)
+        culprit = accuser if body.incarnation == row.incarnation else sender
+        if self.hints.takes(now, row.peer, accuser, culprit):
+            self._check(fact, body)
+            self.hints.put(row.peer, accuser, culprit, fact)
+
+    def _hear_of_suspect(
+        self,
+        now: float,
+        row: Row,
+        suspicion: Suspicion,
+        fact: Fact,
+        body: SuspectBody | DeadBody,
+        *,
+        synced: bool,
+    ) -> None:
+        """Confirm a suspicion, or let it end as early as it may."""
+        accuser = PeerId(fact.author)
+        is_confirmed = suspicion.wants(accuser)
+        is_condemned = isinstance(body, DeadBody) and suspicion.condemnation is None and not synced
+        if not (is_confirmed or is_condemned):
             return
         self._check(fact, body)
-        if suspicion is None:
-            self._begin_suspicion(now, row, fact, body.silence_milliseconds)
-        elif is_confirmed:
+        if is_confirmed:
             self._confirm(row.peer, fact)
         if is_condemned:
-            self.suspicions[row.peer].condemn(now, fact)
+            suspicion.condemn(now, fact)
             self.queue.put(row.peer, fact, beside=True)
             self._reckon()
 
@@ -477,31 +502,40 @@ class Beliefs:
         self._checks += 1
         check_body(self._signer, fact, body)
 
-    def _begin_suspicion(self, now: float, row: Row, fact: Fact, silence: int) -> None:
+    def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
+        """Our probe has failed, as that of those whose accusations are `hints`."""
         live = self.table.live
         wanted = self._settings.confirmations
         # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
         wanted = wanted if live - 2 >= wanted else 0
         shortest, longest = self._settings.suspicion_bounds_seconds(live)
-        accuser = PeerId(fact.author)
-        self.suspicions[row.peer] = Suspicion(
+        first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
+        fact = first or self._accusation(now, row)
+        accuser, silence = PeerId(fact.author), silence_of(fact)
+        suspicion = self.suspicions[row.peer] = Suspicion(
             now,
             accuser,
             shortest,
             longest,
             wanted,
-            # One who calls it dead suspected it before we did, by the time that gossip takes.
-            ahead_seconds=self._settings.probe_interval_seconds,
-            check_seconds=self._settings.probe_timeout_seconds,
+            interval_seconds=self._settings.probe_interval_seconds,
         )
-        self.suspicions[row.peer].is_observed = accuser == self.peer
-        self._reckon()
         self.table.unanswered(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
         verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
         self.table.judge(row, now, verdict)
         self._events.append(MemberSuspected(row.peer, accuser, reason))
         self.queue.put(row.peer, fact)
+        for other in hints:
+            if suspicion.wants(PeerId(other.author)):
+                self._confirm(row.peer, other)
+            if isinstance(read_body(other), DeadBody) and suspicion.condemnation is None:
+                suspicion.condemn(now, other)
+        return suspicion
+
+    def _accusation(self, now: float, row: Row) -> Fact:
+        silence = milliseconds(self.table.silence_seconds(row, now))
+        return sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
 
     def _confirm(self, peer: PeerId, fact: Fact) -> None:
         self.suspicions[peer].confirm(PeerId(fact.author))
@@ -510,18 +544,20 @@ class Beliefs:
 
     def _bury(self, now: float, row: Row, told: Fact | None) -> None:
         """Hold a suspect for dead, as we were `told` by a member, or by a fact of our own."""
-        silence = _milliseconds(self.table.silence_seconds(row, now))
-        fact = told or sign_body(self._signer, DeadBody(row.peer, row.incarnation, silence))
-        if told is not None and isinstance(body := read_body(told), DeadBody):
-            silence = body.silence_milliseconds
+        silence = milliseconds(self.table.silence_seconds(row, now))
+        if told is not None and incarnation_of(told) == row.incarnation:
+            fact, silence = told, silence_of(told)
+        else:
+            fact = sign_body(self._signer, DeadBody(row.peer, row.incarnation, silence))
         accuser = PeerId(fact.author)
         reason = self._reason(accuser, silence)
         self._end_suspicion(row.peer)
         self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
         self._events.append(MemberDown(row.peer, accuser, reason))
-        self.queue.put(row.peer, fact)
+        self.queue.put(row.peer, fact, sent=self._all_but(DEAD_SENDS))
 
     def _end_suspicion(self, peer: PeerId) -> None:
+        self.hints.drop(peer)
         if self.suspicions.pop(peer, None) is not None:
             self._reckon()
 
@@ -542,6 +578,7 @@ class Beliefs:
         """Drop those who stand outside of our scope, which has become narrower."""
         for peer in self.table.keep(self.scope.holds):
             self.suspicions.pop(peer, None)
+            self.hints.drop(peer)
             self.queue.drop(peer)
             self._events.append(MemberForgotten(peer))
         self._reckon()
@@ -558,23 +595,3 @@ class Beliefs:
     def _name(self, peer: PeerId) -> str:
         row = self.table.rows.get(peer)
         return (row.profile.name if row is not None else "") or short_peer(peer)
-
-
-def _up(said: Announced, sender: PeerId) -> MemberUp:
-    profile = said.profile
-    return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
-
-
-def _source(said: Announced, found_through: PeerId) -> object:
-    """Who answers for a member: its introducer, or where it came from if that was itself."""
-    if found_through != said.peer or not said.profile.addresses:
-        return found_through
-    address = said.profile.addresses[0]
-    return address.host if address.kind == "dns" else _network_of(address.host)
-
-
-_network_of = lru_cache(maxsize=MEMBERS_MAX)(prefix_of)
-
-
-def _milliseconds(seconds: float) -> int:
-    return min(max(int(seconds * 1000), 0), SILENCE_MILLISECONDS_MAX)

@@ -16,40 +16,51 @@ _SMALLEST_BYTES = 110
 _MISFITS_MAX = 16
 """After so many facts too large for the room left, a message is full enough."""
 
+DEAD_SENDS = 6
+"""All who held a suspicion come to its end at about the same time, each by its own probe."""
+REFUTATION_SENDS = 4
+"""A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
+OWN_SENDS_MIN = 12
+"""Where few are told at random, who tells us a fact says little about who knows it."""
+
 
 class _Item:
-    """A fact that waits; `size` as in a message, `sent` so often. Small, for where a swarm starts all facts
-    of all wait at all."""
+    """A fact that waits; `size` as in a message, `sent` so often, and `heard` of those. Small, for where a
+    swarm starts all facts of all wait at all."""
 
-    __slots__ = ("fact", "sent", "size", "subject")
+    __slots__ = ("fact", "heard", "sent", "size", "subject")
 
     def __init__(self, subject: PeerId, fact: Fact) -> None:
         self.subject = subject
         self.fact = fact
         self.size = fact_bytes(fact)
         self.sent = 0
+        self.heard = 0
 
 
 class Dissemination:
     """A queue in tiers: tier t holds the facts sent t times, oldest first. A fact goes by its signature.
+    One that others tell us is as good as sent once more: they know it, and soon everybody does. But half of
+    all times, and OWN_SENDS_MIN times, we send it ourselves, whatever one that would keep it secret tells us.
 
     `waits` says whether anything is in it.
     """
 
-    __slots__ = ("_about", "_count", "_tiers", "waits")
+    __slots__ = ("_about", "_items", "_tiers", "waits")
 
     def __init__(self) -> None:
         self.waits = False
-        self._count = 0
+        self._items: dict[bytes, _Item] = {}
         self._tiers: list[dict[bytes, _Item]] = []
         # What waits about each subject; bounded by members and confirmations.
         self._about: dict[PeerId, tuple[_Item, ...]] = {}
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._items)
 
-    def put(self, subject: PeerId, fact: Fact, *, beside: bool = False) -> None:
-        """Let `fact` about `subject` travel; it replaces older ones unless it stands `beside` them."""
+    def put(self, subject: PeerId, fact: Fact, *, beside: bool = False, sent: int = 0) -> None:
+        """Let `fact` about `subject` travel, as if it were `sent` so often before; it replaces older ones
+        unless it stands `beside` them."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
@@ -57,9 +68,17 @@ class Dissemination:
             return
         item = _Item(subject, fact)
         self._about[subject] = (*others, item)
-        self._tier(0)[fact.signature] = item
-        self._count += 1
+        item.sent = sent
+        self._tier(sent)[fact.signature] = item
+        self._items[fact.signature] = item
         self.waits = True
+
+    def heard(self, fact: Fact, transmits_max: int) -> None:
+        """Another tells us what may wait here."""
+        item = self._items.get(fact.signature)
+        if item is not None and item.heard < min(transmits_max // 2, transmits_max - OWN_SENDS_MIN):
+            item.heard += 1
+            self._sent(item, transmits_max)
 
     def drop(self, subject: PeerId) -> None:
         """Pass on nothing more about `subject`."""
@@ -75,7 +94,7 @@ class Dissemination:
             return tuple(first)
         chosen = list(first)
         room = bytes_max - sum(map(fact_bytes, chosen))
-        taken = [item for fact in chosen for tier in self._tiers if (item := tier.get(fact.signature))]
+        taken = [item for fact in chosen if (item := self._items.get(fact.signature))]
         misfits = 0
         for item in self._due():
             if len(chosen) >= FACTS_MAX or room < _SMALLEST_BYTES or misfits >= _MISFITS_MAX:
@@ -114,8 +133,8 @@ class Dissemination:
         rest = tuple(other for other in self._about.pop(item.subject) if other is not item)
         if rest:
             self._about[item.subject] = rest
-        self._count -= 1
-        if not self._count:
+        del self._items[item.fact.signature]
+        if not self._items:
             # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
             self._tiers, self._about = [], {}
             self.waits = False

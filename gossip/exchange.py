@@ -121,24 +121,22 @@ class Exchange:
             return []
         return [(sender, self._list(True, self._facts(region)))]
 
-    def receive_sync(
-        self, now: float, sender: PeerId, message: Sync | ScopedSync
-    ) -> tuple[Sends, list[PeerId]]:
-        """Take in a list, and answer with what is not in it. Also returns whom to probe at once."""
+    def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
+        """Take in a list, and answer with what is not in it."""
         region = None
         # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
         known = len(self._table.rows) - 1 - (sender in self._table.rows)
         if isinstance(message, ScopedSync):
             if self._scope.joining and not self._settle(sender, message):
-                return [], []
+                return []
             region = self._region(sender, message.depth)
             if region is None:
                 outside = message.reply_wanted and self._may_serve(sender)
-                return ([(sender, self._list(False, ()))] if outside else []), []
+                return [(sender, self._list(False, ()))] if outside else []
             half = self._scope.around(sender, self._scope.depth + 1)
             known = len(half.among(self._table.rows)) - 1
         passed_on = known > 0 or message.reply_wanted
-        doubted = self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
+        self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
         if sender in self._seeds and not message.reply_wanted:
             self._seeds = ()
         sends: Sends = []
@@ -146,7 +144,7 @@ class Exchange:
             told = {fact.signature for fact in message.facts}
             news = tuple(fact for fact in self._facts(region) if fact.signature not in told)
             sends.append((sender, self._list(False, news)))
-        return sends, doubted
+        return sends
 
     def sync(self, now: float) -> Sends:
         """Compare lists with one live member; knock at one dead one, for the network may have healed."""
@@ -168,6 +166,9 @@ class Exchange:
                 self._right_depth, self._right_for = self._scope.depth, digest
             if self._scope.joining:
                 self._search(self._scope.own_key())
+            elif self._scope.lopsided(self._table.live_peers()):
+                # Those nearest to us do not list them, and cannot tell us.
+                self._search(self._scope.key_beyond())
             elif self._syncs >= self._search_syncs:
                 # Whoever is missed by us may be missed by all whom we know.
                 self._syncs = 0

@@ -6,7 +6,7 @@ here for the next wakes; several senders take turns. Not here: what a fact means
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
@@ -25,14 +25,13 @@ JOBS_MAX = 8
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One message's facts. `now` is the time of the present slice; `doubted` are those to probe after it."""
+    """One message's facts. `now` is the time of the present slice."""
 
     sender: PeerId
     facts: Sequence[Fact]
     synced: bool
     passed_on: bool
     now: float
-    doubted: list[PeerId] = field(default_factory=list)
 
 
 class Intake:

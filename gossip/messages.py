@@ -12,13 +12,14 @@ from typing import Annotated
 from weakref import WeakValueDictionary
 
 import msgspec
+from blake3 import blake3
 
 from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, NAME_LENGTH_MAX, parse_addresses
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
-from gossip.member import METADATA_BYTES_MAX, Profile
+from gossip.member import METADATA_BYTES_MAX, MemberUp, Profile
 from gossip.scope import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
@@ -37,6 +38,10 @@ READ_MAX = 2_048
 """Facts whose reading is remembered: most that arrive were heard a moment ago from somebody else."""
 DIGESTS_MAX = 3
 """Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
+MARK_BYTES = 8
+INCARNATION_JUMP_MAX = 2**42
+"""Above what is held of a member, or above 0: 139 years of milliseconds. A restart takes the unix time of a
+clock that may have been wrong; more would only leave no room above it."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
@@ -215,13 +220,15 @@ class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
     incarnation: int
     fact: Fact
     mark: bytes
-    """The peer and its incarnation, as they count for the digest of a list."""
+    """The peer and what it says of itself, as they count for the digest of a list. Not its incarnation: one
+    that only refuted something need not reach everybody."""
 
 
-def announced(fact: Fact, profile: Profile, incarnation: int) -> Announced:
-    """`profile` as its author announced it by `fact`."""
+def announced(fact: Fact, profile: Profile, body: AliveBody) -> Announced:
+    """`profile` as its author announced it by `fact`, which holds `body`."""
     peer = PeerId(fact.author)
-    return Announced(peer, profile, incarnation, fact, peer + incarnation.to_bytes(8, "big"))
+    said = encode((body.name, body.addresses, body.metadata))
+    return Announced(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
 
 
 # One object for all who hold it: where many peers live in one process, their lists would fill it.
@@ -237,10 +244,38 @@ def read_alive(fact: Fact, body: AliveBody) -> Announced:
             raise RemoteProtocolError("a member name with unprintable letters")
         peer = PeerId(fact.author)
         profile = Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
-        said = _announced[fact] = announced(fact, profile, body.incarnation)
+        said = _announced[fact] = announced(fact, profile, body)
     return said
 
 
 def fact_bytes(fact: Fact) -> int:
     """How much of a message `fact` takes, in bytes, at most two too many."""
     return len(fact.author) + len(fact.body) + len(fact.signature) + 10
+
+
+def check_jump(body: AliveBody, held: int) -> None:
+    """Refuse an incarnation that no restart comes to from the one that is `held`: RemoteProtocolError."""
+    if body.incarnation - held > INCARNATION_JUMP_MAX:
+        raise RemoteProtocolError("an incarnation far above the last")
+
+
+def incarnation_of(fact: Fact) -> int:
+    """The incarnation that a well-formed fact speaks of."""
+    return read_body(fact).incarnation
+
+
+def silence_of(fact: Fact) -> int:
+    """How long its author has had no ack, in milliseconds; 0 where it says nothing of it."""
+    body = read_body(fact)
+    return body.silence_milliseconds if isinstance(body, SuspectBody | DeadBody) else 0
+
+
+def milliseconds(seconds: float) -> int:
+    """A silence as facts say it."""
+    return min(max(int(seconds * 1000), 0), SILENCE_MILLISECONDS_MAX)
+
+
+def member_up(said: Announced, sender: PeerId) -> MemberUp:
+    """The event that a member is there."""
+    profile = said.profile
+    return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)

@@ -17,6 +17,9 @@ RELAY_PATIENCE = 0.8
 """A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
 
 
+Kind = Literal["round", "hint", "suspect", "candidate"]
+
+
 @dataclass(slots=True)
 class Probe:
     """One probe of `target` in `incarnation`. Times are monotonic seconds."""
@@ -30,8 +33,8 @@ class Probe:
     relays: tuple[PeerId, ...] = ()
     relayed: bool = False
     nacked: tuple[PeerId, ...] = ()
-    kind: Literal["round", "last", "candidate"] = "round"
-    """Whether it decides over a suspect whom others accused, or shows whether a candidate exists."""
+    kind: Kind = "round"
+    """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist."""
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""

@@ -21,6 +21,9 @@ KEY_BITS = 160
 DEPTH_MAX = 128
 """Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
 
+LOPSIDED_SHARE = 8
+"""A half with less than so small a part of a scope's members has not been heard of."""
+
 Place = Callable[[PeerId], int]
 """The key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. Asked for again and again, of
 all who are listed: it should remember."""
@@ -103,6 +106,14 @@ class Scope:
                 break
             depth, inside = depth + 1, nearer
         return depth
+
+    def lopsided(self, live: Iterable[PeerId]) -> bool:
+        """Whether far too few of the `live` members stand in the half of the scope in which we do not: by
+        chance, one in a thousand such lists of eight, and none of two hundred."""
+        shared = [KEY_BITS - (self._key ^ self._place(peer)).bit_length() for peer in live]
+        inside = sum(bits >= self.depth for bits in shared)
+        farther = sum(bits == self.depth for bits in shared)
+        return inside >= self._members_min and farther * LOPSIDED_SHARE < inside
 
     def crowded(self, live: int) -> bool:
         return not self.whole and live > self._members_max

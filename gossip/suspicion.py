@@ -10,16 +10,22 @@ from math import inf
 from crypto.facts import Fact
 from crypto.identity import PeerId
 
-REFUTED_MAX = 8.0
+REFUTED_MAX = 3.0
 """Refuted accusations of one accuser until it is believed no more. At 10 % loss an honest one errs once in
-130 probe intervals, and LEAK_INTERVALS take one back."""
-LEAK_INTERVALS = 30.0
+some 3,500 probe intervals, and LEAK_INTERVALS take one back."""
+LEAK_INTERVALS = 100.0
 ACCUSERS_MAX = 256
 """Accusers whose errors are counted: more than err in one leak among 2,000 members at 10 % loss."""
+CLOSED_INTERVALS = 4.0
+"""Probe intervals a suspicion lasts at least though the host of its subject says that the process is gone:
+one that has moved or restarted tells of it meanwhile."""
+CHECK_FRESH_INTERVALS = 2.0
+"""Nobody is given up but by a probe of this peer that began so many probe intervals ago at most."""
 
 
 class Suspicion:
-    """One running suspicion. It ends at `deadline` unless the suspect refutes it before.
+    """One running suspicion, which began with a failed probe of this peer. It ends at `deadline` unless the
+    suspect refutes it before, or answers one of the probes in between.
 
     With c confirmations out of `wanted` it lasts
     max(shortest, longest - (longest - shortest) * log(c + 1) / log(wanted + 1)) seconds.
@@ -33,13 +39,12 @@ class Suspicion:
         longest_seconds: float,
         wanted: int,
         *,
-        ahead_seconds: float = 0.0,
-        check_seconds: float = 0.0,
+        interval_seconds: float = 1.0,
     ) -> None:
-        """A member that calls the suspect dead may end it so far ahead of its shortest time; `check_seconds`
-        is what an own probe takes."""
-        self._ahead_seconds = ahead_seconds
-        self._check_seconds = check_seconds
+        """`interval_seconds` is the pause before the suspect is probed again, doubled each time. A member
+        that calls the suspect dead may end it so far ahead of its shortest time."""
+        self._interval_seconds = interval_seconds
+        self._pause_seconds = interval_seconds
         self._started_at = now
         self._shortest_seconds = shortest_seconds
         self._longest_seconds = longest_seconds
@@ -50,10 +55,13 @@ class Suspicion:
         self._condemned_at = inf
         self.condemnation: Fact | None = None
         """The first Dead fact heard of the suspect."""
-        self.is_observed = False
-        """Whether the last probe of this peer has failed too."""
-        self.is_checked = False
-        """Whether that probe is on its way, for which the end waits."""
+        self.is_probed = False
+        """Whether a probe of this peer is on its way, for which the end waits."""
+        self.is_silent = False
+        """Whether this peer counts as an accuser here, and has not told others so."""
+        self._missed_at = -inf
+        self._probe_at = now + interval_seconds
+        self._closed_at = inf
 
     @property
     def accusers(self) -> tuple[PeerId, ...]:
@@ -62,18 +70,36 @@ class Suspicion:
         return tuple(dict.fromkeys((*self._accusers, *condemned)))
 
     @property
+    def is_confirmed(self) -> bool:
+        """Whether as many accuse as are wanted."""
+        return len(self._accusers) > self._wanted
+
+    @property
     def deadline(self) -> float:
         """When the suspect is given up, in monotonic seconds, if a probe of this peer has failed by then."""
-        told_at = max(self.confirmed_by - self._ahead_seconds, self._condemned_at)
-        return min(self._started_at + self._lasts_seconds(), told_at) + self._excused_seconds
+        told_at = max(self.confirmed_by - self._interval_seconds, self._condemned_at)
+        lasts = min(self._started_at + self._lasts_seconds(), told_at) + self._excused_seconds
+        return min(lasts, self._closed_at)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a probe has failed that began shortly before the end."""
+        return self._missed_at >= self.deadline - CHECK_FRESH_INTERVALS * self._interval_seconds
 
     @property
     def due(self) -> float:
-        """When something is to be done: at the deadline, or that probe, in time for the earliest deadline."""
-        if self.is_checked:
+        """When something is to be done: at the next probe, at the last one, or at the end."""
+        if self.is_probed:
             return inf
-        check_at = self.confirmed_by - self._ahead_seconds - self._check_seconds + self._excused_seconds
-        return self.deadline if self.is_observed else min(check_at, self.deadline)
+        deadline = self.deadline
+        if self.is_checked:
+            return deadline
+        last_at = deadline - self._interval_seconds
+        return max(min(self._probe_at, last_at), self._probe_at - self._pause_seconds)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the suspect is to be given up now: its time is over, and a last probe was in vain."""
+        return self.deadline <= now and self.is_checked
 
     @property
     def confirmed_by(self) -> float:
@@ -82,7 +108,7 @@ class Suspicion:
 
     def wants(self, accuser: PeerId) -> bool:
         """Whether a confirmation by `accuser` would still change anything."""
-        return len(self._accusers) <= self._wanted and accuser not in self._accusers
+        return not self.is_confirmed and accuser not in self._accusers
 
     def confirm(self, accuser: PeerId) -> None:
         """Count one more independent accuser; only after `wants` said so."""
@@ -94,12 +120,21 @@ class Suspicion:
         self.condemnation = fact
         self._condemned_at = now
 
-    def spare(self, now: float) -> None:
-        """The suspect answered this peer's own probe: begin anew."""
-        self._started_at = now
-        self._condemned_at = inf
-        self.condemnation = None
-        self.is_checked = self.is_observed = False
+    def miss(self, now: float, sent_at: float) -> None:
+        """The suspect has not answered a probe of this peer that began at `sent_at`."""
+        self._missed_at = max(self._missed_at, sent_at)
+        self.wait(now)
+
+    def wait(self, now: float) -> None:
+        """A probe of this peer has ended, with no answer of the suspect itself."""
+        self.is_probed = False
+        self._pause_seconds *= 2
+        self._probe_at = now + self._pause_seconds
+
+    def close(self, now: float) -> None:
+        """Nothing listens where the suspect was, which is no longer there, then, to refute anything."""
+        least = self._started_at + CLOSED_INTERVALS * self._interval_seconds
+        self._closed_at = min(self._closed_at, max(now, least))
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer itself stalled; in all at most the longest suspicion."""
@@ -114,7 +149,7 @@ class Suspicion:
 
 
 class Credit:
-    """Accusations that their subjects refuted, by accuser: one that errs too often is believed no more for a
+    """Accusations that turned out to be false, by accuser: one that errs too often is believed no more for a
     while. A leaking count for each, of the ACCUSERS_MAX that erred last."""
 
     __slots__ = ("_counts", "_leak_seconds")
@@ -135,9 +170,9 @@ class Credit:
         if len(self._counts) > ACCUSERS_MAX:
             del self._counts[next(iter(self._counts))]
 
-    def is_spent(self, accuser: PeerId, now: float) -> bool:
-        """Whether it has erred too often lately."""
-        return bool(self._counts) and self._count(accuser, now) > REFUTED_MAX - 1
+    def is_spent(self, accuser: PeerId, now: float, pending: int = 0) -> bool:
+        """Whether it has erred too often lately, if `pending` more of its accusations are false as well."""
+        return self._count(accuser, now) + pending > REFUTED_MAX - 1
 
     def _count(self, accuser: PeerId, now: float) -> float:
         count, at = self._counts.get(accuser, (0.0, now))

@@ -5,8 +5,9 @@ gossip timer of its own, the push-pull sync and the numbers are memberlist's. Wh
 believe stands in `gossip.beliefs`, numbers in `gossip.settings`.
 
 Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
-it is pinged through relays; unanswered again, it is suspected, which gossip spreads. It may refute
-by a higher incarnation; else it is dead to all. Whoever comes as a stranger or from the dead is
+it is pinged once more and through relays; unanswered again, it is suspected, which gossip spreads to
+those who see the same. A suspect that answers, or refutes by a higher incarnation, is alive; else it is
+dead to all. Whoever comes as a stranger or from the dead is
 asked for its facts; one of whom others tell is pinged before it is listed (`gossip.candidates`).
 
 Given `place`, which says where in the key space a peer stands, it lists only the neighbourhood of its own
@@ -26,6 +27,7 @@ from gossip.beliefs import Beliefs
 from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.exchange import Exchange
 from gossip.exchange import Sends as Sends
+from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Member, Profile, Status
 from gossip.messages import (
@@ -40,9 +42,10 @@ from gossip.messages import (
     ScopedSync,
     Sync,
 )
-from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Probe, Relay
+from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Kind, Probe, Relay
 from gossip.scope import Place, Scope
 from gossip.settings import Settings
+from gossip.shares import HostOf
 from gossip.table import Row
 
 PROTOCOL = "/peerloom/swim/1"
@@ -50,8 +53,6 @@ PROTOCOL = "/peerloom/swim/1"
 
 _SYNCS = (Sync, ScopedSync)
 _COMPARISONS = (Compare, ScopedCompare)
-REPEATED_MAX = 4
-"""Suspects probed again each interval, beside the one whose turn it is."""
 
 
 class Swim:
@@ -151,6 +152,7 @@ class Swim:
             "news": (len(self._beliefs.queue), most * (2 + self._settings.confirmations)),
             "candidates": (len(self._candidates), most),
             "intake": (len(self._beliefs.intake), JOBS_MAX),
+            "hints": (len(self._beliefs.hints), HINTS_MAX),
             "relays": (len(self._flight.relays), RELAYS_MAX),
         }
 
@@ -205,6 +207,16 @@ class Swim:
         self._plan()
         return sends
 
+    def locate(self, host_of: HostOf) -> None:
+        """From now on ask this where packets of a peer really come from."""
+        self._beliefs.shares.host_of = host_of
+
+    def hint_closed(self, now: float, peer: PeerId) -> None:
+        """No process listens where `peer` was, says its host: if it is suspected, that may end soon."""
+        if not self._left:
+            self._beliefs.close(now, peer)
+            self._plan()
+
     # What comes from others.
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
@@ -239,11 +251,9 @@ class Swim:
         if isinstance(message, _SYNCS):
             self._refuse_if_scoped_otherwise(message)
             was_idle = not self._beliefs.intake
-            sends, doubted = self._exchange.receive_sync(now, sender, message)
+            sends = self._exchange.receive_sync(now, sender, message)
             if was_idle and self._beliefs.intake:
                 self._slice_at = now + SLICE_PAUSE_SECONDS
-            for peer in doubted:
-                sends += self.hint_suspect(now, peer)
         else:
             if isinstance(message, _COMPARISONS):
                 self._refuse_if_scoped_otherwise(message)
@@ -251,11 +261,7 @@ class Swim:
             sends = self._answer(now, sender, message)
         if message.facts or self._candidates.rows:
             self._exchange.narrow_if_crowded(now)
-        if self._candidates.rows and self._probe_at <= now:
-            sends += self._probe_candidates(now)
-        if self._beliefs.queue.waits:
-            self._arm_gossip(now)
-        return sends
+        return sends + self._probe_told(now)
 
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
@@ -282,8 +288,10 @@ class Swim:
                 self._beliefs.admit(now, probe.target)
             self._health.better()
             self._table.answered(probe.target)
-            if self._beliefs.suspicions and sender == probe.target:
-                self._beliefs.spare(now, sender)
+            if probe.kind == "hint" or probe.target in self._beliefs.suspicions:
+                is_direct = sender == probe.target
+                told = self._beliefs.clear(now, probe.target, is_direct=is_direct)
+                return [(peer, Gossip((fact,))) for peer, fact in told]
         relays = self._flight.relays
         relay = relays.get(number) if relays else None
         if relay is not None and sender == relay.target:
@@ -316,31 +324,36 @@ class Swim:
         if (flight.probes or flight.relays) and flight.deadline <= now:
             sends = self._wake_relays(now) + self._wake_probes(now)
         if self._beliefs.suspicion_deadline <= now:
-            for row in self._beliefs.bury_expired(now):
-                sends += self._probe_last(now, row)
-        if self._beliefs.intake.jobs and self._slice_at <= now:
-            sends += self._learn_on(now)
+            for row, is_last in self._beliefs.bury_expired(now):
+                sends += self._probe(now, row, "suspect", relayed=not is_last)
         if self._tick_at <= now:
             sends += self._tick(now)
         if self._exchange.due <= now:
             sends += self._exchange.sync(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
-        if self._candidates.rows and self._probe_at <= now:
-            sends += self._probe_candidates(now)
-        if self._beliefs.queue.waits:
-            self._arm_gossip(now)
+        if self._beliefs.intake.jobs and self._slice_at <= now:
+            self._learn_on(now)
+        sends += self._probe_told(now)
         self._plan()
         return sends
 
-    def _learn_on(self, now: float) -> Sends:
-        """One more slice of what a large message says."""
+    def _probe_told(self, now: float) -> Sends:
+        """Look at those of whom others tell: that they are there, or that they are not."""
         sends: Sends = []
-        for peer in self._beliefs.learn_on(now):
-            sends += self.hint_suspect(now, peer)
+        if self._candidates.rows and self._probe_at <= now:
+            sends = self._probe_candidates(now)
+        if self._beliefs.hints.rows:
+            sends += self._probe_hints(now)
+        if self._beliefs.queue.waits:
+            self._arm_gossip(now)
+        return sends
+
+    def _learn_on(self, now: float) -> None:
+        """One more slice of what a large message says."""
+        self._beliefs.learn_on(now)
         self._slice_at = now + SLICE_PAUSE_SECONDS
         self._exchange.narrow_if_crowded(now)
-        return sends
 
     def _wake_relays(self, now: float) -> Sends:
         sends: Sends = []
@@ -358,15 +371,21 @@ class Swim:
                 self._fail(now, probe)
             elif not probe.relayed and probe.timeout_at <= now:
                 probe.relayed = True
-                probe.relays = self._pick_relays(probe.target)
+                probe.relays = self._pick_relays(probe)
+                if probe.kind != "candidate":
+                    # Once more ourselves: what is lost on the way is no reason to ask others alone.
+                    sends.append((probe.target, Ping(number, self._beliefs.facts_for(probe.target))))
                 for relay in probe.relays:
                     request = PingRequest(number, probe.target, self._beliefs.facts_for(relay))
                     sends.append((relay, request))
         return sends
 
-    def _pick_relays(self, target: PeerId) -> tuple[PeerId, ...]:
-        count = self._settings.indirect_probes
-        return tuple(self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != target))
+    def _pick_relays(self, probe: Probe) -> tuple[PeerId, ...]:
+        # Where others have tried before, one more is enough.
+        count = self._settings.indirect_probes if probe.kind in ("round", "candidate") else 1
+        return tuple(
+            self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != probe.target)
+        )
 
     def _fail(self, now: float, probe: Probe) -> None:
         if probe.kind == "candidate":
@@ -380,38 +399,38 @@ class Swim:
             self._table.unanswered(probe.target, probe.sent_at)
         # A higher incarnation since then is a sign of life.
         if row is not None and row.live and row.incarnation == probe.incarnation:
-            if probe.kind == "last":
-                self._beliefs.miss(probe.target)
-            else:
-                self._beliefs.accuse(now, row)
+            self._beliefs.accuse(now, row, sent_at=probe.sent_at)
+        else:
+            self._beliefs.hints.drop(probe.target)
 
     def _tick(self, now: float) -> Sends:
         self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
-        self._beliefs.outsiders_refuted = 0
+        self._beliefs.refutations.next_interval()
         self._exchange.next_interval(now)
         row = self._table.next_target(self._flight.probing)
-        sends = [] if row is None else self._probe(now, row)
-        if not self.scope.whole:
-            # From those in whose scope we are not a refutation does not come by itself: ask again.
-            for suspect in self._beliefs.doubtful(now)[:REPEATED_MAX]:
-                sends += self.hint_suspect(now, suspect)
-        return sends
+        return [] if row is None else self._probe(now, row)
 
-    def _probe(self, now: float, row: Row) -> Sends:
+    def _probe(self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False) -> Sends:
+        """Ping a member; `relayed`: no relays are to be asked if it does not answer."""
         peer, patience = row.peer, self._health.multiplier
         end_seconds = self._settings.probe_interval_seconds * patience
         timeout_at = now + self._settings.probe_timeout_seconds * patience
-        probe = Probe(peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds)
+        probe = Probe(
+            peer, row.incarnation, now, timeout_at, now + end_seconds, end_seconds, relayed=relayed, kind=kind
+        )
         number = self._flight.add_probe(probe)
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
-    def _probe_last(self, now: float, row: Row) -> Sends:
-        """Ask a suspect ourselves, and nobody else: it has long been asked by others."""
-        seconds = self._settings.probe_timeout_seconds * self._health.multiplier
-        probe = Probe(row.peer, row.incarnation, now, now + seconds, now + seconds, seconds, kind="last")
-        probe.relayed = True
-        number = self._flight.add_probe(probe)
-        return [(row.peer, Ping(number, self._beliefs.facts_for(row.peer)))]
+    def _probe_hints(self, now: float) -> Sends:
+        """See for ourselves what is true of what others say."""
+        sends: Sends = []
+        while (peer := self._beliefs.hints.next()) is not None:
+            row = self._table.rows.get(peer)
+            if row is None or not row.live:
+                self._beliefs.hints.drop(peer)
+            else:
+                sends += self._probe(now, row, "hint")
+        return sends
 
     def _probe_candidates(self, now: float) -> Sends:
         """Ask as many as may be asked at once; each hears who asks, and so lists us without asking."""

@@ -84,8 +84,11 @@ class MemberJoined(Event, frozen=True, kw_only=True):
 
 
 class MemberSuspected(Event, frozen=True, kw_only=True):
+    """A member did not answer `by`, nor this node, for the `reason`."""
+
     peer: PeerId
     by: PeerId
+    reason: str = ""
 
 
 class MemberRefuted(Event, frozen=True, kw_only=True):

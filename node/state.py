@@ -167,7 +167,7 @@ def _(event: events.MemberJoined, state: State) -> State:
 
 @_fold.register
 def _(event: events.MemberSuspected, state: State) -> State:
-    return _with_status(state, event.peer, "suspect", event.at, "no ack", event.by)
+    return _with_status(state, event.peer, "suspect", event.at, event.reason or "no ack", event.by)
 
 
 @_fold.register

@@ -129,6 +129,7 @@ class Membership:
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
         swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic())
+        swim.locate(network.host_of)
         self._swim = swim
         self._driver = Driver(
             swim,
@@ -187,7 +188,8 @@ class Membership:
                 self._met(event.peer, event.addresses)
             case core.MemberSuspected():
                 at = self._clock.wall()
-                self._publish(events.MemberSuspected(at=at, peer=event.peer, by=event.accuser))
+                reason = event.reason
+                self._publish(events.MemberSuspected(at=at, peer=event.peer, by=event.accuser, reason=reason))
             case core.MemberRefuted():
                 self._publish(events.MemberRefuted(at=self._clock.wall(), peer=event.peer))
             case core.MemberDown():

@@ -10,8 +10,17 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity, PeerId
-from gossip.member import MemberDown, MemberLeft, MemberSuspected, Profile, SelfAccused, Status
+from gossip.member import (
+    MemberDown,
+    MemberLeft,
+    MemberRefuted,
+    MemberSuspected,
+    Profile,
+    SelfAccused,
+    Status,
+)
 from gossip.messages import (
+    INCARNATION_JUMP_MAX,
     Ack,
     AliveBody,
     Body,
@@ -24,6 +33,7 @@ from gossip.messages import (
     alive_body,
     sign_body,
 )
+from gossip.refutations import REFUTATION_INTERVALS, REFUTATIONS_MAX
 from gossip.settings import Settings
 from gossip.suspicion import ACCUSERS_MAX, LEAK_INTERVALS, REFUTED_MAX, Credit
 from gossip.swim import Sends, Swim
@@ -47,6 +57,8 @@ class Peer:
         self.core = Swim(signer, Profile("me", ()), Settings(**settings), Random(1), 5, 0.0)
         self.now = 1.0
         self.answering: Collection[PeerId] = ()
+        self.pinged: list[PeerId] = []
+        self.told: list[tuple[PeerId, tuple[Fact, ...]]] = []
         self.hear(alive(ANN), sender=ANN)
         self.hear(alive(BOB))
         self.core.events.clear()
@@ -57,8 +69,11 @@ class Peer:
     def answer(self, sends: Sends) -> None:
         """What becomes of these pings."""
         for receiver, sent in sends:
+            self.told.append((receiver, getattr(sent, "facts", ())))
+            if isinstance(sent, Ping):
+                self.pinged.append(receiver)
             if isinstance(sent, Ping) and receiver in self.answering:
-                self.core.receive(self.now, receiver, Ack(sent.number))
+                self.answer(self.core.receive(self.now, receiver, Ack(sent.number)))
 
     def wait(self, seconds: float = 30.0, answering: Collection[PeerId] = (BOB.peer,)) -> None:
         """Let time pass, in which these answer pings, and say nothing else."""
@@ -145,12 +160,13 @@ def test_a_true_signature_is_not_enough(fact: Fact) -> None:
 def test_a_signature_is_not_checked_where_the_fact_changes_nothing() -> None:
     peer = Peer()
     peer.hear(forge(alive(ANN, 5), signature=bytes(64)))
-    peer.hear(forge(say(BOB, DeadBody(ANN.peer, 4, 0)), signature=bytes(64)))
+    peer.hear(forge(say(BOB, DeadBody(EVE.peer, 5, 0)), signature=bytes(64)))
 
 
 def test_left_overrides_dead_and_the_accuser_of_the_dead_is_named() -> None:
     peer = Peer()
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)))
+    peer.wait(1.1)
     assert peer.status(ANN) is Status.SUSPECT
     peer.hear(say(BOB, DeadBody(ANN.peer, 5, 2_300)))
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 9)))
@@ -166,17 +182,25 @@ def test_left_overrides_dead_and_the_accuser_of_the_dead_is_named() -> None:
     assert peer.status(ANN) is Status.ALIVE
 
 
-@pytest.mark.parametrize("first", [(), (SuspectBody,)], ids=["at once", "after a suspicion"])
-def test_one_that_answers_this_peer_is_not_dead_for_what_a_member_says(first: Any) -> None:
+@pytest.mark.parametrize("kinds", [(DeadBody,), (SuspectBody, DeadBody)], ids=["dead", "both"])
+def test_one_that_answers_this_peer_is_not_even_suspect_for_what_a_member_says(kinds: Any) -> None:
     peer = Peer()
-    for kind in first:
-        peer.hear(say(BOB, kind(ANN.peer, 5, 1_100)))
-    peer.hear(say(BOB, DeadBody(ANN.peer, 5, 2_300)))
-    assert peer.status(ANN) is Status.SUSPECT
-    peer.wait(answering={ANN.peer})
-    assert peer.status(ANN) is Status.SUSPECT
-    peer.hear(alive(ANN, 6))
+    peer.answering = {ANN.peer, BOB.peer}
+    peer.hear(*(say(BOB, kind(ANN.peer, 5, 1_100)) for kind in kinds))
+    peer.wait(answering={ANN.peer, BOB.peer})
     assert peer.status(ANN) is Status.ALIVE
+    assert not [event for event in peer.core.events if isinstance(event, MemberSuspected)]
+
+
+def test_an_accusation_is_passed_on_only_once_an_own_probe_has_failed() -> None:
+    peer = Peer()
+    accusation = say(BOB, SuspectBody(ANN.peer, 5, 0))
+    peer.hear(accusation)
+    peer.wait(0.9, answering={BOB.peer})
+    # But the accused itself hears of it.
+    assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer}
+    peer.wait(1.1, answering={BOB.peer})
+    assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer, BOB.peer}
 
 
 def test_a_suspect_has_time_to_refute_whatever_a_member_says() -> None:
@@ -188,20 +212,60 @@ def test_a_suspect_has_time_to_refute_whatever_a_member_says() -> None:
     assert peer.status(ANN) is Status.SUSPECT
 
 
+def test_a_suspect_that_answers_is_alive_without_a_new_incarnation() -> None:
+    peer = Peer()
+    peer.wait(3.0, answering={BOB.peer})
+    assert peer.status(ANN) is Status.SUSPECT
+    peer.wait(3.0, answering={ANN.peer, BOB.peer})
+    assert peer.status(ANN) is Status.ALIVE
+    assert MemberRefuted(ANN.peer, 5) in peer.core.events
+
+
 def test_an_accuser_that_is_refuted_too_often_is_not_believed_for_a_while() -> None:
     peer = Peer()
-    for number in range(int(REFUTED_MAX)):
-        peer.hear(say(BOB, SuspectBody(ANN.peer, 5 + number, 0)))
-        assert peer.status(ANN) is Status.SUSPECT
-        peer.hear(alive(ANN, 6 + number))
-    latest = 5 + int(REFUTED_MAX)
-    peer.hear(say(BOB, SuspectBody(ANN.peer, latest, 0)), say(BOB, DeadBody(ANN.peer, latest, 0)))
+    asked = []
+    for number in range(2 * int(REFUTED_MAX)):
+        peer.pinged.clear()
+        peer.answering = {ANN.peer}
+        peer.hear(say(BOB, SuspectBody(ANN.peer, 5, number)))
+        asked.append(ANN.peer in peer.pinged)
+        peer.now += 10  # beyond the time in which an answer spares it another probe
+    assert asked == [True] * int(REFUTED_MAX) + [False] * int(REFUTED_MAX)
+    peer.now += LEAK_INTERVALS
+    peer.pinged.clear()
+    peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 99)))
+    assert ANN.peer in peer.pinged
+
+
+def test_many_accusations_at_once_cost_an_accuser_its_credit_before_they_are_looked_into() -> None:
+    peer = Peer()
+    others = [Identity(bytes([number]) * 32) for number in range(40, 60)]
+    for other in others:
+        peer.hear(alive(other), sender=other)
+    peer.pinged.clear()
+    peer.answering = ()
+    peer.hear(*(say(BOB, SuspectBody(other.peer, 5, 0)) for other in others))
+    assert len(peer.pinged) == int(REFUTED_MAX)
+
+
+def test_an_incarnation_that_jumps_further_than_a_clock_is_refused() -> None:
+    peer = Peer()
+    for fact in (alive(ANN, 6 + INCARNATION_JUMP_MAX), alive(EVE, 1 + INCARNATION_JUMP_MAX)):
+        with pytest.raises(RemoteProtocolError):
+            peer.hear(fact, sender=ANN)
+    peer.hear(alive(ANN, 1_800_000_000_000))  # a restart, by the wall clock
     assert peer.status(ANN) is Status.ALIVE
-    before = peer.incarnation
-    peer.hear(say(BOB, SuspectBody(ME.peer, before, 0)))
-    peer.now += LEAK_INTERVALS + 1
-    peer.hear(say(BOB, SuspectBody(ANN.peer, latest, 0)))
-    assert peer.status(ANN) is Status.SUSPECT
+
+
+def test_we_take_new_incarnations_for_accusations_only_so_often() -> None:
+    peer = Peer()
+    for number in range(20):
+        accuser = (ANN, BOB)[number % 2]
+        peer.hear(say(accuser, SuspectBody(ME.peer, peer.incarnation, 0)), sender=accuser)
+    assert peer.incarnation == 5 + REFUTATIONS_MAX
+    peer.wait(REFUTATION_INTERVALS + 1, answering={ANN.peer, BOB.peer})
+    peer.hear(say(ANN, SuspectBody(ME.peer, peer.incarnation, 0)))
+    assert peer.incarnation == 6 + REFUTATIONS_MAX
 
 
 def test_the_accusers_whose_errors_are_counted_are_bounded() -> None:
@@ -259,7 +323,7 @@ def test_a_long_profile_loses_its_last_addresses_and_fits_a_message() -> None:
     hosts = [f"host-{number}." + "long-name." * 8 + "example" for number in range(8)]
     addresses = tuple(Address("dns", host, 9747, PeerId(ME.peer)) for host in hosts)
     profile = Profile("\u00fc" * 40, addresses, bytes(300))
-    body = alive_body(profile, 2**60)
+    body = alive_body(profile, INCARNATION_JUMP_MAX)
     assert 1 <= len(body.addresses) < 8
     assert all("/p2p/" not in address for address in body.addresses)
     peer = Peer()

@@ -206,7 +206,9 @@ def test_the_table_of_candidates_is_bounded_and_counts_right(sequence: list[tupl
             case "put" if peer not in candidates and candidates.takes(teller):
                 before = Counter(row.introducer for row in candidates.rows.values())
                 profile = Profile("x", (Address("ip4", "10.0.0.1", 1),))
-                candidates.put(Candidate(announced(alive(number), profile, 1), teller, passed_on=True))
+                body = AliveBody(1, "x", (), b"")
+                said = announced(alive(number), profile, body)
+                candidates.put(Candidate(said, teller, passed_on=True))
                 after = Counter(row.introducer for row in candidates.rows.values())
                 if sum(before.values()) == 20:
                     [loser] = [other for other in before if after[other] < before[other]]

@@ -123,14 +123,14 @@ def test_a_whole_machine_that_stalls_loses_nobody() -> None:
 
 def test_a_suspected_member_refutes_by_a_higher_incarnation() -> None:
     swarm = settled(5)
-    swarm.stall(1, 0.6)
+    swarm.stall(1, 1.0)
     swarm.run_until(lambda: swarm.all_see(1, Status.SUSPECT), at_most=1.5)
     swarm.run_until(swarm.converged, at_most=1.5)
     assert swarm.view(0)[1].incarnation == 2
     assert MemberRefuted(peer_of(1), 2) in swarm.events[0]
     accused = [event for event in swarm.events[1] if isinstance(event, SelfAccused)]
     assert accused[0].incarnation == 2
-    assert accused[0].reason.startswith("no ack for 0.")
+    assert accused[0].reason.startswith("no ack for ")
 
 
 def test_a_member_that_only_one_other_cannot_reach_is_not_suspected() -> None:

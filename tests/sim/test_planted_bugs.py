@@ -97,17 +97,18 @@ class CountsTwice(Replica):
 
 
 def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
-    lossy = Scenario(
-        name="lossy",
-        about="few peers, many lost messages: now and then one is suspected that lives",
+    frozen = Scenario(
+        name="frozen",
+        about="a peer is frozen for so long that the others hold it for dead, and lives",
         nodes=12,
         seconds=60.0,
         start=Start(spread_seconds=1.0),
-        network=NetworkModel(nearest_seconds=0.001, farthest_seconds=0.003, loss=0.1),
+        events=(Event(kind="freeze", at_seconds=20.0, lasts_seconds=8.0, share=0.1),),
+        network=NetworkModel(nearest_seconds=0.001, farthest_seconds=0.003),
         membership=Membership(preset="local"),
         records=Records(enabled=False),
     )
-    assert seeds_until("refutation", lossy, swim=ForgetsToRefute) == 1
+    assert seeds_until("refutation", frozen, swim=ForgetsToRefute) == 1
 
 
 def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:

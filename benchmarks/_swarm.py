@@ -1,0 +1,145 @@
+"""Swarms of bare SWIM cores on the simulator's engine, for `benchmarks/swim.py` and its small forms as tests.
+
+Members know each other from the start, as after a long life. Signatures are keyed hashes (`sim.seeds`), which
+cost a fiftieth of Ed25519; sizes are those of the real codec with the envelope of a real datagram around it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from crypto.contact import Address
+from crypto.encoding import encode
+from crypto.identity import PeerId
+from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp, Profile, Status
+from gossip.messages import read_body
+from gossip.settings import Settings
+from gossip.swim import PROTOCOL, Swim
+from node.services.driver import Sends
+from sim.engine import Engine
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.seeds import HashSigner, seeded_peer, seeded_rng
+
+LINKS = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01)
+"""One way: a round trip takes 20 to 180 ms."""
+LOSSY = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01, loss=0.1)
+METADATA = bytes(60)
+"""About what a node says of its capacity."""
+
+
+class CountingCore:
+    """A core whose sends are counted by kind of message and of fact; slow, for looking into traffic."""
+
+    def __init__(self, core: Swim, counts: Counter[str]) -> None:
+        self.core = core
+        self.counts = counts
+        self.events = core.events
+
+    @property
+    def deadline(self) -> float:
+        return self.core.deadline
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:
+        return self._count(self.core.receive(now, sender, message))
+
+    def wake(self, now: float) -> Sends:
+        return self._count(self.core.wake(now))
+
+    def _count(self, sends: Sends) -> Sends:
+        for _, message in sends:
+            kind = type(message).__name__
+            self.counts[f"messages {kind}"] += 1
+            facts = getattr(message, "facts", ())
+            size = len(encode(message))
+            self.counts[f"bytes {kind}"] += size
+            for fact in facts:
+                what = type(read_body(fact)).__name__
+                self.counts[f"facts {kind} {what}"] += 1
+                self.counts[f"bytes {kind} {what}"] += len(encode(fact))
+        return sends
+
+
+@dataclass
+class Swarm:
+    """`count` members. What they learn goes to `events`: (time, observer, event)."""
+
+    count: int
+    settings: Settings
+    network: NetworkModel
+    seed: int
+    counted: bool = False
+    make: Callable[..., Swim] = Swim
+    events: list[tuple[float, PeerId, Any]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.links = Links(self.network, self.seed)
+        self.engine = Engine(self.links, publish=self._learnt, count_bytes=True)
+        self.peers = [seeded_peer(self.seed, number) for number in range(self.count)]
+        self.numbers = {peer: number for number, peer in enumerate(self.peers)}
+        self.rng = Random(self.seed)
+        self.cores: dict[int, Swim] = {}
+        self.lives: Counter[int] = Counter()
+        for number in range(self.count):
+            self.start(number, incarnation=1)
+        facts = [core._beliefs.me.said.fact for core in self.cores.values()]
+        for number, core in self.cores.items():
+            core.acquaint(0.0, self.peers[number - 1], facts)
+            core._beliefs.queue.drop(core.peer)
+            core.events.clear()
+
+    @property
+    def now(self) -> float:
+        return self.engine.now
+
+    def profile(self, number: int) -> Profile:
+        host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        return Profile(f"node-{number}", (Address("ip4", host, 9747),), METADATA)
+
+    def start(self, number: int, incarnation: int, join: Iterable[int] = ()) -> Swim:
+        """Begin a life of a member; `join` are those it knows."""
+        peer = self.peers[number]
+        self.lives[number] += 1
+        rng = seeded_rng(self.seed, "life", peer, self.lives[number])
+        signer = HashSigner(peer, "swarm", self.seed)
+        core = self.make(signer, self.profile(number), self.settings, rng, incarnation, self.now)
+        self.cores[number] = core
+        self.engine.add(
+            peer, CountingCore(core, self.counts) if self.counted else core, protocol=PROTOCOL, at=self.now
+        )
+        seeds = [self.peers[other] for other in join]
+        if seeds:
+            self.engine.call(self.now, peer, lambda _, now: core.join(now, seeds), protocol=PROTOCOL)
+        return core
+
+    def crash(self, number: int) -> None:
+        """It stops without a word."""
+        self.engine.kill(self.peers[number], self.now)
+        del self.cores[number]
+
+    def run(self, seconds: float) -> None:
+        self.engine.run(self.engine.now + seconds)
+
+    def sent_bytes(self) -> int:
+        return sum(sent.sent_bytes for sent in self.engine.traffic().values())
+
+    def rate(self, before_bytes: int, seconds: float) -> float:
+        """Bytes a second and member since `before_bytes`."""
+        return (self.sent_bytes() - before_bytes) / seconds / self.count
+
+    def holds(self, observer: int, subject: int) -> Status | None:
+        return self.cores[observer].status(self.peers[subject])
+
+    def of(self, kind: type, since: float = 0.0) -> list[tuple[float, PeerId, Any]]:
+        return [row for row in self.events if type(row[2]) is kind and row[0] >= since]
+
+    def false_deaths(self, since: float = 0.0) -> int:
+        """Verdicts of death on a member that runs, at members that run."""
+        return sum(self.numbers[event.peer] in self.cores for _, _, event in self.of(MemberDown, since))
+
+    def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
+        if isinstance(event, MemberDown | MemberSuspected | MemberUp | MemberLeft | MemberForgotten):
+            self.events.append((now, peer, event))

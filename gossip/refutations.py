@@ -1,0 +1,39 @@
+"""How often this peer takes a new incarnation for what others say of it.
+
+Each new incarnation costs others a fact to check, and an accuser nothing. Beyond these bounds a peer refutes
+by its answers to probes alone. Not here: whose accusations are heard at all (`gossip.beliefs`).
+"""
+
+from crypto.buckets import Bucket
+
+REFUTATIONS_MAX = 4.0
+REFUTATION_INTERVALS = 30.0
+"""So many at once, then one in so many probe intervals."""
+OUTSIDERS_REFUTED_MAX = 2
+"""In one probe interval, for accusers that we do not list, but which may list us; and for those who accuse
+too often."""
+
+
+class Refutations:
+    """The bounds, in probe intervals of so many seconds."""
+
+    __slots__ = ("_bucket", "_outsiders")
+
+    def __init__(self, interval_seconds: float, now: float) -> None:
+        rate = 1 / (REFUTATION_INTERVALS * interval_seconds)
+        self._bucket = Bucket(rate, REFUTATIONS_MAX, REFUTATIONS_MAX, now)
+        self._outsiders = 0
+
+    def next_interval(self) -> None:
+        """A probe interval has begun."""
+        self._outsiders = 0
+
+    def allow(self, now: float, *, is_trusted: bool) -> bool:
+        """Whether one more accusation may be refuted, by a trusted accuser or another."""
+        is_usual = is_trusted or self._outsiders < OUTSIDERS_REFUTED_MAX
+        return is_usual and self._bucket.left(now) >= 1.0
+
+    def count(self, now: float, *, is_trusted: bool) -> None:
+        """One was refuted."""
+        self._bucket.take(now)
+        self._outsiders += not is_trusted

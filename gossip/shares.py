@@ -1,0 +1,58 @@
+"""How much of a list that fills one source may have: its introducer, or the network a member came from.
+
+A member answers for itself where packets of it really come from; an address that it claims proves nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from crypto.buckets import prefix_of
+from crypto.identity import PeerId
+from gossip.messages import MEMBERS_MAX, Announced
+from gossip.table import Row
+
+SHARES = 4
+"""Once the list is half full, one source has at most so small a part of it: one introducer, or one network
+(an IPv4 address, a /64) of those that came by themselves. Until then an honest first seed may tell of a
+thousand."""
+SHARE_MIN = 64
+"""One machine may always have so many, however short the list."""
+
+HostOf = Callable[[PeerId], str | None]
+
+
+class Shares:
+    """The sources of at most `most` members. `host_of` says where packets of a peer come from, None where it
+    is not known; without it, as in simulators, claims are taken."""
+
+    __slots__ = ("_most", "host_of")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.host_of: HostOf | None = None
+
+    def allow(self, rows: Iterable[Row], listed: int, said: Announced, introducer: PeerId) -> bool:
+        """Whether the source of a newcomer has less than its share of `rows`, which are `listed` many."""
+        if listed < self._most // 2:
+            return True
+        source = self._source(said, introducer)
+        found = sum(
+            self._source(row.said, row.found_through) == source
+            for row in rows
+            if row.found_through is not None
+        )
+        return found < max(SHARE_MIN, self._most // SHARES)
+
+    def _source(self, said: Announced, found_through: PeerId) -> object:
+        if found_through != said.peer:
+            return found_through
+        if self.host_of is not None:
+            host = self.host_of(said.peer)
+            return None if host is None else _network_of(host)
+        if not said.profile.addresses:
+            return found_through
+        address = said.profile.addresses[0]
+        return address.host if address.kind == "dns" else _network_of(address.host)
+
+
+_network_of = lru_cache(maxsize=MEMBERS_MAX)(prefix_of)
