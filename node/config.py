@@ -86,7 +86,8 @@ class Swarm:
 class Resources:
     """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With `allow_unfenced`
     it takes stages of others also where it cannot fence them in. `scratch` is the disk that all stages may
-    take together, for frames of open steps that memory has no room for and the files of their processes."""
+    take together, for frames of open steps that memory has no room for and the files of their processes.
+    `calibrate` measures in the background what classes of operators take, once for a machine."""
 
     device: str = "auto"
     memory: Memory = Memory(fraction=0.8)
@@ -95,6 +96,7 @@ class Resources:
     location: str = ""
     accept_runs: AcceptRuns = "swarm"
     allow_unfenced: bool = False
+    calibrate: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class _ResourcesTable(msgspec.Struct, frozen=True):
     location: str | None = None
     accept_runs: AcceptRuns | None = None
     allow_unfenced: bool | None = None
+    calibrate: bool | None = None
 
 
 class _WebTable(msgspec.Struct, frozen=True):
@@ -353,6 +356,7 @@ RULES = (
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
+    Rule("calibrate", ("resources", "calibrate"), _read_switch),
 )
 _CONFIG_RULE = Rule("config", (), _read_path)
 
@@ -495,6 +499,7 @@ def _build(values: Mapping[str, Any]) -> Config:
                     location="location",
                     accept_runs="accept_runs",
                     allow_unfenced="allow_unfenced",
+                    calibrate="calibrate",
                 )
             )
         ),

@@ -55,6 +55,7 @@ from node.runs.placement import Offer, cap_claims
 from node.runs.runs import Runs
 from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
+from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder, calibrate, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.joining import Joining
@@ -71,6 +72,7 @@ from node.storage.remembered import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
+from partition.plan.rates import Calibration, encode_calibration
 
 SUBSCRIBER_EVENTS_MAX = 10_000
 """Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
@@ -116,6 +118,7 @@ class Node(Surface):
         self.handlers: dict[str, CommandHandler] = {}
         self.stopping = trio.Event()
         self.handed_over = trio.Event()
+        self.calibration: Calibration | None = None
         self._is_met = trio.Event()
         self._seeds = replace(config.join, seeds=seeds)
         self._network = network
@@ -198,6 +201,8 @@ class Node(Surface):
                 self._reachability_found,
             )
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
+        if self._capacity is None and isinstance(self._executor, RealExecutor):
+            nursery.start_soon(keep_running, "calibration", self._calibrate)
         nursery.start_soon(keep_running, "remembering", self._remember)
         nursery.start_soon(keep_running, "advertising", self._advertise)
 
@@ -237,17 +242,36 @@ class Node(Surface):
         if capacity is None:
             capacity = await self._executor.run(lambda: measure(self.config.resources))
         self.capacity = capacity
-        self._publish(
-            CapacityMeasured(
-                at=self._clock.wall(),
-                device=capacity.device,
-                cores=capacity.cores,
-                memory_free_bytes=capacity.memory_free_bytes,
-                memory_total_bytes=capacity.memory_total_bytes,
-                flops_per_second=capacity.flops_per_second,
-                location=capacity.location,
-            )
+        self._publish(self._measured())
+
+    def _measured(self) -> CapacityMeasured:
+        capacity = self.capacity
+        return CapacityMeasured(
+            at=self._clock.wall(),
+            device=capacity.device,
+            cores=capacity.cores,
+            memory_free_bytes=capacity.memory_free_bytes,
+            memory_total_bytes=capacity.memory_total_bytes,
+            flops_per_second=capacity.flops_per_second,
+            location=capacity.location,
         )
+
+    async def _calibrate(self) -> None:
+        """Find out in the background what a stage's process does here, and tell it instead of the guess."""
+        if not (self.config.resources.calibrate and self._takes_stages):
+            return
+        wanted = Wanted(self.capacity.device, "float32", self.capacity.cores)
+        found = await trio.to_thread.run_sync(
+            partial(calibrate, wanted, cache_folder(os.environ)), abandon_on_cancel=True
+        )
+        if found is None:
+            return
+        self.calibration = found
+        self.capacity = corrected(self.capacity, found)
+        self._publish(self._measured())
+        self.membership.update(self._profile())
+        await self._is_met.wait()  # alone, there is nobody to tell
+        await self.discovery.publish(CALIBRATION_PURPOSE, self.peer, encode_calibration(found))
 
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""

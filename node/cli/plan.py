@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from node.cli.client import ask
 from node.cli.outputs import output_path
-from node.cli.place import GRAPH_SUFFIX, AsJson
+from node.cli.place import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.errors import RunFailed, UsageError
 from node.nearest import did_you_mean
@@ -29,8 +30,12 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION.")],
-    peers: Annotated[str, typer.Option("--peers", metavar="FILE", help="Peers and links, as TOML.")] = "",
+    peers: Annotated[
+        str,
+        typer.Option("--peers", metavar="FILE|live", help="Peers and links, or this node's swarm."),
+    ] = "live",
     objective: Annotated[
         str, typer.Option("--objective", metavar="throughput|latency|energy", help="What is to be best.")
     ] = "throughput",
@@ -46,11 +51,12 @@ def plan(
         typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
     ] = "",
     svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
+    data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show who would hold which layers of a model, how fast that would be, and why."""
     from node.planning.document import plan_document
-    from node.planning.peers import read_peers
+    from node.planning.peers import live_peers, read_peers
     from node.planning.peers import what_if as changed
     from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
     from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
@@ -60,11 +66,13 @@ def plan(
     _among("--optimizer", optimizer, OPTIMIZERS)
     if min(batch, microbatch + 1, stages + 1, replicas + 1) < 1:
         raise UsageError("--batch, --microbatch, --stages, --replicas: want numbers from 1")
-    if not peers:
-        raise UsageError("no peers are named", "--peers FILE, with lines such as in docs/plan.md")
     if svg:
         output_path(svg, "--svg")
-    offered = read_peers(peers)
+    if peers == "live":
+        folder = find_data_dir(context, data_dir)
+        offered = live_peers(ask(folder, "status"), ask(folder, "peers"))
+    else:
+        offered = read_peers(peers)
     wanted = Wanted(
         batch=batch,
         objective=objective,  # type: ignore[arg-type]  # looked at above

@@ -13,9 +13,10 @@ latency = "20ms"
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -148,6 +149,32 @@ def _peer(row: PeerRow, where: str) -> PeerSpecification:
         busy_milliwatts=round(row.watts * 1000),
         idle_milliwatts=round(row.idle_watts * 1000),
     )
+
+
+def live_peers(status: Mapping[str, Any], peers: Mapping[str, Any]) -> Peers:
+    """The node and its living members, of its `peerloom/status/1` and `peerloom/peers/1` documents.
+
+    Links are not in them: what is assumed of a link stands for each.
+    """
+    found: list[PeerSpecification] = []
+    for row in ({**status, "status": "alive"}, *peers["peers"]):
+        capacity = row["capacity"]
+        if row["status"] != "alive" or capacity is None:
+            continue
+        name = row["name"] or row["peer"][-6:]
+        if any(name == other.name for other in found):
+            name = f"{name} ...{row['peer'][-6:]}"
+        rate = int(capacity["flops_per_second"])
+        found.append(
+            PeerSpecification(
+                name=name,
+                memory_bytes=capacity["memory_free_bytes"],
+                calibration=assumed(max(1, rate)),
+                reason="" if rate else "takes no stages",
+                location=capacity["location"],
+            )
+        )
+    return Peers(tuple(found))
 
 
 def bytes_of(text: str, where: str) -> int:

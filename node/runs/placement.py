@@ -36,8 +36,10 @@ from node.seams import Executor
 from partition.model.graph import Graph
 from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
+from partition.plan.operations import Operations, layer_operations
 from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
-from partition.plan.problem import Constraints, Infeasible, Problem, Split, uniform_peers
+from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
+from partition.plan.rates import assumed
 from partition.plan.solver import solve
 from partition.run.decliners import Decliners
 from partition.run.timeouts import LEASE_SECONDS_MAX
@@ -126,11 +128,10 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
 
 def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Problem:
     """What the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not fit."""
-    layers = tuple(layer_costs(graph, manifest.sizes_max))
-    rows = [(offer.peer.hex(), whole_rate(offer.flops_per_second), offer.memory_bytes) for offer in offers]
+    operations = layer_operations(graph, manifest.sizes_max)
     return Problem(
-        layers=layers,
-        peers=uniform_peers(layers, rows),
+        layers=tuple(layer_costs(graph, manifest.sizes_max)),
+        peers=tuple(_cost(offer, operations) for offer in offers),
         microbatches=manifest.microbatches,
         pipeline=manifest.pipeline,
         recompute=manifest.recompute,
@@ -140,6 +141,13 @@ def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Pro
             stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
         ),
     )
+
+
+def _cost(offer: Offer, operations: Sequence[Operations]) -> PeerCost:
+    """What the layers take on a peer: classes of operators in proportion to the rate that it offers."""
+    calibration = assumed(whole_rate(offer.flops_per_second))
+    forward, backward = calibration.model_nanoseconds(operations)
+    return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward)
 
 
 def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:

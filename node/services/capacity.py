@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,14 +44,14 @@ def measure(resources: Resources) -> Capacity:
     device = find_device(resources.device)
     all_cores = psutil.cpu_count() or 1
     cores = min(resources.cores or all_cores, all_cores)
-    memory = psutil.virtual_memory()
-    allowed = resources.memory.of(memory.total)
+    total, free = device_memory(device)
+    allowed = resources.memory.of(total)
     rate = _core_rate() * cores if device == "cpu" else _device_rate(device)
     return Capacity(
         device=device,
         cores=cores,
-        memory_free_bytes=min(allowed, memory.available),
-        memory_total_bytes=memory.total,
+        memory_free_bytes=min(allowed, free),
+        memory_total_bytes=total,
         flops_per_second=rate,
         location=resources.location,
     )
@@ -69,6 +70,20 @@ def find_device(wanted: str) -> str:
         return "cuda:0" if pynvml.nvmlDeviceGetCount() else "cpu"
     except pynvml.NVMLError:
         return "cpu"
+
+
+def device_memory(device: str) -> tuple[int, int]:
+    """(total, free) bytes of what a stage on this device fills: a GPU's own memory, else the machine's."""
+    if device.startswith("cuda"):
+        import pynvml
+
+        with suppress(pynvml.NVMLError, ValueError):
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(device.partition(":")[2] or 0))
+            found = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            return int(found.total), int(found.free)
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
 
 
 def _core_rate() -> float:

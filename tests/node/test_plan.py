@@ -13,7 +13,16 @@ from node.cli.plan_lines import plan_lines
 from node.cli.plan_svg import plan_svg
 from node.errors import UsageError
 from node.planning.document import plan_document
-from node.planning.peers import Peers, bytes_of, flops_of, latency_of, rate_of, read_peers, what_if
+from node.planning.peers import (
+    Peers,
+    bytes_of,
+    flops_of,
+    latency_of,
+    live_peers,
+    rate_of,
+    read_peers,
+    what_if,
+)
 from node.planning.planner import PlanReport, Wanted, plan_model
 from partition.model.graph import Graph
 from partition.model.layers import with_layers
@@ -97,6 +106,23 @@ def test_a_hostile_name_cannot_break_out_of_the_picture(graph: Graph, peers: Pee
     document = plan_document(planned(graph, peers))
     document["model"] = "<script>alert(1)</script>"
     assert "<script>" not in plan_svg(document)
+
+
+def test_live_peers_are_the_node_and_its_living_members(graph: Graph) -> None:
+    def row(name: str, status: str, rate: float) -> dict[str, object]:
+        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": rate, "location": ""}
+        return {"name": name, "peer": f"12D3Koo{name}", "status": status, "capacity": capacity}
+
+    others = [
+        row("a", "alive", 2e10),
+        row("b", "dead", 1e12),
+        row("watcher", "alive", 0.0),
+        row("me", "alive", 1e9),
+    ]
+    peers = live_peers(row("me", "", 1e10), {"peers": others})
+    assert [peer.name for peer in peers.peers] == ["me", "a", "watcher", "me ...3Koome"]
+    document = plan_document(planned(graph, peers))
+    assert {"peer": "watcher", "reason": "takes no stages"} in document["left_out"]
 
 
 def test_losing_the_fast_peer_makes_a_plan_slower(graph: Graph, peers: Peers) -> None:
@@ -190,7 +216,7 @@ def test_the_command_prints_a_plan_and_its_document(
     assert "against the plan without" in capsys.readouterr().out
     assert run([*arguments, "--stages", "100"]) == 5
     assert run([*arguments, "--objective", "speed"]) == 2
-    assert run(arguments[:2]) == 2
+    assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, "no node runs here"
 
 
 def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> None:

@@ -1,0 +1,137 @@
+"""What this machine's device does with each class of operators: measured once, in a process as stages have.
+
+In the background, at low priority, by one node of a machine at a time; kept in the user's cache folder for as
+long as hardware, torch, device, type and threads are the same. Only how much of a processor a stage gets here
+is measured at every start. Where it cannot be measured the first guess of `node.services.capacity` stays.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from node.services.capacity import Capacity
+from partition.plan.rates import Calibration, decode_calibration, encode_calibration
+
+CALIBRATION_PURPOSE = "calibration"
+"""Of the signed record in the DHT."""
+CALIBRATION_SECONDS = 8.0
+SHARE_SECONDS = 2.0
+"""For how much of a processor is at hand, and the start of the process."""
+PROCESS_SECONDS_MAX = 300.0
+"""On a machine that is busy, importing torch alone takes many seconds."""
+NICENESS = 5
+"""As a stage's process, whose share of a processor is to be known."""
+
+_SOURCE_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be known, and what makes an earlier answer good."""
+
+    device: str
+    dtype: str
+    threads: int
+
+    @property
+    def key(self) -> str:
+        """The name of the file that keeps it: of hardware, torch and all that is wanted."""
+        parts = (
+            _processor(),
+            importlib.metadata.version("torch"),
+            self.device,
+            self.dtype,
+            str(self.threads),
+        )
+        return blake3("\0".join(parts).encode()).hexdigest(16)
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """`~/.cache/peerloom`, or below XDG_CACHE_HOME (XDG base directory specification)."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "peerloom"
+
+
+def calibrate(wanted: Wanted, folder: Path) -> Calibration | None:
+    """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
+    seconds, and for as long as another node of this machine measures: call it in a thread."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "calibration.lock").open("w") as lock:
+            # Two that measure at once measure each other.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = _read(folder / wanted.key)
+            found = _measure(wanted, CALIBRATION_SECONDS if known is None else SHARE_SECONDS)
+            if known is None:
+                if found is not None:
+                    _write(folder / wanted.key, msgspec.structs.replace(found, share_permille=1000))
+                return found
+            share = known.share_permille if found is None else found.share_permille
+            return msgspec.structs.replace(known, share_permille=share)
+    except OSError:
+        return None
+
+
+def _read(file: Path) -> Calibration | None:
+    try:
+        return decode_calibration(file.read_bytes())
+    except (OSError, RemoteProtocolError):
+        return None
+
+
+def _write(file: Path, calibration: Calibration) -> None:
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(encode_calibration(calibration))
+    draft.replace(file)
+
+
+def _measure(wanted: Wanted, seconds: float) -> Calibration | None:
+    """Of a process that ends with it."""
+    command = [sys.executable, "-P", "-m", "partition.calibrate", wanted.device, wanted.dtype]
+    environment = {
+        **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
+        "PYTHONPATH": _SOURCE_ROOT,
+        "OMP_NUM_THREADS": str(wanted.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module, a device name checked by the config
+            [*command, str(wanted.threads), str(seconds)],
+            capture_output=True,
+            timeout=PROCESS_SECONDS_MAX,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=_step_back,
+        )
+        return decode_calibration(bytes.fromhex(done.stdout.decode().strip()))
+    except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
+        return None
+
+
+def _step_back() -> None:
+    os.nice(NICENESS)
+
+
+def corrected(capacity: Capacity, calibration: Calibration) -> Capacity:
+    """The capacity with the rate that was measured as a stage would run."""
+    return replace(capacity, flops_per_second=float(calibration.flops_per_second))
