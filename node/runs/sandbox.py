@@ -101,6 +101,9 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
         "PYTHONPATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": str(threads),
+        # Threads that wait for each other by spinning take the time of what they wait for, where another
+        # process has a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s without.
+        "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
         # numpy only packs here; its threads would begin before the fences, which then miss them.
         "OPENBLAS_NUM_THREADS": "1",
         # cuBLAS reads it when it is loaded; without it its sums may differ from run to run.
