@@ -24,6 +24,7 @@ from crypto.noise import SUITES, Knocks, PeerHandshake, identity_payload
 from crypto.sessions import packets
 from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
+from gossip.averaging import messages as averaging
 from gossip.swim import PROTOCOL
 from node.runs import requests as wire
 from node.runs.manifest import check_run
@@ -75,6 +76,7 @@ def payload(data: bytes) -> None:
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "swim": lambda data: decode(data, gossip.messages.Message, bytes_max=1 << 20),
+    "averaging": lambda data: decode(data, averaging.Message, bytes_max=averaging.MESSAGE_BYTES_MAX),
     "dht": lambda data: decode(data, dht.messages.Message, bytes_max=8_192),
     "dht record": lambda data: dht.records.check_record(SIGNER, fact(data)),
     "contact": lambda data: check_contact(SIGNER, fact(data)),

@@ -17,8 +17,8 @@ from gossip.averaging.reduction import Vector
 BLOCK_ITEMS = 64
 """Numbers that share a scale: 2 bytes over 64 are 3 % of int8."""
 TOP_BLOCK_ITEMS = 4_096
-TOPS = (64, 128, 256, 512)
-"""Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 12.5 % for very small models."""
+TOPS = (64, 128, 256, 512, 1_024)
+"""Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 25 % for very small models."""
 PLACE_BITS = 12
 CHUNK_ITEMS = 1 << 18
 """Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
@@ -155,8 +155,8 @@ class TopK:
     """Of each block of 4,096 numbers the `top` largest: 12 bits say where each stands, 2 what it is.
 
     A sign, and whether it is nearer to the mean of the larger or of the smaller magnitudes of its block,
-    each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bit). What is left out
-    is lost without error feedback.
+    each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bit). Where many are
+    sent, a bit for each number of the block says which. What is left out is lost without error feedback.
     """
 
     is_exact = False
@@ -178,10 +178,10 @@ class TopK:
         whole, rest = divmod(count, TOP_BLOCK_ITEMS)
         shapes = [(whole, TOP_BLOCK_ITEMS)] if whole else []
         shapes += [(1, rest)] if rest else []
-        _check_size(data, sum(blocks * _block_bytes(self._top_of(size)) for blocks, size in shapes))
+        _check_size(data, sum(blocks * _block_bytes(self._top_of(size), size) for blocks, size in shapes))
         decoded = []
         for blocks, size in shapes:
-            part_bytes = blocks * _block_bytes(self._top_of(size))
+            part_bytes = blocks * _block_bytes(self._top_of(size), size)
             decoded.append(self._decode_blocks(data[:part_bytes], blocks, size))
             data = data[part_bytes:]
         return decoded[0] if len(decoded) == 1 else np.concatenate(decoded)
@@ -203,11 +203,12 @@ class TopK:
         upper = np.where(is_upper, large, 0).sum(axis=1, dtype=np.float64) / np.maximum(count, 1)
         lower = np.where(is_upper, 0, large).sum(axis=1, dtype=np.float64) / np.maximum(top - count, 1)
         scales = np.stack([lower, upper], axis=1).astype("<f4")
-        bits = (places[:, :, None] >> np.arange(PLACE_BITS)) & 1
-        flags = np.stack([chosen < 0, is_upper], axis=2)
-        packed = np.packbits(
-            np.concatenate([bits.astype(bool), flags], axis=2).reshape(len(blocks), -1), axis=1
-        )
+        if _is_dense(top, blocks.shape[1]):
+            bits: NDArray[np.bool_] = np.zeros(blocks.shape, bool)
+            np.put_along_axis(bits, places, values=True, axis=1)
+        else:
+            bits = ((places[:, :, None] >> np.arange(PLACE_BITS)) & 1).astype(bool).reshape(len(blocks), -1)
+        packed = np.packbits(np.concatenate([chosen < 0, is_upper, bits], axis=1), axis=1)
         return np.concatenate([scales.view(np.uint8).reshape(len(blocks), -1), packed], axis=1).tobytes()
 
     def _decode_blocks(self, data: memoryview, blocks: int, size: int) -> Vector:
@@ -217,19 +218,30 @@ class TopK:
         # Ordered scales, neither negative nor infinite nor too large to add up.
         if not ((scales >= 0) & (scales < 1e38)).all():
             raise RemoteProtocolError("a chunk with a scale that no encoder writes")
-        bits = np.unpackbits(rows[:, 8:], axis=1)[:, : top * (PLACE_BITS + 2)].reshape(blocks, top, -1)
-        places = (bits[:, :, :PLACE_BITS].astype(np.int64) << np.arange(PLACE_BITS)).sum(axis=2)
-        if (places >= size).any() or (np.diff(places, axis=1) <= 0).any():
-            raise RemoteProtocolError("a chunk with places out of order")
-        magnitudes = np.where(bits[:, :, -1] == 1, scales[:, 1:], scales[:, :1])
+        bits = np.unpackbits(rows[:, 8:], axis=1)
+        is_negative, is_upper, bits = bits[:, :top], bits[:, top : 2 * top], bits[:, 2 * top :]
+        if _is_dense(top, size):
+            if (bits[:, :size].sum(axis=1, dtype=np.int64) != top).any():
+                raise RemoteProtocolError("a chunk with another number of places")
+            places = np.nonzero(bits[:, :size])[1].reshape(blocks, top)
+        else:
+            bits = bits[:, : top * PLACE_BITS].reshape(blocks, top, PLACE_BITS)
+            places = (bits.astype(np.int64) << np.arange(PLACE_BITS)).sum(axis=2)
+            if (places >= size).any() or (np.diff(places, axis=1) <= 0).any():
+                raise RemoteProtocolError("a chunk with places out of order")
+        magnitudes = np.where(is_upper == 1, scales[:, 1:], scales[:, :1])
         values = np.zeros((blocks, size), np.float32)
-        np.put_along_axis(values, places, np.where(bits[:, :, -2] == 1, -magnitudes, magnitudes), axis=1)
+        np.put_along_axis(values, places, np.where(is_negative == 1, -magnitudes, magnitudes), axis=1)
         flat: Vector = values.reshape(-1)
         return flat
 
 
-def _block_bytes(top: int) -> int:
-    return 8 + -(-top * (PLACE_BITS + 2) // 8)
+def _is_dense(top: int, size: int) -> bool:
+    return size < top * PLACE_BITS
+
+
+def _block_bytes(top: int, size: int) -> int:
+    return 8 + -(-(2 * top + (size if _is_dense(top, size) else top * PLACE_BITS)) // 8)
 
 
 def roundtrip(codec: Codec, vector: Vector) -> Vector:

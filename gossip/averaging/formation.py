@@ -85,8 +85,6 @@ class Formation:
         """Take a message of this attempt. Raises RemoteProtocolError for what no correct peer sends."""
         if isinstance(message, Roster):
             return self._accept(sender, message.group)
-        if message.member.peer != sender:
-            raise RemoteProtocolError("a peer joins for another")
         if self.group is not None:
             return []
         if message.terms != self._join.terms:

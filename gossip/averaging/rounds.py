@@ -202,6 +202,8 @@ class Round:
         return Formation(self._signer.peer, join, self._expected, self._demoted, now, window)
 
     def _take_join(self, now: float, sender: PeerId, message: Join) -> Sends:
+        if message.member.peer != sender:
+            raise RemoteProtocolError("a peer joins for another")
         self._lost.pop(sender, None)
         if (message.name, message.round) != (self._name, self._number):
             raise RemoteProtocolError("a peer joins another round")

@@ -145,12 +145,11 @@ class DiLoCo:
     """Outer Nesterov steps on the mean of H local steps (Douillard et al. 2023, algorithm 1).
 
     delta = mean(phi - theta); m <- mu m + delta; phi <- phi - a (delta + mu m); theta <- phi. All peers
-    average in one group and hold the same phi.
+    average in one group and hold the same phi. A lossy codec's errors are fed back.
     """
 
     averages: Literal["parameters", "gradients"] = "parameters"
     grouping: Grouping = "all"
-    mode: Mode = "butterfly"
 
     def __init__(
         self,
@@ -168,6 +167,7 @@ class DiLoCo:
         self._m = np.zeros_like(theta)
         coder = codec_of(codec, str(theta.dtype))
         self._feedback = None if coder.is_exact else ErrorFeedback(coder)
+        self.mode: Mode = "exchange" if codec.startswith("topk") else "butterfly"
 
     def offer(self, theta: Vector) -> Vector:
         delta = self._phi - theta

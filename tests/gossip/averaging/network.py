@@ -129,7 +129,11 @@ class Network(Generic[C]):
 
     def send(self, sender: int, sends: Any) -> None:
         for peer, message in sends:
-            receiver = self.numbers[peer]
+            receiver = self.numbers.get(peer)
+            if receiver is None:
+                # Nobody of this id: as for a peer that cannot be dialled.
+                self.send(sender, self.attempts[sender].lost(self.now, peer))
+                continue
             changed = self.tamper(sender, receiver, message)
             data = encode(changed)
             if self.rng.random() < self.loss:

@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crypto.identity import PeerId
+from gossip.averaging.grid import Grid
 from gossip.averaging.group import Terms
 from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.rounds import RoundSettings
@@ -124,7 +126,30 @@ def test_a_restarted_process_takes_part_in_a_later_attempt() -> None:
     assert all(result is not None for result in world.results.values())
 
 
-@settings(max_examples=100, deadline=None)
+def test_eight_peers_in_groups_of_two_hold_the_mean_by_round_four() -> None:
+    vectors = vectors_of(range(8), ITEMS, dtype="float64")
+    mean = np.mean(list(vectors.values()), axis=0)
+    peers = {peer_of(number): number for number in range(8)}
+    grid = Grid(b"run", 0, peers, 2)
+    cells = {peer: grid.start(peer) for peer in peers}
+    for number in range(4):
+        groups: dict[bytes, list[PeerId]] = {}
+        for peer in peers:
+            groups.setdefault(grid.key(number, cells[peer]), []).append(peer)
+        for group in groups.values():
+            assert len(group) == 2
+            numbers = [peers[peer] for peer in group]
+            world = Rounds(vectors, 0, numbers=numbers, dtype="float64")
+            world.start()
+            world.run()
+            vectors |= {each: result.vector for each, result in world.successes.items()}
+            assert len(world.successes) == 2
+            cells.update(grid.moved(number, cells[group[0]], group))
+    assert np.std(list(vectors.values()), axis=0).max() < 1e-6
+    assert np.abs(np.mean(list(vectors.values()), axis=0) - mean).max() < 1e-12
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6))
 def test_walks_of_loss_delay_crash_and_restart_never_lie(seed: int, count: int) -> None:
     world = Rounds(
