@@ -18,6 +18,7 @@ In an exchange (`Group.mode`) every member owns the whole vector: it holds every
 arithmetic at home.
 """
 
+from collections.abc import Mapping
 from math import inf
 
 import numpy as np
@@ -27,7 +28,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from gossip.averaging.codecs import codec_of
+from gossip.averaging.codecs import Codec, codec_of
 from gossip.averaging.gather import Gather
 from gossip.averaging.group import Group, fault_of, is_weight, owners_of
 from gossip.averaging.messages import (
@@ -68,7 +69,8 @@ class Attempt:
     `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
     change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
     return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
-    Raises ValueError for a group or vector that do not fit.
+    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. Raises ValueError for a group or
+    vector that do not fit.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Attempt:
         now: float,
         patience: Patience | None = None,
         reduction: Reduction = weighted_mean,
+        codecs: Mapping[str, Codec] | None = None,
     ) -> None:
         if fault := fault_of(group):
             raise ValueError(fault)
@@ -91,7 +94,7 @@ class Attempt:
         self._peers = group.peers
         self._place = self._peers.index(signer.peer)
         self._others = [place for place in range(len(self._peers)) if place != self._place]
-        self._codec = codec_of(group.terms.codec, group.terms.dtype)
+        self._codec = codec_of(group.terms.codec, group.terms.dtype, codecs)
         self._check_vector(vector, weight)
         self._patience = patience or Patience()
         self._reduction = reduction

@@ -1,7 +1,7 @@
 """Who averages with whom: Moshpit's grid (Ryabinin et al. 2021, algorithm 1), for any number of peers.
 
 Peers stand in the cells of a grid of d axes. In round t those that agree in all coordinates but that of
-axis t mod d are one group; afterwards each member's coordinate on that axis is its place in the group, so
+axis t mod d are one group; afterwards its members change their places on that axis among themselves, so
 peers that have just averaged with each other meet others next. In a full grid d rounds give everybody the
 exact mean.
 
@@ -13,7 +13,7 @@ wrong.
 Not here: who is a member, and the rounds themselves (`gossip.averaging.rounds`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, prod
 
 from blake3 import blake3
@@ -24,6 +24,7 @@ from gossip.averaging.group import GROUP_MEMBERS_MAX, NAME_BYTES_MAX
 AXES_MAX = 8
 KEY_BYTES = 32
 GROUP_SIZE_MIN = 2
+FILLED = 0.75
 
 
 def axes_of(count: int, group_size: int) -> tuple[int, ...]:
@@ -97,22 +98,26 @@ class Grid:
         return blake3(self.name + b"\0" + text.encode()).digest()
 
     def moved(
-        self, round_number: int, coordinates: Sequence[int], group: Iterable[PeerId]
+        self, round_number: int, coordinates: Sequence[int], held: Mapping[PeerId, int]
     ) -> dict[PeerId, tuple[int, ...]]:
-        """The coordinates of all members after a round in this group: on its axis, their places in it.
+        """The coordinates of all members after a round in this group.
 
-        Places are drawn anew for each group, by hash; those of a group that is not full are spread evenly.
+        `held` says where each member stood on the round's axis. They change these places among themselves, by
+        hash: so who was absent stays the only one in its cell, and a full grid stays full. Members that stood
+        in one place take free ones. A group that fills less than three quarters of its side spreads evenly.
         """
         axis = self.axis(round_number)
         side = self.axes[axis]
         key = self.key(round_number, coordinates)
-        ranked = sorted(group, key=lambda peer: blake3(key + peer).digest())
-        offset = int.from_bytes(key[:4], "big")
+        ranked = sorted(held, key=lambda peer: blake3(key + peer).digest())
+        places = sorted({place % side for place in held.values()})
+        free = [place for place in range(side) if place not in places]
+        wanted = min(len(ranked) - len(places), len(free))
+        places = sorted(places + [free[number * len(free) // wanted] for number in range(wanted)])
+        if len(ranked) < FILLED * side:
+            places = [number * side // len(ranked) for number in range(len(ranked))]
         before, after = tuple(coordinates[:axis]), tuple(coordinates[axis + 1 :])
-        return {
-            peer: (*before, (place * side // len(ranked) + offset) % side, *after)
-            for place, peer in enumerate(ranked)
-        }
+        return {peer: (*before, places[number % len(places)], *after) for number, peer in enumerate(ranked)}
 
     def _rank(self, peer: PeerId) -> bytes:
         return blake3(self.name + b"\0" + self.epoch.to_bytes(8, "big") + peer).digest()

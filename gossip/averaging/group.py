@@ -44,12 +44,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     `rate` is its measured bandwidth in bytes a second; 0 for a peer that only sends (behind a NAT, or with
     little upload) and reduces nothing. A member without tensors is a helper: it reduces for others.
+    `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which the others need to
+    know afterwards.
     """
 
     peer: Subject
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)]
     has_tensors: bool = True
+    coordinate: Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)] = 0
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,7 @@ A round ends with `Averaged` or `Failed`, always: after `attempts_max` attempts,
 group. It has the shape of an attempt, and is driven like one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -12,6 +12,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
+from gossip.averaging.codecs import Codec
 from gossip.averaging.formation import Formation, Sends
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
 from gossip.averaging.messages import Finished, Join, Message, Roster
@@ -39,6 +40,7 @@ class Round:
     group's key. `expected` are the other peers that should take part, as far as this peer knows; anybody
     whose messages the shell lets through may. `rate` is this peer's bandwidth in bytes a second, 0 to reduce
     nothing. `entropy(n)` gives n bytes that no other process draws. `vector` is None for a helper.
+    `coordinate` is where this peer stands on the grid's axis, if there is a grid.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Round:
         pace: Pace | None = None,
         settings: RoundSettings | None = None,
         reduction: Reduction = weighted_mean,
+        codecs: Mapping[str, Codec] | None = None,
+        coordinate: int = 0,
     ) -> None:
         self._signer = signer
         self._name = name
@@ -69,6 +73,8 @@ class Round:
         self._pace = pace or Pace()
         self._settings = settings or RoundSettings()
         self._reduction = reduction
+        self._codecs = codecs
+        self._coordinate = coordinate
         self._size_bytes = terms.items * (8 if terms.dtype == "float64" else 4)
         self._demoted: dict[PeerId, None] = {}
         self._disagreed: dict[PeerId, None] = {}
@@ -196,7 +202,7 @@ class Round:
 
     def _form(self, number: int, now: float) -> Formation:
         nonce = self._entropy(NONCE_BYTES)
-        member = Member(self._signer.peer, nonce, self._rate, self._vector is not None)
+        member = Member(self._signer.peer, nonce, self._rate, self._vector is not None, self._coordinate)
         join = Join(self._name, self._number, number, member, self._terms)
         window = self._settings.window_seconds
         return Formation(self._signer.peer, join, self._expected, self._demoted, now, window)
@@ -258,7 +264,14 @@ class Round:
                 patience = self._pace.patience(self._size_bytes)
                 self._attempted_at = now
                 self._attempt = Attempt(
-                    self._signer, group, self._vector, self._weight, now, patience, self._reduction
+                    self._signer,
+                    group,
+                    self._vector,
+                    self._weight,
+                    now,
+                    patience,
+                    self._reduction,
+                    self._codecs,
                 )
                 sends += self._attempt.start(now)
             result = self._attempt.result

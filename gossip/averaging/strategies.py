@@ -192,9 +192,9 @@ class DiLoCo:
 class NoLoCo:
     """Outer steps in small groups; a correction pulls the copies of phi together (Kolehmainen et al. 2025).
 
-    m <- mu m + a mean(theta - phi) + a (mean(phi) - phi_i), phi <- phi + m, theta <- phi, means over the
-    group. The two terms are a (mean(theta) - phi_i), so averaging theta is enough: half the bytes of
-    averaging both.
+    g = mean(theta - phi) + mean(phi) - phi_i, m <- mu m + g, phi <- phi + a (g + mu m), theta <- phi, means
+    over the group. g is mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging both.
+    Where a phi is pulled too far by plain momentum of 0.9, Nesterov's form holds.
     """
 
     averages: Literal["parameters", "gradients"] = "parameters"
@@ -205,7 +205,7 @@ class NoLoCo:
         theta: Vector,
         local_steps: int,
         rate: float = 0.7,
-        momentum: float = 0.5,
+        momentum: float = 0.9,
         grouping: Grouping = "moshpit",
         codec: str = "float32",
     ) -> None:
@@ -223,8 +223,9 @@ class NoLoCo:
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
         if mean is None:
             return theta.copy()
-        self._m = self._momentum * self._m + self._rate * (mean.vector - self._phi)
-        self._phi = self._phi + self._m
+        step = mean.vector - self._phi
+        self._m = self._momentum * self._m + step
+        self._phi = self._phi + self._rate * (step + self._momentum * self._m)
         return self._phi.copy()
 
     def state(self) -> dict[str, Vector]:
@@ -235,11 +236,10 @@ class NoLoCo:
 
 
 class SparseLoCo:
-    """Chunked top-k of 2 bit with error feedback, which takes the place of outer momentum (Sarfi et al.
-    2025).
+    """Chunked top-k of 2 bit with error feedback in place of outer momentum (Sarfi et al. 2025).
 
     e <- b e + (phi - theta); s = topk(e); e <- e - s; phi <- phi - a mean(s); theta <- phi. Payloads are
-    exchanged whole, since a sum of sparse parts is not sparse.
+    exchanged whole, since a sum of sparse parts is not sparse. A few outer steps gain by Nesterov momentum.
     """
 
     averages: Literal["parameters", "gradients"] = "parameters"
@@ -252,12 +252,15 @@ class SparseLoCo:
         local_steps: int,
         rate: float = 1.0,
         decay: float = 0.95,
+        momentum: float = 0.0,
         codec: str = "topk64",
     ) -> None:
         self.local_steps = local_steps
         self.codec = codec
         self._rate = theta.dtype.type(rate)
         self._phi = theta.copy()
+        self._momentum = theta.dtype.type(momentum)
+        self._m = np.zeros_like(theta)
         coder: Codec = codec_of(codec, str(theta.dtype))
         self._feedback = ErrorFeedback(coder, decay)
 
@@ -268,14 +271,15 @@ class SparseLoCo:
         self._feedback.settle(is_included=mean is not None and mean.is_included)
         if mean is None:
             return theta.copy()
-        self._phi = self._phi - self._rate * mean.vector
+        self._m = self._momentum * self._m + mean.vector
+        self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
         return self._phi.copy()
 
     def state(self) -> dict[str, Vector]:
-        return {"phi": self._phi}
+        return {"phi": self._phi, "momentum": self._m}
 
     def load(self, state: Mapping[str, Vector]) -> None:
-        self._phi = state["phi"].copy()
+        self._phi, self._m = state["phi"].copy(), state["momentum"].copy()
         self._feedback.residual = None
 
 

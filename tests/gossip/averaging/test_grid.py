@@ -28,7 +28,8 @@ def rounds_to_agree(count: int, group_size: int, absence: float = 0.0, seed: int
         for group in groups.values():
             assert len(group) <= group_size or absence
             values.update(dict.fromkeys(group, np.mean([values[peer] for peer in group])))
-            cells.update(grid.moved(number, cells[group[0]], group))
+            held = {peer: cells[peer][grid.axis(number)] for peer in group}
+            cells.update(grid.moved(number, cells[group[0]], held))
         if np.var(list(values.values())) < 1e-9:
             assert absence or abs(np.mean(list(values.values())) - mean) < 1e-9
             return number + 1

@@ -144,7 +144,8 @@ def test_eight_peers_in_groups_of_two_hold_the_mean_by_round_four() -> None:
             world.run()
             vectors |= {each: result.vector for each, result in world.successes.items()}
             assert len(world.successes) == 2
-            cells.update(grid.moved(number, cells[group[0]], group))
+            held = {peer: cells[peer][grid.axis(number)] for peer in group}
+            cells.update(grid.moved(number, cells[group[0]], held))
     assert np.std(list(vectors.values()), axis=0).max() < 1e-6
     assert np.abs(np.mean(list(vectors.values()), axis=0) - mean).max() < 1e-12
 

@@ -41,7 +41,8 @@ def train(strategies: list[Strategy], rounds: int, failing: float = 0.0) -> tupl
         for place, peer in enumerate(peers):
             groups.setdefault(grid.key(number, cells[peer]), []).append(place)
         for group in groups.values():
-            cells.update(grid.moved(number, cells[peers[group[0]]], [peers[place] for place in group]))
+            held = {peers[place]: cells[peers[place]][grid.axis(number)] for place in group}
+            cells.update(grid.moved(number, cells[peers[group[0]]], held))
             offers = {place: roundtrip(codec, strategies[place].offer(thetas[place])) for place in group}
             late = {place for place in group if draws.random() < failing}
             here = [place for place in group if place not in late]
