@@ -48,6 +48,7 @@ soak: $(READY)
 	$(BIN)/python benchmarks/survival.py
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10
+	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
 	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
 	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out
 

@@ -240,6 +240,7 @@ class Rounds(Network[Round]):
         items = len(next(iter(vectors.values())))
         self.terms = terms or Terms("butterfly", dtype, SIGNATURE, items, dtype)  # type: ignore[arg-type]  # as on the wire
         self.settings = settings or RoundSettings(0.2, 10.0, 5)
+        self.rounds = dict.fromkeys(self.present, 7)
         self.drawn = Random(network.get("seed", 1))
         self.now = 0.0
         super().__init__({number: self.core(number) for number in self.present}, **network)
@@ -251,7 +252,7 @@ class Rounds(Network[Round]):
         return Round(
             HashSigner(peer_of(number)),
             b"test",
-            7,
+            self.rounds[number],
             self.terms,
             vector,
             1.0,
