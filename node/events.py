@@ -274,6 +274,58 @@ class RunReleased(Event, frozen=True, kw_only=True):
     run: str
 
 
+class AveragingJoined(Event, frozen=True, kw_only=True):
+    """Another peer takes part in a run of averaging that this node is in; now `peers` others do."""
+
+    run: str
+    peer: PeerId
+    peers: int
+
+
+class AveragingLeft(Event, frozen=True, kw_only=True):
+    """A peer takes no part any more: it left, was lost, or is silent."""
+
+    run: str
+    peer: PeerId
+    reason: str
+    peers: int
+
+
+class AveragingEnded(Event, frozen=True, kw_only=True):
+    """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
+    nothing. `averaged` are those whose tensors entered, of `members` in the group."""
+
+    run: str
+    outcome: str
+    reason: str
+    step: int
+    members: int
+    averaged: tuple[PeerId, ...]
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class AveragingStepped(Event, frozen=True, kw_only=True):
+    """A global step was made here: of `samples` from `peers` others and this one, in `seconds` since the one
+    before."""
+
+    run: str
+    step: int
+    samples: int
+    peers: int
+    seconds: float
+
+
+class StateFetched(Event, frozen=True, kw_only=True):
+    """This peer has caught up: it took the state of `step` from others."""
+
+    run: str
+    step: int
+    size_bytes: int
+    seconds: float
+
+
 class StrangerRefused(Event, frozen=True, kw_only=True):
     """Refusals by one reason passed a threshold; below it they are only counted."""
 

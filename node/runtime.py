@@ -27,6 +27,7 @@ from dht.kademlia import Kademlia
 from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
+from node.averaging.service import Averaging
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
 from node.containment import contain, failures, keep_running, note
@@ -178,6 +179,7 @@ class Node(Surface):
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
+        await nursery.start(self.averaging.run)
         if self._network is None and isinstance(storage, FolderStorage):
             # The control channel is for people at this machine; a simulated node is on none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
@@ -346,6 +348,15 @@ class Node(Surface):
             learn_graph=lambda name, holders: self.runs.models.get(name, holders),
             refuse=self._refuse,
         )
+        self.averaging = Averaging(
+            self.seams,
+            self.signer,
+            self.discovery,
+            own_rng(self._rng),
+            live=lambda: self.membership.live,
+            publish=self._publish,
+            refuse=self._refuse,
+        )
         BlobServer(self.seams, self._blobs, refuse=self._refuse)
         self.runs = Runs(
             self.seams,
@@ -444,6 +455,7 @@ class Node(Surface):
 
     def _gone(self, peer: PeerId) -> None:
         self.discovery.gone(peer)
+        self.averaging.member_lost(peer)
         self.runs.member_lost(peer)
 
     def _found(self, peers: Sequence[PeerId]) -> None:

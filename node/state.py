@@ -71,6 +71,19 @@ class RunView:
 
 
 @dataclass(frozen=True)
+class AveragingView:
+    """A run of averaging that this node takes part in. `last` is its newest round here, `step` the global
+    step, `rounds` and `failed` count those of this node's life."""
+
+    run: str
+    peers: int = 0
+    step: int = 0
+    rounds: int = 0
+    failed: int = 0
+    last: events.AveragingEnded | None = None
+
+
+@dataclass(frozen=True)
 class State:
     """Everything a screen may show. Times are unix seconds."""
 
@@ -80,6 +93,7 @@ class State:
     joins: tuple[events.JoinTried, ...] = ()
     members: Mapping[PeerId, MemberView] = field(default_factory=lambda: MappingProxyType({}))
     runs: Mapping[str, RunView] = field(default_factory=lambda: MappingProxyType({}))
+    averaging: Mapping[str, AveragingView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
     page: events.PageOpened | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
@@ -297,6 +311,49 @@ def _result(event: events.RunEnded | events.RunRemembered) -> str:
 
 
 @_fold.register
+def _(event: events.AveragingJoined, state: State) -> State:
+    return _with_averaging(state, event.run, peers=event.peers)
+
+
+@_fold.register
+def _(event: events.AveragingLeft, state: State) -> State:
+    return _with_averaging(state, event.run, peers=event.peers)
+
+
+@_fold.register
+def _(event: events.AveragingStepped, state: State) -> State:
+    return _with_averaging(state, event.run, step=event.step, peers=event.peers)
+
+
+@_fold.register
+def _(event: events.StateFetched, state: State) -> State:
+    return _with_averaging(state, event.run, step=event.step)
+
+
+@_fold.register
+def _(event: events.AveragingEnded, state: State) -> State:
+    view = state.averaging.get(event.run, AveragingView(event.run))
+    rounds, failed = (1, 0) if event.outcome == "ok" else (0, 1)
+    return _with_averaging(
+        state,
+        event.run,
+        step=event.step,
+        rounds=view.rounds + rounds,
+        failed=view.failed + failed,
+        last=event,
+    )
+
+
+def _with_averaging(state: State, run: str, **changed: Any) -> State:
+    view = replace(state.averaging.get(run, AveragingView(run)), **changed)
+    # A node opens few runs at once, but may open many in its life: the oldest make room.
+    kept = {name: other for name, other in state.averaging.items() if name != run}
+    for name in list(kept)[: len(kept) + 1 - RUNS_KEPT_MAX]:
+        del kept[name]
+    return replace(state, averaging=MappingProxyType({**kept, run: view}))
+
+
+@_fold.register
 def _(event: events.StrangerRefused, state: State) -> State:
     return replace(state, refused=MappingProxyType({**state.refused, event.reason: event.count}))
 
@@ -360,6 +417,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "members_alive": len(alive),
         "members_known": len(state.members),
         "runs": [run_document(view) for view in state.runs.values()],
+        "averaging": [averaging_document(view) for view in state.averaging.values()],
         "counters": dict(sorted(counters.items())),
     }
 
@@ -429,6 +487,29 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
         "memory_total_bytes": capacity.memory_total_bytes,
         "flops_per_second": capacity.flops_per_second,
         "location": capacity.location,
+    }
+
+
+def averaging_document(view: AveragingView) -> dict[str, Any]:
+    """One run of averaging, with its newest round here."""
+    last = view.last
+    return {
+        "run": view.run,
+        "peers": view.peers,
+        "step": view.step,
+        "rounds": view.rounds,
+        "rounds_failed": view.failed,
+        "last_round": None
+        if last is None
+        else {
+            "outcome": last.outcome,
+            "reason": last.reason,
+            "members": last.members,
+            "averaged": [peer_text(peer) for peer in last.averaged],
+            "seconds": last.seconds,
+            "sent_bytes": last.sent_bytes,
+            "received_bytes": last.received_bytes,
+        },
     }
 
 

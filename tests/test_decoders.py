@@ -24,8 +24,11 @@ from crypto.noise import SUITES, Knocks, PeerHandshake, identity_payload
 from crypto.sessions import packets
 from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
+from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
 from gossip.swim import PROTOCOL
+from node.averaging import transfer
+from node.averaging.runner import read_message
 from node.runs import requests as wire
 from node.runs.manifest import check_run
 from node.services.membership import read_metadata
@@ -87,6 +90,11 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "handshake": handshake,
     "request": lambda data: decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX),
     "reply": wire.read_reply,
+    "roster": lambda data: decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX),
+    "matchmaking": lambda data: decode(data, matchmaking.Message, bytes_max=matchmaking.MESSAGE_BYTES_MAX),
+    "averaging stream": lambda data: read_message(data, memoryview(b"")),
+    "catch-up question": lambda data: decode(data, transfer.Question, bytes_max=1_024),
+    "catch-up answer": lambda data: decode(data, transfer.Answer, bytes_max=transfer.TABLE_BYTES_MAX),
     "pipeline": lambda data: decode(data, wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX),
     "lease": lambda data: decode(data, wire.LeaseBody, bytes_max=512),
     "manifest": lambda data: check_run(SIGNER, fact(data)),

@@ -177,6 +177,22 @@ HISTORY: list[events.Event] = [
         at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
     ),
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
+    events.AveragingJoined(at=NOW - 1, run="cifar", peer=peer(2), peers=1),
+    events.StateFetched(at=NOW - 1, run="cifar", step=40, size_bytes=200_000_000, seconds=2.5),
+    events.AveragingStepped(at=NOW - 1, run="cifar", step=50, samples=4_096, peers=1, seconds=2.0),
+    events.AveragingEnded(
+        at=NOW - 1,
+        run="cifar",
+        outcome="ok",
+        reason="",
+        step=50,
+        members=2,
+        averaged=(peer(1), peer(2)),
+        seconds=1.8,
+        sent_bytes=20_000_000,
+        received_bytes=20_500_000,
+    ),
+    events.AveragingLeft(at=NOW - 1, run="cifar", peer=peer(2), reason="silent", peers=0),
     events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
     events.MemberLeft(at=NOW, peer=peer(2)),
     events.AlertRaised(
@@ -245,6 +261,11 @@ def test_the_screen_of_a_node() -> None:
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:19   run 01234567 goes on without this node
+        22:13:19   averaging cifar: lab-2 takes part, 1 other peer
+        22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s
+        averaging cifar  step    50  4096 samples  2048 samples/s  1 other peer
+        22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB
+        22:13:19   averaging cifar: lab-2 is out (silent; 0 other peers)
         22:13:19   refused 100 times so far: malformed
         22:13:20   lab-2 left
         22:13:20   alert: the disk is nearly full

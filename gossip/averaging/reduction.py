@@ -50,4 +50,6 @@ def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
             for part in parts[1:]:
                 mean += np.multiply(part.chunk(number), part.weight, dtype=np.float64)
             mean /= total
-            yield mean.astype(first.dtype)
+            reduced = mean.astype(first.dtype)
+        # Outside: numpy's error state belongs to a thread, and the next chunk may be computed in another.
+        yield reduced

@@ -224,6 +224,35 @@ class EventScreen:
     def _released(self, event: Event) -> list[str]:
         return [_at(event, f"run {event['run'][:8]} goes on without this node")]
 
+    def _peer_averages(self, event: Event) -> list[str]:
+        with_us = _counted(event["peers"], "other peer", "s")
+        return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} takes part, {with_us}")]
+
+    def _peer_stopped(self, event: Event) -> list[str]:
+        rest = f"{event['reason']}; {_counted(event['peers'], 'other peer', 's')}"
+        return [_at(event, f"averaging {event['run']}: {self._name(event['peer'])} is out ({rest})")]
+
+    def _averaged(self, event: Event) -> list[str]:
+        line = f"averaging {event['run']}  step {event['step']}  "
+        if event["outcome"] != "ok":
+            return [_at(event, f"{line}nothing averaged: {event['reason']}")]
+        moved = bytes_text(event["sent_bytes"] + event["received_bytes"])
+        whose = f"{len(event['averaged'])} of {event['members']} peers"
+        return [_at(event, f"{line}ok {seconds_text(event['seconds'])}  {whose}  {moved}")]
+
+    def _stepped(self, event: Event) -> list[str]:
+        step = event["step"]
+        if step > FIRST_STEPS and step % STEPS_APART:
+            return []
+        rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
+        with_us = _counted(event["peers"], "other peer", "s")
+        line = f"averaging {event['run']}  step {step:>5}  {event['samples']} samples  {rate:.0f} samples/s"
+        return [f"{line}  {with_us}"]
+
+    def _caught_up(self, event: Event) -> list[str]:
+        took = f"{bytes_text(event['size_bytes'])} in {seconds_text(event['seconds'])}"
+        return [_at(event, f"averaging {event['run']}: caught up with step {event['step']}, {took}")]
+
     def _refused(self, event: Event) -> list[str]:
         return [_at(event, f"refused {event['count']} times so far: {event['reason']}")]
 
@@ -259,6 +288,11 @@ _RENDERERS = {
     "RunEvaluated": EventScreen._evaluated,
     "RunEnded": EventScreen._ended,
     "RunReleased": EventScreen._released,
+    "AveragingJoined": EventScreen._peer_averages,
+    "AveragingLeft": EventScreen._peer_stopped,
+    "AveragingEnded": EventScreen._averaged,
+    "AveragingStepped": EventScreen._stepped,
+    "StateFetched": EventScreen._caught_up,
     "StrangerRefused": EventScreen._refused,
     "NodeStopped": EventScreen._stopped,
 }

@@ -4,10 +4,11 @@ Write it anew with `python -m node.library.generate`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from node import state as views
+from node.averaging.once import Averaged
 from node.events import Event, JoinTried
 from node.library.portal import Portal
 from node.library.surface import Surface
@@ -55,3 +56,20 @@ class BlockingSurface:
         `since` (unix seconds) begins with kept ones that happened then or later, by default with new ones.
         """
         return self._portal.iterate(self._of.events, since, types)
+
+    def average(
+        self,
+        tensors: Mapping[str, Any],
+        group: str,
+        weight: float = 1.0,
+        peers: int = 1,
+        timeout_seconds: float = 60.0,
+        codec: str = "float32",
+    ) -> Averaged:
+        """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
+
+        It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
+        changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and
+        the reason. Raises UsageError: what is given cannot be averaged.
+        """
+        return self._portal.run(self._of.average, tensors, group, weight, peers, timeout_seconds, codec)

@@ -29,7 +29,7 @@ class PortalClosed(PeerloomError):
 
 
 @dataclass(frozen=True, eq=False)
-class _Call(Generic[T]):
+class Call(Generic[T]):
     """One call into the loop: what to run there, and where its outcome goes."""
 
     function: Callable[..., Awaitable[T]]
@@ -59,6 +59,11 @@ class Portal(Generic[S]):
     def open(self) -> S:
         """Start the thread; return the subject once it has been entered."""
         self._thread.start()
+        return self._started.result()
+
+    @property
+    def subject(self) -> S:
+        """What `open` returned."""
         return self._started.result()
 
     @property
@@ -101,11 +106,11 @@ class Portal(Generic[S]):
 
         return self.run(run)
 
-    def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "_Call[T]":
+    def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "Call[T]":
         """Begin a coroutine function in the loop without waiting. Raises PortalClosed."""
         if threading.current_thread() is self._thread:
             raise PortalClosed("a blocking call from inside the node's own event loop would never return")
-        call = _Call(function, arguments)
+        call = Call(function, arguments)
         with self._lock:
             if self._is_over or self._token is None:
                 raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
@@ -113,7 +118,7 @@ class Portal(Generic[S]):
             self._token.run_sync_soon(self._begin, call)
         return call
 
-    def cancel(self, call: "_Call[Any]") -> None:
+    def cancel(self, call: "Call[Any]") -> None:
         """Cancel what `begin` has begun; nothing happens where it is over."""
         with self._lock:
             if not self._is_over and self._token is not None:
@@ -161,13 +166,13 @@ class Portal(Generic[S]):
                 self._is_over = True
             nursery.cancel_scope.cancel()
 
-    def _begin(self, call: "_Call[Any]") -> None:
+    def _begin(self, call: "Call[Any]") -> None:
         if self._nursery is None or self._is_over:
             self._settle(call.future)
         else:
             self._nursery.start_soon(self._answer, call)
 
-    async def _answer(self, call: "_Call[Any]") -> None:
+    async def _answer(self, call: "Call[Any]") -> None:
         with call.scope:
             try:
                 result = await call.function(*call.arguments)

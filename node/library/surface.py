@@ -10,7 +10,7 @@ types and a docstring of its own, and nowhere else. Not here: what it takes to r
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,8 @@ import trio
 from crypto.contact import parse_address
 from crypto.identity import PeerId, peer_text
 from node import state as views
+from node.averaging.once import Averaged, average_once
+from node.averaging.service import Averaging
 from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
@@ -37,6 +39,7 @@ class Surface:
     seams: Seams
     state: views.State
     joining: Joining
+    averaging: Averaging
     stopping: trio.Event
     counters: Any
     watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
@@ -114,3 +117,22 @@ class Surface:
                     yield event
                 if isinstance(event, NodeStopped):
                     return
+
+    async def average(
+        self,
+        tensors: Mapping[str, Any],
+        group: str,
+        weight: float = 1.0,
+        peers: int = 1,
+        timeout_seconds: float = 60.0,
+        codec: str = "float32",
+    ) -> Averaged:
+        """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
+
+        It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
+        changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and
+        the reason. Raises UsageError: what is given cannot be averaged.
+        """
+        return await average_once(
+            self.averaging, tensors, group, weight, peers=peers, timeout_seconds=timeout_seconds, codec=codec
+        )

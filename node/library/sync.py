@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from node.config import Config, resolve
 from node.errors import UsageError
@@ -22,6 +22,9 @@ from node.library.portal import Portal
 from node.paths import default_data_dir
 from node.runtime import Node
 from node.storage.folder import is_held
+
+if TYPE_CHECKING:
+    from node.optimizer.open import Module, Optimizer, PeerOptimizer
 
 SCRIPTS_MAX = 64
 """Nodes of scripts that one user runs at once on a machine, each with an identity of its own."""
@@ -56,6 +59,39 @@ class SyncNode(BlockingSurface):
                 if number == last or not is_held(config.data_dir):
                     raise
         raise UsageError(f"{SCRIPTS_MAX} scripts of this user run nodes already", "give this one a data_dir=")
+
+    def optimizer(
+        self,
+        optimizer: "Optimizer | Sequence[Optimizer]",
+        run_id: str,
+        *,
+        target_batch_size: int | None = None,
+        local_steps: int | None = None,
+        model: "Module | None" = None,
+        join_seconds: float = 2.0,
+        **options: Any,
+    ) -> "PeerOptimizer":
+        """Return an optimizer of torch that trains with all who do so under the same `run_id`.
+
+        It wraps one optimizer, or several of one model. Exactly one of `target_batch_size` (samples, over all
+        peers) and `local_steps` (between two rounds of averaging) says how. With the `model`, its floating
+        buffers are averaged too with local steps, and tensors have its names. `options` are those of
+        `node.optimizer.wrapper.Settings`. A run that has begun hands over its state before this returns: it
+        waits `join_seconds` for peers. Raises UsageError, TypeError, ValueError.
+        """
+        # Here alone: a node that trains nothing by itself never imports torch.
+        from node.optimizer.open import open_optimizer
+
+        return open_optimizer(
+            self._portal,
+            optimizer,
+            model,
+            join_seconds,
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            local_steps=local_steps,
+            **options,
+        )
 
     def close(self) -> None:
         """Leave the swarm and end the node. May be repeated."""

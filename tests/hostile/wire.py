@@ -17,6 +17,9 @@ import dht.records
 import gossip.messages
 import gossip.swim
 from crypto.contact import CONTACT_PURPOSE, ContactBody
+from gossip import matchmaking, roster
+from gossip.averaging import messages as averaging
+from node.averaging import transfer
 from node.runs import blobs, checkpoint_format, copies, manifest
 from node.runs import requests as runs
 from node.runs.stopping import STOP_PURPOSE, StopBody
@@ -54,6 +57,10 @@ PROTOCOLS = (
     Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True),
     Protocol(blobs.BLOBS_PROTOCOL, blobs.Want, blobs.Reply),
     Protocol(copies.COPIES_PROTOCOL, copies.Request, copies.Reply),
+    Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
+    Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
+    Protocol(averaging.PROTOCOL, averaging.Message, payloads=True),
+    Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer),
     Protocol(reach.PROTOCOL, reach.DialBack, reach.Dialled, datagrams=reach.Echo),
 )
 
@@ -66,6 +73,9 @@ PURPOSES: Mapping[type, str] = {
     manifest.Manifest: manifest.MANIFEST_PURPOSE,
     runs.LeaseBody: runs.LEASE_PURPOSE,
     FrameHeader: FRAME_PURPOSE,
+    averaging.CommitmentBody: averaging.COMMITMENT_PURPOSE,
+    averaging.HaveBody: averaging.HAVE_PURPOSE,
+    averaging.SealBody: averaging.SEAL_PURPOSE,
     checkpoint_format.Checkpoint: checkpoint_format.CHECKPOINT_PURPOSE,
     ContactBody: CONTACT_PURPOSE,
     Plan: FIRST_PLAN_PURPOSE,
@@ -79,6 +89,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody),
     runs.PIPELINE_PROTOCOL: (FrameHeader,),
+    averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }
 """Which facts a protocol carries; what belongs elsewhere is tried now and then all the same."""
 

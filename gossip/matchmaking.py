@@ -1,0 +1,351 @@
+"""How peers that want to average now agree on a group: a sans-IO core, one for each wish.
+
+1. Ready: a peer that wants a group tells all it knows of, twice a second, with a nonce drawn for this wish.
+2. Propose: of those that are ready, the one nearest to the hash of the key convenes. Once all that are
+expected are ready, or its window is over, it sends the group to its members. That is all it does, and the
+next in order takes its place when it is silent.
+3. A peer that finds itself in a proposed group with its own nonce takes it, once, and declines any other. In
+a numbered round it answers later wishes with `Closed`, so that late ones do not form a second group.
+
+The group's hash names the attempt (`gossip.averaging.group`): members that hold different groups never mix
+their numbers, so a lie or a lost message here costs an attempt and nothing else. Too few peers: no group,
+with the reason, and no pretence of one. After hivemind's matchmaking, without its chains of followers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, RATE_MAX, Group, Member, fault_of
+
+PROTOCOL = "/peerloom/matchmaking/1"
+MESSAGE_BYTES_MAX = 16_384
+"""A full group takes some 5 KiB."""
+KEY_BYTES = 32
+READY_SECONDS = 0.5
+"""Between two tellings of a wish that has not been met."""
+SILENT_SECONDS = 2.0
+"""Beyond its window, the time a convener has before the next in order takes its place."""
+WISHES_MAX = 64
+"""Keys under which one node may wish at once."""
+READY_MAX = 1_024
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """I want a group under this key. `rate` and `has_tensors` as in `group.Member`."""
+
+    key: Hash
+    nonce: Nonce
+    rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)]
+    has_tensors: bool = True
+
+
+class Propose(msgspec.Struct, frozen=True, array_like=True, tag="propose"):
+    """This is our group."""
+
+    key: Hash
+    group: Group
+
+
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
+    """I am in another group, or want none any more: leave me out of this attempt."""
+
+    key: Hash
+    attempt: Hash
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+    """I am in a group under this key, without you. There is no other one where rounds are numbered."""
+
+    key: Hash
+
+
+Message = Ready | Propose | Decline | Closed
+Sends = list[tuple[PeerId, Message]]
+
+
+@dataclass(frozen=True)
+class Formed:
+    """There is a group, this peer in it."""
+
+    key: bytes
+    group: Group
+
+
+@dataclass(frozen=True)
+class NotFormed:
+    """There is none; `reason` is for people: alone, late, silence."""
+
+    key: bytes
+    reason: str
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A member of a formed group takes no part in it."""
+
+    key: bytes
+    attempt: bytes
+    peer: PeerId
+
+
+Event = Formed | NotFormed | Declined
+Make = Callable[[tuple[Member, ...]], Group]
+
+
+class Wish:
+    """One peer's wish for a group under one key.
+
+    `expected` are the peers that should come; with all of them ready nobody waits for the window's end.
+    `others` may come, and are told too.
+    `make` makes the group of some members, and says thereby what this peer averages: a proposed group has to
+    be equal to what it makes of the same members, but for round and number. Groups of fewer than `size_min`
+    are not proposed, of more than `size_max` neither. Where `is_exclusive`, there is one group under the key,
+    and late ones get none; otherwise those that are left over form the next.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        key: bytes,
+        expected: Sequence[PeerId],
+        make: Make,
+        now: float,
+        *,
+        window_seconds: float,
+        patience_seconds: float,
+        size_min: int = 2,
+        size_max: int = GROUP_MEMBERS_MAX,
+        is_exclusive: bool = True,
+        others: Sequence[PeerId] = (),
+    ) -> None:
+        self.key = key
+        self._me = me
+        self._peer = PeerId(me.peer)
+        self._expected = dict.fromkeys(peer for peer in expected if peer != self._peer)
+        self._others = dict.fromkeys(peer for peer in others if peer != self._peer)
+        self._make = make
+        self._size_min = size_min
+        self._size_max = size_max
+        self._is_exclusive = is_exclusive
+        self._ready: dict[PeerId, Member] = {}
+        self._passed_over: dict[PeerId, None] = {}
+        self._is_open = False
+        self._window_ends_at = now + window_seconds
+        self._pass_at = inf
+        self._give_up_at = now + patience_seconds
+        self._tell_at = now
+        self.group: Group | None = None
+        self.is_over = False
+        self.events: list[Event] = []
+
+    @property
+    def deadline(self) -> float:
+        if self.group is not None or self.is_over:
+            return inf
+        turn_at = self._pass_at if self._is_open else self._window_ends_at
+        return min(self._tell_at, turn_at, self._give_up_at)
+
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """The expected peers that are not ready yet, for a status line."""
+        return tuple(peer for peer in self._expected if peer not in self._ready)
+
+    def expect(self, now: float, peers: Iterable[PeerId]) -> Sends:
+        """These should come too."""
+        new = [peer for peer in peers if peer != self._peer and peer not in self._expected]
+        self._expected.update(dict.fromkeys(new))
+        if self.group is not None or self.is_over:
+            return []
+        return [(peer, self._wish()) for peer in new] + self._advance(now)
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        """Expect this peer no longer."""
+        self._expected.pop(peer, None)
+        self._ready.pop(peer, None)
+        return self._advance(now)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message under this key."""
+        match message:
+            case Ready():
+                return self._take_ready(now, sender, message)
+            case Propose(group=group):
+                return self._take_group(sender, group)
+            case Decline(attempt=attempt):
+                if self.group is not None and attempt == self.group.id and sender in self.group.peers:
+                    self.events.append(Declined(self.key, attempt, sender))
+                return []
+            case Closed():
+                if self._is_exclusive and self.group is None and not self.is_over:
+                    self._end("the group of this round was formed without this peer")
+                    return []
+                self._ready.pop(sender, None)  # it is taken, until it says that it is ready again
+                return self._advance(now)
+
+    def wake(self, now: float) -> Sends:
+        """Tell, propose or give up, whatever is due."""
+        if self.group is not None or self.is_over:
+            return []
+        if now >= self._give_up_at:
+            self._end("nobody else was ready" if not self._ready else "nobody proposed a group")
+            return []
+        sends: Sends = []
+        if now >= self._tell_at:
+            self._tell_at = now + READY_SECONDS
+            sends += [(peer, self._wish()) for peer in {**self._expected, **self._others, **self._ready}]
+        return sends + self._advance(now)
+
+    def withdraw(self) -> None:
+        """Want no group any more; a group proposed from now on is declined."""
+        if self.group is None and not self.is_over:
+            self._end("withdrawn")
+
+    def _wish(self) -> Ready:
+        return Ready(self.key, self._me.nonce, self._me.rate, self._me.has_tensors)
+
+    def _take_ready(self, now: float, sender: PeerId, message: Ready) -> Sends:
+        if self.group is not None:
+            member = Member(sender, message.nonce, message.rate, message.has_tensors)
+            if member in self.group.members:  # it has not heard of it yet, by whoever proposed it
+                return [(sender, Propose(self.key, self.group))]
+            return [(sender, Closed(self.key))]
+        if self.is_over or len(self._ready) >= READY_MAX:
+            return []
+        is_new = sender not in self._ready
+        self._ready[sender] = Member(sender, message.nonce, message.rate, message.has_tensors)
+        # It may have passed over this wish before it had its own.
+        answer: Sends = [(sender, self._wish())] if is_new else []
+        return answer + self._advance(now)
+
+    def _take_group(self, sender: PeerId, group: Group) -> Sends:
+        if self.group is not None or self.is_over or self._me not in group.members:
+            if self.group is not None and group.id == self.group.id:
+                return []
+            return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
+        own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
+        is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min
+        if not is_sound or own != group:
+            raise RemoteProtocolError("a group of something else than is averaged here")
+        self._form(group)
+        return []
+
+    def _advance(self, now: float) -> Sends:
+        """Propose a group where it is this peer's turn to."""
+        if self.group is not None or self.is_over:
+            return []
+        if not self._is_open:
+            if now < self._window_ends_at and not all(peer in self._ready for peer in self._expected):
+                return []
+            self._is_open = True
+            self._pass_at = now + SILENT_SECONDS
+        order = sorted((self._peer, *self._ready), key=self._distance)
+        convener = next(peer for peer in order if peer not in self._passed_over)
+        if now >= self._pass_at:
+            self._pass_at = now + SILENT_SECONDS
+            if convener != self._peer:
+                self._passed_over[convener] = None
+                convener = next(peer for peer in order if peer not in self._passed_over)
+        if convener != self._peer or len(order) < self._size_min:
+            return []
+        chosen = [self._peer, *(peer for peer in order if peer != self._peer)][: self._size_max]
+        members = tuple(self._ready.get(peer, self._me) for peer in sorted(chosen))
+        group = self._make(members)
+        if fault_of(group):
+            return []
+        self._form(group)
+        return [(PeerId(member.peer), Propose(self.key, group)) for member in members if member != self._me]
+
+    def _distance(self, peer: PeerId) -> bytes:
+        return blake3(self.key + peer).digest()
+
+    def _form(self, group: Group) -> None:
+        self.group = group
+        self.events.append(Formed(self.key, group))
+
+    def _end(self, reason: str) -> None:
+        self.is_over = True
+        self.events.append(NotFormed(self.key, reason))
+
+
+class Matchmaking:
+    """All wishes of one node, behind one protocol."""
+
+    def __init__(self) -> None:
+        self._wishes: dict[bytes, Wish] = {}
+        self.events: list[Event] = []
+
+    @property
+    def deadline(self) -> float:
+        return min((wish.deadline for wish in self._wishes.values()), default=inf)
+
+    def begin(self, now: float, wish: Wish) -> Sends:
+        """Wish for a group. A wish under the same key that was made before ends. Raises ValueError: too
+        many."""
+        if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
+            raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
+        self._wishes[wish.key] = wish
+        sends = wish.wake(now)
+        self._drain(wish)
+        return sends
+
+    def end(self, key: bytes) -> Sends:
+        """Forget a wish, met or not."""
+        wish = self._wishes.pop(key, None)
+        if wish is not None:
+            wish.withdraw()
+        return []
+
+    def get(self, key: bytes) -> Wish | None:
+        """The wish under a key."""
+        return self._wishes.get(key)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message; one under a key that nobody wishes for here is passed over."""
+        wish = self._wishes.get(message.key)
+        if wish is None:
+            if isinstance(message, Propose):
+                attempt = message.group.id
+                return [(p, Decline(message.key, attempt)) for p in message.group.peers if p == sender]
+            return []
+        sends = wish.receive(now, sender, message)
+        self._drain(wish)
+        return sends
+
+    def wake(self, now: float) -> Sends:
+        """Wake the wishes that are due."""
+        sends: Sends = []
+        for wish in list(self._wishes.values()):
+            if wish.deadline <= now:
+                sends += wish.wake(now)
+            self._drain(wish)
+        return sends
+
+    def expect(self, now: float, key: bytes, peers: Iterable[PeerId]) -> Sends:
+        """These should come too."""
+        wish = self._wishes.get(key)
+        sends = [] if wish is None else wish.expect(now, peers)
+        if wish is not None:
+            self._drain(wish)
+        return sends
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        """Membership, or the roster, calls this peer gone."""
+        sends: Sends = []
+        for wish in self._wishes.values():
+            sends += wish.lost(now, peer)
+            self._drain(wish)
+        return sends
+
+    def _drain(self, wish: Wish) -> None:
+        self.events += wish.events
+        wish.events.clear()

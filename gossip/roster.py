@@ -1,0 +1,329 @@
+"""Who takes part in a named run of averaging, and how far each is: a sans-IO core.
+
+Each participant tells all others once a second, and at once when it has something new to say. A newcomer
+greets peers that may take part (members of the swarm, publishers of a DHT record); whoever does answers with
+its own report and the names of others. Nobody keeps the list for the rest, and it needs no agreement: it says
+whom to ask into a group, and how much of a global batch there is. What a report says is its author's word
+alone.
+
+Not here: agreement on a group (`gossip.averaging.formation`), and liveness in the swarm (`gossip.swim`),
+which says by `lost` what it knows.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import Annotated
+
+import msgspec
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PEER_ID_BYTES, PeerId
+
+PROTOCOL = "/peerloom/roster/1"
+MESSAGE_BYTES_MAX = 1_232
+PARTICIPANTS_MAX = 1_024
+"""Of one run that a peer keeps: more than one averages with in a day of small groups."""
+RUNS_MAX = 64
+"""Runs that one node takes part in at once."""
+NAMES_MAX = 24
+"""Peers named in one answer: they fit a datagram."""
+CANDIDATES_MAX = 2_048
+GREETED_AT_ONCE = 32
+"""Candidates greeted in one interval; the rest wait for the next ones."""
+GREETINGS = 3
+"""How often a silent candidate is greeted before it is forgotten: a datagram may be lost."""
+INTERVAL_SECONDS = 1.0
+PEERS_PER_SECOND = 64
+"""Reports that a peer sends in a second at most: with more participants the interval grows."""
+SOON_SECONDS = 0.05
+"""Between two reports at least, however much there is to say."""
+SILENT_SECONDS = 8.0
+"""A participant that is silent for this long, or eight intervals, has gone."""
+
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """One participant's own word.
+
+    `signature` is the hash of what it averages, `step` the global step it is at, `samples` what it has
+    gathered for the next one, `rounds` how many rounds it has averaged. `lineage` is a hash over all that its
+    state came from: peers at one step with other lineages have drifted apart. `has_state`: others may fetch
+    it. `number` counts its reports, so that a late one changes nothing. `asks`: send me yours, and names.
+    """
+
+    run: Hash
+    signature: Hash
+    number: Count
+    step: Count
+    samples: Count
+    rounds: Count
+    lineage: Hash
+    has_state: bool = False
+    asks: bool = False
+
+
+class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
+    """Others that take part."""
+
+    run: Hash
+    peers: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=NAMES_MAX)]
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """I take no further part."""
+
+    run: Hash
+
+
+Message = Report | Names | Leave
+Sends = list[tuple[PeerId, Message]]
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A peer takes part in a run."""
+
+    run: bytes
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class Left:
+    """A peer takes no part any more; `reason` is for people."""
+
+    run: bytes
+    peer: PeerId
+    reason: str
+
+
+Event = Entered | Left
+
+
+@dataclass
+class _Participant:
+    report: Report
+    heard_at: float
+
+
+class Roster:
+    """One run, as one participant sees it."""
+
+    def __init__(
+        self, me: PeerId, run: bytes, signature: bytes, rng: Random, now: float, number: int
+    ) -> None:
+        """`number` is above that of any report of an earlier life: the wall clock in milliseconds is."""
+        self.run = run
+        self.signature = signature
+        self._me = me
+        self._rng = rng
+        self._peers: dict[PeerId, _Participant] = {}
+        self._candidates: dict[PeerId, int] = {}
+        self._number = number
+        self._own = Report(run, signature, number, 0, 0, 0, bytes(32))
+        self._told_at = -inf
+        self._tell_at = now
+        self._greet_at = inf
+        self.events: list[Event] = []
+
+    @property
+    def reports(self) -> Mapping[PeerId, Report]:
+        """The last word of each other participant that averages the same tensors."""
+        return {
+            p: known.report for p, known in self._peers.items() if known.report.signature == self.signature
+        }
+
+    @property
+    def strangers(self) -> int:
+        """Participants under this run's name whose tensors are others."""
+        return len(self._peers) - len(self.reports)
+
+    @property
+    def own(self) -> Report:
+        return self._own
+
+    @property
+    def deadline(self) -> float:
+        return min(self._tell_at, self._greet_at, self._expires_at)
+
+    @property
+    def _expires_at(self) -> float:
+        return min((known.heard_at for known in self._peers.values()), default=inf) + self._silence_seconds
+
+    @property
+    def _interval_seconds(self) -> float:
+        return max(INTERVAL_SECONDS, len(self._peers) / PEERS_PER_SECOND)
+
+    @property
+    def _silence_seconds(self) -> float:
+        return max(SILENT_SECONDS, 8 * self._interval_seconds)
+
+    def tell(
+        self, now: float, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool
+    ) -> Sends:
+        """Say how far this peer is. It is sent with the next report; at once, where others may wait for
+        it."""
+        before = self._own
+        self._own = msgspec.structs.replace(
+            before, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
+        )
+        if self._own != before:
+            self._tell_at = min(self._tell_at, max(now, self._told_at + SOON_SECONDS))
+        return self.wake(now)
+
+    def introduce(self, now: float, peers: Iterable[PeerId]) -> Sends:
+        """These may take part: greet them. Those known already are passed over."""
+        for peer in peers:
+            if peer != self._me and peer not in self._peers and len(self._candidates) < CANDIDATES_MAX:
+                self._candidates.setdefault(peer, 0)
+        if self._candidates:
+            self._greet_at = min(self._greet_at, now)
+        return self.wake(now)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message. Raises RemoteProtocolError for one of another run."""
+        if message.run != self.run:
+            raise RemoteProtocolError("a message of another run")
+        match message:
+            case Report():
+                return self._heard(now, sender, message)
+            case Names(peers=peers):
+                if sender in self._peers:  # only who takes part may send others here
+                    return self.introduce(now, (PeerId(peer) for peer in peers))
+                return []
+            case Leave():
+                self._forget(sender, "left")
+                return []
+
+    def lost(self, peer: PeerId) -> None:
+        """Membership calls this peer dead."""
+        self._forget(peer, "lost")
+        self._candidates.pop(peer, None)
+
+    def leave(self) -> Sends:
+        """Tell all that this peer takes no further part."""
+        return [(peer, Leave(self.run)) for peer in self._peers]
+
+    def wake(self, now: float) -> Sends:
+        """Report, greet and expire, whatever is due."""
+        sends: Sends = []
+        if now >= self._expires_at:
+            limit = now - self._silence_seconds
+            for peer in [p for p, known in self._peers.items() if known.heard_at <= limit]:
+                self._forget(peer, "silent")
+        if now >= self._tell_at:
+            report = self._next_report()
+            # One of them is asked for names, so that two who have missed each other meet in the end.
+            asked = self._rng.choice(list(self._peers)) if self._peers else None
+            asking = msgspec.structs.replace(report, asks=True)
+            sends += [(peer, asking if peer == asked else report) for peer in self._peers]
+            self._told_at = now
+            self._tell_at = now + self._interval_seconds
+        if now >= self._greet_at:
+            sends += self._greet(now)
+        return sends
+
+    def _next_report(self, *, asks: bool = False) -> Report:
+        self._number += 1
+        self._own = msgspec.structs.replace(self._own, number=self._number)
+        return msgspec.structs.replace(self._own, asks=asks)
+
+    def _greet(self, now: float) -> Sends:
+        greeting = self._next_report(asks=True)
+        chosen = list(self._candidates)[:GREETED_AT_ONCE]
+        for peer in chosen:
+            times = self._candidates.pop(peer) + 1
+            if times < GREETINGS:
+                self._candidates[peer] = times
+        self._greet_at = now + INTERVAL_SECONDS if self._candidates else inf
+        return [(peer, greeting) for peer in chosen]
+
+    def _heard(self, now: float, sender: PeerId, report: Report) -> Sends:
+        known = self._peers.get(sender)
+        if known is not None:
+            known.heard_at = now
+            if report.number > known.report.number:
+                known.report = report
+        elif len(self._peers) >= PARTICIPANTS_MAX:
+            return []
+        else:
+            self._peers[sender] = _Participant(report, now)
+            self._candidates.pop(sender, None)
+            self.events.append(Entered(self.run, sender))
+        sends: Sends = []
+        if report.asks:
+            sends.append((sender, self._next_report()))
+            others = [peer for peer in self._peers if peer != sender]
+            if others:
+                named = others if len(others) <= NAMES_MAX else self._rng.sample(others, NAMES_MAX)
+                sends.append((sender, Names(self.run, tuple(named))))
+        elif known is None:
+            sends.append((sender, self._next_report()))
+        return sends
+
+    def _forget(self, peer: PeerId, reason: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self.events.append(Left(self.run, peer, reason))
+
+
+class Rosters:
+    """All runs of one node, behind one protocol."""
+
+    def __init__(self, me: PeerId, rng: Random) -> None:
+        self._me = me
+        self._rng = rng
+        self._rosters: dict[bytes, Roster] = {}
+        self.events: list[Event] = []
+
+    @property
+    def deadline(self) -> float:
+        return min((roster.deadline for roster in self._rosters.values()), default=inf)
+
+    def open(self, run: bytes, signature: bytes, now: float, number: int) -> Roster:
+        """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
+        if run in self._rosters or len(self._rosters) >= RUNS_MAX:
+            raise ValueError("this node takes part in the run already, or in too many")
+        roster = self._rosters[run] = Roster(self._me, run, signature, self._rng, now, number)
+        return roster
+
+    def close(self, run: bytes) -> Sends:
+        """Take no further part in a run."""
+        roster = self._rosters.pop(run, None)
+        return [] if roster is None else roster.leave()
+
+    def get(self, run: bytes) -> Roster | None:
+        """The roster of a run that this node takes part in."""
+        return self._rosters.get(run)
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take one message; one of a run that is not known here is passed over."""
+        roster = self._rosters.get(message.run)
+        if roster is None:
+            return []
+        sends = roster.receive(now, sender, message)
+        self._drain(roster)
+        return sends
+
+    def wake(self, now: float) -> Sends:
+        """Wake those that are due."""
+        sends: Sends = []
+        for roster in list(self._rosters.values()):
+            if roster.deadline <= now:
+                sends += roster.wake(now)
+            self._drain(roster)
+        return sends
+
+    def lost(self, peer: PeerId) -> Sends:
+        """Membership calls this peer dead."""
+        for roster in self._rosters.values():
+            roster.lost(peer)
+            self._drain(roster)
+        return []
+
+    def _drain(self, roster: Roster) -> None:
+        self.events += roster.events
+        roster.events.clear()

@@ -1,0 +1,1 @@
+"""Averaging tensors with peers: the shells around the cores of `gossip.averaging`."""

@@ -1,0 +1,118 @@
+"""`me.average(...)`: one round of averaging for whoever wants no more than that. Torch tensors are taken by
+their numpy view, so this file does not import torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from crypto.identity import peer_text
+from gossip.averaging.group import is_weight
+from node.averaging.participation import Participation, Wanted
+from node.averaging.service import Averaging
+from node.averaging.signature import Row, signature_of
+from node.errors import UsageError
+
+FLOATING = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What a round of averaging gave. `tensors` are new arrays, of the types that were given.
+
+    `shares`: whose tensors entered, by peer id as text, and with which part of the total weight. With an
+    `error` nothing was averaged: `tensors` are those that were given.
+    """
+
+    tensors: Mapping[str, Any]
+    shares: Mapping[str, float]
+    seconds: float
+    error: str = ""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the tensors are a mean."""
+        return not self.error
+
+
+async def average_once(
+    service: Averaging,
+    tensors: Mapping[str, Any],
+    group: str,
+    weight: float,
+    *,
+    peers: int,
+    timeout_seconds: float,
+    codec: str,
+) -> Averaged:
+    """See `node.library.surface.Surface.average`."""
+    if not is_weight(weight):
+        raise UsageError(f"average: weight {weight} must be above 0 and finite")
+    vector, rows = await trio.to_thread.run_sync(partial(_join, tensors))
+    signature = signature_of("average", rows)
+    run = service.find(group, signature) or service.open(group, signature)
+    begun = trio.current_time()
+    with trio.move_on_after(timeout_seconds) as patience:
+        await run.wait_for_peers(peers)
+        left = timeout_seconds - (trio.current_time() - begun)
+        wanted = Wanted(codec=codec, patience_seconds=left, size_min=max(2, peers + 1))
+        made = await run.average(vector, weight, wanted)
+    seconds = trio.current_time() - begun
+    if patience.cancelled_caught:
+        return Averaged(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds))
+    if made.vector is None:
+        return Averaged(dict(tensors), {}, seconds, made.error)
+    shares = {peer_text(peer): share for peer, share in made.shares.items()}
+    return Averaged(_split(made.vector, tensors, rows), shares, seconds)
+
+
+def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:
+    view = run.view
+    text = f"{view.peers} of {peers} others took part within {timeout_seconds:g} s"
+    return text + (f"; {view.strangers} gave other names or shapes" if view.strangers else "")
+
+
+def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:
+    """One vector of all, in the order of names, and what it is made of."""
+    if not tensors:
+        raise UsageError("average: no tensors were given")
+    arrays = {name: _array(name, value) for name, value in sorted(tensors.items())}
+    rows = tuple((name, array.shape, array.dtype.name) for name, array in arrays.items())
+    dtype = np.float64 if any(array.dtype == np.float64 for array in arrays.values()) else np.float32
+    vector: NDArray[Any] = np.concatenate([array.reshape(-1).astype(dtype) for array in arrays.values()])
+    if not vector.size:
+        raise UsageError("average: the tensors are empty")
+    if not np.isfinite(vector).all():
+        raise UsageError("average: a number in the tensors is not finite")
+    return vector, rows
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            # numpy has no bfloat16; float32 holds it exactly.
+            value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"average: {name}: {error}") from None
+    if array.dtype.name not in FLOATING:
+        raise UsageError(f"average: {name}: {array.dtype} cannot be averaged; want {', '.join(FLOATING)}")
+    return array
+
+
+def _split(vector: NDArray[Any], tensors: Mapping[str, Any], rows: tuple[Row, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    at = 0
+    for name, shape, dtype in rows:
+        size = int(np.prod(shape, dtype=np.int64))
+        array = vector[at : at + size].reshape(shape).astype(dtype)
+        given = tensors[name]
+        # A tensor makes one of its own kind: type, device.
+        found[name] = given.new_tensor(array) if hasattr(given, "new_tensor") else array
+        at += size
+    return {name: found[name] for name in tensors}

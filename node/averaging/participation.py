@@ -1,0 +1,405 @@
+"""One run of averaging as one participant: its rounds, what it says of itself, and the state it hands on.
+
+It belongs to the node's event loop. `node.library` and `node.optimizer` stand above it, in other threads.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
+
+import trio
+from blake3 import blake3
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
+from gossip.averaging.outcome import Averaged, Patience
+from gossip.averaging.reduction import Vector
+from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
+from gossip.matchmaking import Sends as MatchSends
+from gossip.roster import Report, Roster
+from gossip.roster import Sends as RosterSends
+from node.averaging.runner import Runner
+from node.averaging.snapshot import Snapshot
+from node.averaging.transfer import OFFER_SECONDS_MAX, fetch_state
+from node.errors import Unreachable
+from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, Event, StateFetched
+from node.seams import Seams
+
+RATE_USUAL = 1 << 24
+"""Bytes a second that a peer claims to send while nothing was measured: all the same, so parts are equal."""
+SNAPSHOTS_KEPT_MAX = 2
+"""The newest two: one that is fetched is not taken away by the next."""
+SNAPSHOT_SECONDS = 10.0
+"""So old a snapshot may be and still be offered, where its step is recent enough."""
+
+MET_KEPT_MAX = 4
+"""Wishes that were met and are kept: whoever comes late under one of them is told so."""
+
+Mode = Literal["butterfly", "exchange"]
+T = TypeVar("T")
+Dtype = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a participation needs of its node."""
+
+    seams: Seams
+    signer: Signer
+    publish: Callable[[Event], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    tell: Callable[[Callable[[float], RosterSends]], None]
+    match: Callable[[Callable[[float], MatchSends]], None]
+    matches: Matchmaking
+    start: Callable[[Runner], None]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Who takes part in a run besides this peer, and how far all are.
+
+    `step` is the newest global step of a peer that has a state, `samples` what all peers at this peer's step
+    have gathered, this one included, `strangers` peers under the same name that average other tensors,
+    `is_apart` whether most peers at this peer's step came to it by other steps.
+    """
+
+    peers: int = 0
+    step: int = 0
+    samples: int = 0
+    strangers: int = 0
+    is_apart: bool = False
+    reports: Sequence[Report] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What came of one round here. With an `error` nothing was averaged, and the old tensors stand.
+
+    `shares` says whose tensors entered, by peer, and with which part of the total weight; a peer that came
+    too late gets the mean of the others, and is not in it. `digest` is equal at all that hold the same mean.
+    """
+
+    vector: Vector | None = field(repr=False)
+    shares: dict[PeerId, float]
+    members: int
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+    digest: bytes
+    error: str = ""
+
+    @property
+    def is_averaged(self) -> bool:
+        return not self.error
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a round is to be held.
+
+    `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:
+    the next group that forms of those that want one. `window_seconds`: how long it waits for those that are
+    expected, `patience_seconds` for anybody. `rate` 0: this peer only sends. Its vector is None where it only
+    helps.
+    """
+
+    round: int | None = None
+    codec: str = "float32"
+    mode: Mode = "butterfly"
+    window_seconds: float = 5.0
+    patience_seconds: float = 60.0
+    size_min: int = 2
+    size_max: int = GROUP_MEMBERS_MAX
+    rate: int = RATE_USUAL
+    patience: Patience = field(default_factory=Patience)
+
+
+class Participation:
+    """This peer's part in one run. `Averaging.open` makes it."""
+
+    def __init__(self, name: str, key: bytes, roster: Roster, service: Service) -> None:
+        self.name = name
+        self.key = key
+        self.roster = roster
+        self._service = service
+        self._formed: dict[bytes, trio.Event] = {}
+        self._outcomes: dict[bytes, Formed | NotFormed] = {}
+        self._snapshots: list[tuple[float, Snapshot]] = []
+        self._offered = trio.Event()
+        self._stirred = trio.Event()
+        self._items = 1
+        self._dtype: Dtype = "float32"
+        self._met: list[bytes] = []
+        self._stepped_at = service.seams.clock.monotonic()
+        self.status = ""
+        self.is_state_wanted = False
+        self.counters: Counter[str] = Counter()
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """Run a function where computing is allowed."""
+        return await self._service.seams.executor.run(function)
+
+    # What others see
+
+    def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
+        """Say how far this peer is."""
+        self._service.tell(
+            lambda now: self.roster.tell(
+                now, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
+            )
+        )
+
+    @property
+    def view(self) -> RunView:
+        """How the run looks from here, now."""
+        reports = list(self.roster.reports.values())
+        own = self.roster.own
+        same = [report for report in reports if report.step == own.step]
+        lineages = Counter(report.lineage for report in (*same, own))
+        # A tie goes to the smaller hash, so that both halves agree on who comes over.
+        most = min(lineages, key=lambda lineage: (-lineages[lineage], lineage))
+        return RunView(
+            peers=len(reports),
+            step=max((report.step for report in reports if report.has_state), default=0),
+            samples=own.samples + sum(report.samples for report in same),
+            strangers=self.roster.strangers,
+            is_apart=own.has_state and own.lineage != most,
+            reports=reports,
+        )
+
+    def entered(self, peer: PeerId) -> None:
+        """A peer takes part."""
+        at = self._service.seams.clock.wall()
+        if peer in self.roster.reports:
+            self._service.publish(
+                AveragingJoined(at=at, run=self.name, peer=peer, peers=len(self.roster.reports))
+            )
+        self._stir()
+
+    def left(self, peer: PeerId, reason: str) -> None:
+        """A peer takes no part any more."""
+        at = self._service.seams.clock.wall()
+        peers = len(self.roster.reports)
+        self._service.publish(AveragingLeft(at=at, run=self.name, peer=peer, reason=reason, peers=peers))
+        self._stir()
+
+    def _stir(self) -> None:
+        stirred, self._stirred = self._stirred, trio.Event()
+        stirred.set()
+
+    async def wait_for_peers(self, count: int) -> None:
+        """Until so many others take part."""
+        while len(self.roster.reports) < count:
+            await self._stirred.wait()
+
+    def stepped(self, step: int, samples: int) -> None:
+        """Tell of a global step that was made here, from so many samples of all."""
+        clock = self._service.seams.clock
+        now = clock.monotonic()
+        seconds, self._stepped_at = now - self._stepped_at, now
+        peers = len(self.roster.reports)
+        self._service.publish(
+            AveragingStepped(
+                at=clock.wall(), run=self.name, step=step, samples=samples, peers=peers, seconds=seconds
+            )
+        )
+
+    async def settle(self, seconds: float) -> None:
+        """Wait a moment for those that take part already: where the swarm has other members, they answer a
+        greeting within a round trip."""
+        with trio.move_on_after(seconds):
+            await self.wait_for_peers(1)
+            await trio.sleep(min(seconds / 4, 0.25))  # the first has named the others
+
+    def close(self) -> None:
+        """Take no further part."""
+        for formed in self._formed.values():
+            formed.set()
+        self._service.close()
+
+    # Rounds
+
+    async def average(self, vector: Vector | None, weight: float, wanted: Wanted) -> Round:
+        """Find a group and average with it. The vector must not change before this returns."""
+        clock = self._service.seams.clock
+        begun = clock.monotonic()
+        found = await self._find_group(vector, wanted)
+        if isinstance(found, str):
+            return self._told(Round(None, {}, 0, clock.monotonic() - begun, 0, 0, b"", found))
+        self.status = f"averaging with {len(found.members) - 1} peers"
+        attempt = await self._service.seams.executor.run(
+            partial(Attempt, self._service.signer, found, vector, weight, clock.monotonic(), wanted.patience)
+        )
+        seams = self._service.seams
+        runner = Runner(attempt, seams.network, clock, seams.executor, self._service.refuse)
+        self._service.start(runner)
+        try:
+            result = await runner.result()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True):
+                await runner.cancel()
+            raise
+        seconds = clock.monotonic() - begun
+        sent, received = attempt.sent_bytes, attempt.received_bytes
+        if isinstance(result, Averaged):
+            shares = dict(result.shares)
+            made = Round(result.vector, shares, len(found.members), seconds, sent, received, result.digest)
+        else:
+            made = Round(None, {}, len(found.members), seconds, sent, received, b"", str(result))
+        return self._told(made)
+
+    def _told(self, made: Round) -> Round:
+        """Tell of a round on screens, and count it."""
+        self.status = ""
+        self.counters["rounds" if made.is_averaged else "rounds_failed"] += 1
+        self._service.publish(
+            AveragingEnded(
+                at=self._service.seams.clock.wall(),
+                run=self.name,
+                outcome="ok" if made.is_averaged else "failed",
+                reason=made.error,
+                step=self.roster.own.step,
+                members=made.members,
+                averaged=tuple(made.shares),
+                seconds=made.seconds,
+                sent_bytes=made.sent_bytes,
+                received_bytes=made.received_bytes,
+            )
+        )
+        return made
+
+    async def _find_group(self, vector: Vector | None, wanted: Wanted) -> Group | str:
+        """The group that forms, or why none does."""
+        service = self._service
+        items, dtype = self._shape(vector)
+        me = Member(
+            service.seams.network.peer, service.seams.entropy(NONCE_BYTES), wanted.rate, vector is not None
+        )
+        number = -1 if wanted.round is None else wanted.round
+        key = blake3(self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)).digest()
+
+        terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype)
+
+        def make(members: tuple[Member, ...]) -> Group:
+            return Group(self.key, max(0, number), 0, terms, members)
+
+        expected = self._expected(wanted.round)
+        now = service.seams.clock.monotonic()
+        wish = Wish(
+            me,
+            key,
+            expected,
+            make,
+            now,
+            window_seconds=wanted.window_seconds,
+            patience_seconds=wanted.patience_seconds,
+            size_min=wanted.size_min,
+            size_max=wanted.size_max,
+            is_exclusive=wanted.round is not None,
+            others=tuple(self.roster.reports),
+        )
+        formed = self._formed[key] = trio.Event()
+        self._outcomes.pop(key, None)
+        self.status = f"looking for a group among {len(expected)} peers"
+        try:
+            service.match(lambda now: service.matches.begin(now, wish))
+            await formed.wait()
+        finally:
+            if self._formed.get(key) is formed:
+                del self._formed[key]
+            outcome = self._outcomes.pop(key, None)
+            if isinstance(outcome, Formed):
+                self._met = [*(met for met in self._met if met != key), key]
+                ended, self._met = self._met[:-MET_KEPT_MAX], self._met[-MET_KEPT_MAX:]
+            else:
+                ended = [key]
+            for each in ended:
+                service.match(lambda _, each=each: service.matches.end(each))  # type: ignore[misc]  # bound now
+        if isinstance(outcome, Formed):
+            return outcome.group
+        return outcome.reason if outcome is not None else "this peer takes no further part"
+
+    def _shape(self, vector: Vector | None) -> tuple[int, Dtype]:
+        if vector is None:
+            return self._items, self._dtype
+        self._items, self._dtype = vector.size, ("float64" if vector.dtype.itemsize == 8 else "float32")
+        return self._items, self._dtype
+
+    def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
+        """Who should come: in a numbered round all who are as far as this peer, or were so one step ago, for
+        what they say travels no faster than their wish."""
+        reports = self.roster.reports.items()
+        return tuple(peer for peer, report in reports if round is None or report.step >= round - 1)
+
+    def matched(self, event: object) -> None:
+        """What the matchmaking of this node learnt; of this run or of another."""
+        if isinstance(event, Formed | NotFormed) and event.key in self._formed:
+            self._outcomes[event.key] = event
+            self._formed[event.key].set()
+
+    # States
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """This is the state of this peer now: for those that join late."""
+        now = self._service.seams.clock.monotonic()
+        self._snapshots = [*self._snapshots, (now, snapshot)][-SNAPSHOTS_KEPT_MAX:]
+        self.is_state_wanted = False
+        offered, self._offered = self._offered, trio.Event()
+        offered.set()
+
+    def kept(self, digest: bytes) -> Snapshot | None:
+        """The snapshot with this digest, if it is still kept."""
+        return next((each for _, each in self._snapshots if each.table.digest == digest), None)
+
+    async def snap(self, step: int) -> Snapshot | str:
+        """A snapshot at this step or later, made by the training loop if need be; or why there is none."""
+        if not self.roster.own.has_state:
+            return "this peer has no state yet"
+        with trio.move_on_after(OFFER_SECONDS_MAX):
+            while True:
+                now = self._service.seams.clock.monotonic()
+                for at, snapshot in reversed(self._snapshots):
+                    is_recent = snapshot.table.step >= self.roster.own.step or now - at < SNAPSHOT_SECONDS
+                    if snapshot.table.step >= step and is_recent:
+                        return snapshot
+                self.is_state_wanted = True
+                await self._offered.wait()
+        return "this peer made no copy of its state in time"
+
+    async def fetch(self, step: int, *, bytes_max: int) -> Snapshot:
+        """The newest state at this step or later, from those that have it. Raises Unreachable."""
+        donors = [
+            peer
+            for peer, report in sorted(self.roster.reports.items(), key=lambda item: (-item[1].step, item[0]))
+            if report.has_state and report.step >= step
+        ]
+        if not donors:
+            raise Unreachable("unknown", "no peer of the run has a state to hand on")
+        seams = self._service.seams
+        begun = seams.clock.monotonic()
+        found = await fetch_state(
+            seams.network,
+            seams.executor,
+            donors,
+            self.key,
+            self.roster.signature,
+            step,
+            bytes_max=bytes_max,
+            refuse=self._service.refuse,
+        )
+        self._service.publish(
+            StateFetched(
+                at=seams.clock.wall(),
+                run=self.name,
+                step=found.table.step,
+                size_bytes=found.table.size_bytes,
+                seconds=seams.clock.monotonic() - begun,
+            )
+        )
+        return found

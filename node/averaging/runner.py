@@ -1,0 +1,205 @@
+"""One averaging attempt on real or simulated streams: drives `gossip.averaging.attempt.Attempt`.
+
+A stream per ordered pair of members, opened by the one that sends. Each message is a struct, the data of a
+chunk its payload, so tensors are not copied on the way. The core computes (it codes, hashes and reduces a
+chunk at a time), so every call into it goes through the executor, one at a time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from math import inf
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.averaging.attempt import Attempt
+from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, AttemptMessage, Chunk
+from gossip.averaging.outcome import Averaged, Failed, Reason
+from node.errors import StreamClosed, StreamEnded, Unreachable
+from node.seams import Clock, Executor, Network, Stream
+
+MESSAGE_BYTES_MAX = 64 * 1024
+"""Without the data of a chunk, which is a payload: a have-set of a full group takes under 4 KiB."""
+QUEUE_MAX = 4_096
+"""Small messages that wait for one stream; with more the peer counts as lost."""
+
+IDLE_SECONDS = 0.5
+"""After which a stream is closed that has nothing to send, once there is a result."""
+
+Sends = list[tuple[PeerId, AttemptMessage]]
+NO_DATA = memoryview(b"")
+
+
+class Runner:
+    """Drives one attempt until it is closed. `result` waits for its outcome."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        network: Network,
+        clock: Clock,
+        executor: Executor,
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self.attempt = attempt
+        self._network = network
+        self._clock = clock
+        self._executor = executor
+        self._refuse = refuse
+        self._turn = trio.Lock()
+        self._queues: dict[PeerId, deque[AttemptMessage]] = {
+            peer: deque() for peer in attempt.group.peers if peer != network.peer
+        }
+        self._changed: dict[PeerId, trio.Event] = {peer: trio.Event() for peer in self._queues}
+        self._moved = trio.Event()
+        self._finished = trio.Event()
+        self._closed = trio.Event()
+
+    async def run(self) -> None:
+        """Until the attempt is closed, which is some time after it has a result; or cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                await self._call(self.attempt.start)
+                for peer in self._queues:
+                    nursery.start_soon(self._send_to, peer)
+                nursery.start_soon(self._wake)
+                await self._closed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._finished.set()
+
+    async def result(self) -> Averaged | Failed:
+        """The outcome, once there is one. It must be running."""
+        await self._finished.wait()
+        return self.attempt.result or Failed(Reason.CANCELLED)
+
+    async def receive_from(self, stream: Stream, first: AttemptMessage) -> None:
+        """Take what a member sends on its stream; `first` came already."""
+        message: AttemptMessage | None = first
+        try:
+            while True:
+                if message is not None:
+                    await self._take(stream.peer, message)
+                message = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
+        except StreamEnded:
+            return  # it had no more to say on this one
+        except StreamClosed:
+            await self.lose(stream.peer)
+
+    async def lose(self, peer: PeerId) -> None:
+        """Membership calls this peer dead, or its stream has broken."""
+        if not self._closed.is_set() and peer in self._queues:
+            await self._call(self.attempt.lost, peer)
+
+    async def cancel(self) -> None:
+        """Take no further part."""
+        if not self._closed.is_set():
+            await self._call(self.attempt.cancel)
+
+    async def _take(self, sender: PeerId, message: AttemptMessage) -> None:
+        try:
+            await self._call(self.attempt.receive, sender, message)
+        except RemoteProtocolError as error:
+            self._refuse(sender, error)
+
+    async def _call(self, function: Callable[..., Sends], *arguments: object) -> None:
+        async with self._turn:
+            now = self._clock.monotonic()
+            sends = await self._executor.run(partial(function, now, *arguments))
+            self._pass_on(sends)
+
+    def _pass_on(self, sends: Sends) -> None:
+        for peer, message in sends:
+            queue = self._queues[peer]
+            if len(queue) < QUEUE_MAX:
+                queue.append(message)
+        for peer in self._queues:
+            if self._queues[peer] or peer in self.attempt.ready:
+                self._changed[peer].set()
+        if self.attempt.result is not None and not self._finished.is_set():
+            self._finished.set()
+            for event in self._changed.values():
+                event.set()
+        if self.attempt.is_closed:
+            self._closed.set()
+            for event in self._changed.values():
+                event.set()
+        self._moved.set()
+
+    async def _wake(self) -> None:
+        while True:
+            self._moved = trio.Event()
+            pause = self.attempt.deadline - self._clock.monotonic()
+            with trio.move_on_after(max(0.0, pause) if pause < inf else inf):
+                await self._moved.wait()
+            if self.attempt.deadline <= self._clock.monotonic():
+                await self._call(self.attempt.wake)
+
+    async def _send_to(self, peer: PeerId) -> None:
+        """Send what there is, on one stream. Once there is a result, a stream with nothing to do is closed,
+        and another opened where the peer asks for something later."""
+        while not self._closed.is_set():
+            await self._wait_for_work(peer, inf)
+            if self._closed.is_set() and not self._queues[peer]:
+                return
+            try:
+                stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+            except Unreachable:
+                await self.lose(peer)
+                return
+            try:
+                while await self._send_one(stream, peer):
+                    pass
+            except StreamClosed:
+                await self.lose(peer)
+                return
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                    await stream.aclose()
+
+    async def _send_one(self, stream: Stream, peer: PeerId) -> bool:
+        """Send a message or a chunk, or wait for one; False once the stream is of no use any more."""
+        queue = self._queues[peer]
+        if queue:
+            await _send(stream, queue.popleft())
+        elif peer in self.attempt.ready:
+            await self._call(self.attempt.pull, peer)
+        elif self._closed.is_set():
+            return False
+        elif self.attempt.result is None:
+            await self._wait_for_work(peer, inf)
+        else:
+            return await self._wait_for_work(peer, IDLE_SECONDS)
+        return True
+
+    async def _wait_for_work(self, peer: PeerId, seconds: float) -> bool:
+        """Wait until there may be something to send, or there is a result; whether that came in time."""
+        changed = self._changed[peer] = trio.Event()
+        if self._queues[peer] or peer in self.attempt.ready or self._closed.is_set():
+            return True
+        with trio.move_on_after(seconds):
+            await changed.wait()
+        return changed.is_set()
+
+
+async def _send(stream: Stream, message: AttemptMessage) -> None:
+    if isinstance(message, Chunk):
+        await stream.send(encode(msgspec.structs.replace(message, data=NO_DATA)), message.data)
+    else:
+        await stream.send(encode(message))
+
+
+def read_message(data: bytes, payload: memoryview) -> AttemptMessage:
+    """A message as it came, the data of a chunk from the payload. Raises RemoteProtocolError."""
+    message: AttemptMessage = decode(data, AttemptMessage, bytes_max=MESSAGE_BYTES_MAX)
+    if isinstance(message, Chunk):
+        if message.data:
+            raise RemoteProtocolError("a chunk whose data is not its payload")
+        return msgspec.structs.replace(message, data=payload)
+    if payload:
+        raise RemoteProtocolError("a payload without a chunk")
+    return message

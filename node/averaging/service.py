@@ -1,0 +1,234 @@
+"""The averaging service of a node: takes part in named runs, forms groups, averages, and hands on states.
+
+Who takes part is found by direct announcement: members of the swarm are greeted (`gossip.roster`), and so are
+those who say in the DHT that they take part, for a member list need not hold all of a public swarm. A round
+is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams.
+"""
+
+from collections.abc import Callable, Collection
+from random import Random
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip import matchmaking, roster
+from gossip.averaging.messages import CHUNK_BYTES_MAX
+from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
+from node.averaging.participation import Participation, Service
+from node.averaging.runner import MESSAGE_BYTES_MAX, Runner, read_message
+from node.averaging.signature import run_key
+from node.averaging.snapshot import Snapshot
+from node.averaging.transfer import StateServer
+from node.containment import contain, keep_running
+from node.errors import StreamClosed, UsageError
+from node.events import Event
+from node.seams import Seams, Stream, StreamLimits
+from node.services.discovery import Discovery
+from node.services.driver import Driver
+
+PURPOSE = "averaging"
+"""Of the DHT records of who takes part in a run."""
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
+"""A stream for each attempt, which stays open a little beyond its result: rounds may follow fast."""
+EARLY_SECONDS_MAX = 15.0
+"""How long a stream of an attempt waits that is not known here yet: its group is on its way."""
+LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
+"""Between two looks for participants, in the member list and in the DHT: alone often, in company seldom."""
+
+
+class Averaging:
+    """The service. `run` drives it; `open` takes part in a run."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        signer: Signer,
+        discovery: Discovery,
+        rng: Random,
+        *,
+        live: Callable[[], Collection[PeerId]],
+        publish: Callable[[Event], None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self._seams = seams
+        self._signer = signer
+        self._discovery = discovery
+        self._live = live
+        self._publish = publish
+        self._refuse = refuse
+        self._rosters = roster.Rosters(seams.network.peer, rng)
+        self._matches = matchmaking.Matchmaking()
+        self._roster_driver = self._driver(self._rosters, roster, self._heard_of)
+        self._match_driver = self._driver(self._matches, matchmaking, self._matched)
+        self._runs: dict[bytes, Participation] = {}
+        self._runners: dict[bytes, Runner] = {}
+        self._stirred = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        seams.network.handle(ATTEMPT_PROTOCOL, self._serve, STREAMS)
+        StateServer(seams.network, self._snap, self._kept)
+
+    def _driver(self, core: object, module: object, publish: Callable[[object], None]) -> Driver:
+        return Driver(
+            core,  # type: ignore[arg-type]  # both modules have the shape of a core
+            module.PROTOCOL,  # type: ignore[attr-defined]  # both have
+            module.Message,  # type: ignore[attr-defined]  # both have
+            message_bytes_max=module.MESSAGE_BYTES_MAX,  # type: ignore[attr-defined]  # both have
+            network=self._seams.network,
+            clock=self._seams.clock,
+            publish=publish,
+            refuse=self._refuse,
+        )
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await nursery.start(self._roster_driver.run)
+            await nursery.start(self._match_driver.run)
+            task_status.started()
+
+    @property
+    def runs(self) -> tuple[Participation, ...]:
+        """The runs that this node takes part in."""
+        return tuple(self._runs.values())
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        """The attempts that this node is in now, or has not closed yet."""
+        return tuple(self._runners.values())
+
+    def open(self, name: str, signature: bytes) -> Participation:
+        """Take part in the run of this name. Raises UsageError: in it already, or in too many."""
+        key = run_key(name)
+        clock = self._seams.clock
+        try:
+            entry = self._rosters.open(key, signature, clock.monotonic(), int(clock.wall() * 1000))
+        except ValueError as error:
+            raise UsageError(f"run {name!r}: {error}") from None
+        assert self._nursery is not None, "the service is running"
+        scope = trio.CancelScope()
+        service = Service(
+            self._seams,
+            self._signer,
+            publish=self._publish,
+            refuse=self._refuse,
+            tell=lambda order: self._roster_driver.command(order),
+            match=lambda order: self._match_driver.command(order),
+            matches=self._matches,
+            start=self._start,
+            close=lambda: self._close(key, scope),
+        )
+        found = self._runs[key] = Participation(name, key, entry, service)
+        self._nursery.start_soon(self._look_for_others, found, scope)
+        return found
+
+    def find(self, name: str, signature: bytes) -> Participation | None:
+        """This node's part in the run of this name, None where it has none. Raises UsageError: other tensors
+        are
+        averaged under this name here."""
+        run = self._runs.get(run_key(name))
+        if run is not None and run.roster.signature != signature:
+            raise UsageError(f"run {name!r}: this node averages tensors of other names or shapes in it")
+        return run
+
+    def member_lost(self, peer: PeerId) -> None:
+        """Membership calls this peer dead, or it has left."""
+        self._roster_driver.command(lambda _: self._rosters.lost(peer))
+        self._match_driver.command(lambda now: self._matches.lost(now, peer))
+        if self._nursery is not None:
+            for runner in list(self._runners.values()):
+                if peer in runner.attempt.group.peers:
+                    self._nursery.start_soon(runner.lose, peer)
+
+    def _close(self, key: bytes, scope: trio.CancelScope) -> None:
+        self._roster_driver.command(lambda _: self._rosters.close(key))
+        self._runs.pop(key, None)
+        scope.cancel()
+
+    # Who takes part
+
+    async def _look_for_others(self, run: Participation, scope: trio.CancelScope) -> None:
+        """Greet the members of the swarm, and those whom the DHT knows, more and more seldom."""
+        with scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(keep_running, "declaring of a run", self._declare, run)
+                pause = LOOK_SECONDS_MIN
+                while True:
+                    live = list(self._live())
+                    self._roster_driver.command(lambda now, live=live: run.roster.introduce(now, live))  # type: ignore[misc]  # bound now
+                    await trio.sleep(pause)
+                    pause = LOOK_SECONDS_MIN if not run.roster.reports else min(2 * pause, LOOK_SECONDS_MAX)
+
+    async def _declare(self, run: Participation) -> None:
+        """Say in the DHT that this node takes part, and ask it who else does."""
+        pause = LOOK_SECONDS_MIN
+        is_declared = False
+        while True:
+            if len(self._live()) > 1:  # alone, there is nobody to tell or to ask
+                if not is_declared:
+                    is_declared = await self._discovery.publish(PURPOSE, run.key, run.roster.signature) > 1
+                records = await self._discovery.find(PURPOSE, run.key)
+                peers = [record.publisher for record in records]
+                self._roster_driver.command(lambda now, peers=peers: run.roster.introduce(now, peers))  # type: ignore[misc]  # bound now
+            await trio.sleep(pause)
+            pause = min(2 * pause, LOOK_SECONDS_MAX)
+
+    def _heard_of(self, event: object) -> None:
+        match event:
+            case roster.Entered(run=key, peer=peer) if key in self._runs:
+                self._runs[key].entered(peer)
+            case roster.Left(run=key, peer=peer, reason=reason) if key in self._runs:
+                self._runs[key].left(peer, reason)
+                self._match_driver.command(lambda now: self._matches.lost(now, peer))
+
+    # Groups and attempts
+
+    def _matched(self, event: object) -> None:
+        if isinstance(event, matchmaking.Declined):
+            runner = self._runners.get(event.attempt)
+            if runner is not None and self._nursery is not None:
+                self._nursery.start_soon(runner.lose, event.peer)
+            return
+        for run in self._runs.values():
+            run.matched(event)
+
+    def _start(self, runner: Runner) -> None:
+        """Drive an attempt until it is closed, beside everything else."""
+        assert self._nursery is not None, "the service is running"
+        self._runners[runner.attempt.id] = runner
+        stirred, self._stirred = self._stirred, trio.Event()
+        stirred.set()
+        self._nursery.start_soon(self._drive, runner)
+
+    async def _drive(self, runner: Runner) -> None:
+        try:
+            with contain("averaging attempt"):  # where it fails by our own bug, its round has failed
+                await runner.run()
+        finally:
+            self._runners.pop(runner.attempt.id, None)
+
+    async def _serve(self, stream: Stream) -> None:
+        if not self._runs:
+            raise StreamClosed("this node averages nothing")
+        first = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
+        with trio.move_on_after(EARLY_SECONDS_MAX):
+            while first.attempt not in self._runners:
+                await self._stirred.wait()
+        runner = self._runners.get(first.attempt)
+        if runner is None:
+            raise StreamClosed("an attempt that is not known here")
+        await runner.receive_from(stream, first)
+
+    # States
+
+    async def _snap(self, key: bytes, signature: bytes, step: int) -> Snapshot | str:
+        run = self._runs.get(key)
+        if run is None or run.roster.signature != signature:
+            return "this node takes no part in such a run"
+        return await run.snap(step)
+
+    def _kept(self, key: bytes, digest: bytes) -> Snapshot | None:
+        run = self._runs.get(key)
+        return None if run is None else run.kept(digest)

@@ -1,0 +1,114 @@
+"""A participant's whole state as named arrays: how it is written down, cut into chunks, and checked.
+
+For peers that join late. It is bytes and a table: nothing in it is executed or unpickled, and what comes of a
+stranger's is bounded by what this peer expects of its own model.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from crypto.errors import RemoteProtocolError
+from node.averaging.signature import TENSORS_MAX
+
+CHUNK_BYTES = 1 << 20
+STATE_BYTES_MAX = 1 << 36
+"""64 GiB: parameters and moments of a model that one machine trains."""
+NAME_LENGTH_MAX = 512
+DIMENSIONS_MAX = 16
+
+Array = NDArray[Any]
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=STATE_BYTES_MAX)]
+Kind = Literal["float16", "bfloat16", "float32", "float64", "int64", "int32", "uint8", "bool"]
+ITEM_BYTES: dict[str, int] = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One array: it lies behind the one before it."""
+
+    name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+    dtype: Kind
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True):
+    """What a snapshot holds: the global step, rounds averaged, the arrays, and the hash of each chunk of
+    their
+    bytes. `lineage` names what led to it: equal at peers that made the same steps."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    rounds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    lineage: Hash
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    chunks: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=STATE_BYTES_MAX // CHUNK_BYTES)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.size_bytes for row in self.rows)
+
+    @property
+    def digest(self) -> bytes:
+        """Names the bytes: snapshots with equal digests can be fetched from all who hold one."""
+        return blake3(msgspec.msgpack.encode((self.rows, self.chunks))).digest()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A table with its bytes."""
+
+    table: Table
+    data: NDArray[np.uint8] = field(repr=False)
+
+    def chunk(self, number: int) -> memoryview:
+        """The bytes of a chunk."""
+        return self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES].data
+
+    def arrays(self) -> dict[str, tuple[Row, NDArray[np.uint8]]]:
+        """Each array's row and bytes, by name."""
+        found: dict[str, tuple[Row, NDArray[np.uint8]]] = {}
+        at = 0
+        for row in self.table.rows:
+            found[row.name] = (row, self.data[at : at + row.size_bytes])
+            at += row.size_bytes
+        return found
+
+
+def make_snapshot(
+    step: int, rounds: int, lineage: bytes, arrays: Mapping[str, tuple[str, tuple[int, ...], Array]]
+) -> Snapshot:
+    """Join named arrays, each as (type, shape, its bytes as uint8), and hash their chunks. Takes some 0.3 ms
+    a
+    MB: call it where computing is allowed."""
+    rows = tuple(Row(name, dtype, shape) for name, (dtype, shape, _) in arrays.items())  # type: ignore[arg-type]  # checked when it is decoded
+    parts = [data.reshape(-1).view(np.uint8) for _, _, data in arrays.values()]
+    data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+    chunks = tuple(
+        blake3(data[at : at + CHUNK_BYTES].data).digest() for at in range(0, data.size, CHUNK_BYTES)
+    )
+    return Snapshot(Table(step, rounds, lineage, rows, chunks), data)
+
+
+def check_table(table: Table, bytes_max: int) -> None:
+    """Raise RemoteProtocolError where a stranger's table is not sound, or larger than this peer expects."""
+    size = 0
+    for row in table.rows:
+        size += row.size_bytes
+        if size > bytes_max:
+            raise RemoteProtocolError(f"a state of more than {bytes_max} bytes")
+    if len({row.name for row in table.rows}) != len(table.rows):
+        raise RemoteProtocolError("a state with two arrays of one name")
+    if len(table.chunks) != -(-size // CHUNK_BYTES):
+        raise RemoteProtocolError("a state whose chunks are not those of its arrays")

@@ -1,0 +1,107 @@
+"""Tensors as one flat vector, and back: parameters, their gradients and floating buffers, in a fixed order.
+
+The vector is float32, or float64 where any tensor is; bfloat16 and float16 are exact in it. Only what is
+trained is in it: a parameter that was frozen when the layout was made is neither sent nor stored.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gossip.averaging.reduction import Vector
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the vector: items from `begin` to `end`."""
+
+    name: str
+    tensor: torch.Tensor
+    begin: int
+    end: int
+
+
+class Layout:
+    """The order of some tensors in a flat vector."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises TypeError for a tensor that no vector can hold: sparse, complex, integer."""
+        slots: list[Slot] = []
+        at = 0
+        for name, tensor in named:
+            if tensor.layout is not torch.strided or tensor.dtype not in FLOATING:
+                kind = f"{tensor.dtype}".removeprefix("torch.")
+                raise TypeError(f"{name}: a {tensor.layout} tensor of {kind} cannot be averaged; exclude it")
+            slots.append(Slot(name, tensor, at, at + tensor.numel()))
+            at += tensor.numel()
+        self.slots = tuple(slots)
+        self.items = at
+        is_double = any(slot.tensor.dtype == torch.float64 for slot in slots)
+        self.dtype = "float64" if is_double else "float32"
+
+    @property
+    def rows(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """(name, shape, type) of each tensor: what a signature is made of."""
+        return tuple(
+            (slot.name, tuple(slot.tensor.shape), str(slot.tensor.dtype).removeprefix("torch."))
+            for slot in self.slots
+        )
+
+    def empty(self) -> Vector:
+        """A vector of the right size; its contents are undefined."""
+        vector: Vector = np.empty(self.items, self.dtype)
+        return vector
+
+    def copy_out(self, out: Vector, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Write the tensors, or others of the same shapes (None: zeros), into `out`."""
+        flat = torch.from_numpy(out)
+        with torch.no_grad():
+            for place, slot in enumerate(self.slots):
+                source = slot.tensor if tensors is None else tensors[place]
+                target = flat[slot.begin : slot.end].view(slot.tensor.shape)
+                if source is None:
+                    target.zero_()
+                else:
+                    target.copy_(source)
+
+    def copy_in(self, vector: Vector) -> None:
+        """Put the vector into the tensors, rounded to their types."""
+        flat = _readable(vector)
+        with torch.no_grad():
+            for slot in self.slots:
+                slot.tensor.copy_(flat[slot.begin : slot.end].view(slot.tensor.shape))
+
+    def add(self, difference: Vector) -> None:
+        """Add a vector to the tensors."""
+        flat = _readable(difference)
+        with torch.no_grad():
+            for slot in self.slots:
+                part = flat[slot.begin : slot.end].view(slot.tensor.shape)
+                slot.tensor.add_(part.to(slot.tensor.device, slot.tensor.dtype))
+
+    def add_scaled(self, out: Vector, tensors: Sequence[torch.Tensor | None], scale: float) -> None:
+        """Add `scale` times these tensors of the same shapes (None: nothing) to `out`."""
+        flat = torch.from_numpy(out)
+        with torch.no_grad():
+            for place, slot in enumerate(self.slots):
+                source = tensors[place]
+                if source is not None:
+                    target = flat[slot.begin : slot.end].view(slot.tensor.shape)
+                    target.add_(source.to(flat.device, flat.dtype), alpha=scale)
+
+    def views(self, vector: Vector) -> list[torch.Tensor]:
+        """Each tensor's part of the vector, of its own type and device."""
+        flat = _readable(vector)
+        return [
+            flat[slot.begin : slot.end].view(slot.tensor.shape).to(slot.tensor.device, slot.tensor.dtype)
+            for slot in self.slots
+        ]
+
+
+def _readable(vector: Vector) -> torch.Tensor:
+    """A tensor over the vector's memory; torch warns of memory that may not be written to."""
+    return torch.from_numpy(vector if vector.flags.writeable else vector.copy())

@@ -1,0 +1,149 @@
+"""A training thread's view of its part in a run: every call returns at once, and none raises.
+
+The training loop stands in one thread, the node's event loop in another (`node.library.portal`). What the
+first asks is done by the second, and its outcome is looked at between two steps.
+"""
+
+from collections.abc import Awaitable, Callable
+from concurrent import futures
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from gossip.averaging.reduction import Vector
+from node.averaging.participation import Participation, Round, RunView, Wanted
+from node.averaging.snapshot import Array, Snapshot, make_snapshot
+from node.library.portal import Call, Portal, PortalClosed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A round that is over, and what it changes of the vector that was sent; None where nothing."""
+
+    round: Round
+    difference: Vector | None
+
+
+class Session:
+    """One run, for one training thread."""
+
+    def __init__(self, portal: Portal[Any], run: Participation) -> None:
+        self._portal = portal
+        self._run = run
+        self.error = ""
+        """Why this session does nothing any more; empty while it works."""
+
+    @property
+    def view(self) -> RunView:
+        """Who takes part, and how far all are."""
+        return RunView() if self.error else self._run.view
+
+    @property
+    def status(self) -> str:
+        """What the node is doing for this run now."""
+        return self.error or self._run.status
+
+    @property
+    def is_state_wanted(self) -> bool:
+        """Whether somebody waits for a copy of this peer's state."""
+        return self._run.is_state_wanted and not self.error
+
+    def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
+        """Say how far this peer is."""
+        said = partial(
+            self._run.tell, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
+        )
+        self._begin(_as_task(said))
+
+    def average(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Round]":
+        """Begin a round. The vector must not change before it is over."""
+        return Pending(self._begin(self._run.average, vector, weight, wanted), self._portal)
+
+    def exchange(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Exchanged]":
+        """Begin a round in the background, and take what it changes: the vector's memory is used for that."""
+        return Pending(self._begin(self._exchange, vector, weight, wanted), self._portal)
+
+    async def _exchange(self, vector: Vector, weight: float, wanted: Wanted) -> "Exchanged":
+        made = await self._run.average(vector, weight, wanted)
+        if made.vector is None:
+            return Exchanged(made, None)
+        return Exchanged(made, await self._run.compute(partial(np.subtract, made.vector, vector, out=vector)))
+
+    def stepped(self, step: int, samples: int) -> None:
+        """Tell screens of a global step."""
+        self._begin(_as_task(partial(self._run.stepped, step, samples)))
+
+    def fetch(self, step: int, *, bytes_max: int) -> "Pending[Snapshot]":
+        """Begin to fetch the newest state at this step or later."""
+        return Pending(self._begin(partial(self._run.fetch, step, bytes_max=bytes_max)), self._portal)
+
+    def offer(
+        self, step: int, rounds: int, lineage: bytes, arrays: dict[str, tuple[str, tuple[int, ...], Array]]
+    ) -> None:
+        """Hand out this state, a copy that nobody changes any more, to those that join late."""
+        self._begin(partial(self._offer, step, rounds, lineage, arrays))
+
+    async def _offer(
+        self, step: int, rounds: int, lineage: bytes, arrays: dict[str, tuple[str, tuple[int, ...], Array]]
+    ) -> None:
+        self._run.offer(await self._run.compute(partial(make_snapshot, step, rounds, lineage, arrays)))
+
+    def close(self) -> None:
+        """Take no further part."""
+        if not self.error:
+            self._begin(_as_task(self._run.close))
+            self.error = "closed"
+
+    def _begin(self, function: Callable[..., Any], *arguments: Any) -> "Call[Any] | None":
+        if self.error:
+            return None
+        try:
+            return self._portal.begin(function, *arguments)
+        except PortalClosed as error:
+            self.error = f"the node has ended: {error}"
+            return None
+
+
+class Pending(Generic[T]):
+    """Something under way in the node's thread. `poll` says whether it is over; it never raises."""
+
+    def __init__(self, call: "Call[T] | None", portal: Portal[Any]) -> None:
+        self._call = call
+        self._portal = portal
+
+    @property
+    def is_over(self) -> bool:
+        return self._call is None or self._call.future.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long at most; whether it is over."""
+        if self._call is not None:
+            futures.wait([self._call.future], seconds)
+        return self.is_over
+
+    def outcome(self) -> T | str:
+        """What came of it, once it is over; or why nothing did."""
+        if self._call is None:
+            return "the node has ended"
+        try:
+            return self._call.future.result(0)
+        except futures.CancelledError:
+            return "the node has ended"
+        except Exception as error:
+            return str(error) or type(error).__name__
+
+    def cancel(self) -> None:
+        """Want it no more."""
+        if self._call is not None:
+            self._portal.cancel(self._call)
+
+
+def _as_task(function: Callable[[], object]) -> Callable[[], Awaitable[None]]:
+    async def task() -> None:
+        function()
+
+    return task

@@ -1,0 +1,83 @@
+"""What a training run is told when it is joined, what it tells of itself, and how its tensors are named."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from node.averaging.participation import Round
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is trained. Exactly one of `target_batch_size` (samples) and `local_steps` is given.
+
+    `codec`: how numbers are sent: float32, bfloat16, float16, int8, int4. `weighting`: by samples, or all
+    equal. `window_seconds`: how long a round waits for peers that are not ready; `round_seconds_max`: how
+    long a step waits for a round. `samples_per_step`: the batch size, where it cannot be seen. `only_sends`:
+    this peer is behind a slow uplink and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
+    """
+
+    run_id: str
+    target_batch_size: int | None = None
+    local_steps: int | None = None
+    codec: str = "float32"
+    weighting: Literal["samples", "equal"] = "samples"
+    samples_per_step: int | None = None
+    window_seconds: float = 5.0
+    round_seconds_max: float = 60.0
+    group_size_max: int = 64
+    only_sends: bool = False
+    clip_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.target_batch_size is None) == (self.local_steps is None):
+            raise ValueError("give either target_batch_size= (gradients) or local_steps= (tensors)")
+        if min(self.target_batch_size or 1, self.local_steps or 1, self.samples_per_step or 1) < 1:
+            raise ValueError("target_batch_size, local_steps and samples_per_step are at least 1")
+        if self.group_size_max < 2 or not self.run_id:
+            raise ValueError("a run has a name, and a group two members at least")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where this peer is. Times in seconds, of this process.
+
+    `samples`: gathered here for the next global step. `total_samples`: by all peers that are as far.
+    `last_round`: the newest round that is over here, `last_error` why it averaged nothing. `blocked_seconds`:
+    how long `step` has worked or waited for the run, beside the wrapped optimizer.
+    """
+
+    global_step: int = 0
+    peers: int = 0
+    samples: int = 0
+    total_samples: int = 0
+    rounds: int = 0
+    rounds_failed: int = 0
+    rounds_skipped: int = 0
+    states_loaded: int = 0
+    samples_dropped: int = 0
+    blocked_seconds: float = 0.0
+    last_round: Round | None = None
+    last_error: str = ""
+
+
+def names_of(
+    optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None
+) -> list[tuple[str, torch.Tensor]]:
+    """The trained parameters in the order of their groups, with the model's names or numbers of their own."""
+    known: Mapping[int, str] = (
+        {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    )
+    found: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for number, inner in enumerate(optimizers):
+        for at, group in enumerate(inner.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in seen:
+                    raise ValueError("two of the optimizers train one parameter")
+                seen.add(id(parameter))
+                if parameter.requires_grad:
+                    found.append((known.get(id(parameter), f"{number}.{at}.{place}"), parameter))
+    return found

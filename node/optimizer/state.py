@@ -1,0 +1,120 @@
+"""A training state as named arrays, and back: parameters, buffers, and what the optimizers remember.
+
+Only what is trained is in it: frozen parameters are neither sent nor stored. What comes from peers is written
+into tensors that exist here, of equal shape and type, so nothing grows by it but an optimizer's own memory,
+which is bounded by a few tensors for each parameter.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from node.averaging.snapshot import Array, Row, Snapshot
+from node.optimizer.layout import Layout
+
+MEMORIES_MAX = 16
+"""Tensors that an optimizer remembers of one parameter: AMSGrad has four."""
+KEY_LENGTH_MAX = 64
+SCALARS = (torch.int64, torch.int32, torch.bool, torch.uint8)
+TYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64,
+    "int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+Arrays = dict[str, tuple[str, tuple[int, ...], Array]]
+
+
+def copy_state(
+    layout: Layout, optimizers: Sequence[torch.optim.Optimizer], counts: Mapping[str, torch.Tensor]
+) -> Arrays:
+    """Copy the state out: `counts` are integer buffers, taken as they are."""
+    found: Arrays = {}
+    for slot in layout.slots:
+        found[f"tensor/{slot.name}"] = _copied(slot.tensor)
+    for name, tensor in counts.items():
+        found[f"count/{name}"] = _copied(tensor)
+    for slot in layout.slots:
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(slot.tensor, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype in NAMES:
+                    found[f"memory/{slot.name}/{key}"] = _copied(value)
+    return found
+
+
+def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.Tensor]) -> str:
+    """Why a state of others cannot be put in place of this one; empty where it can."""
+    arrays = snapshot.arrays()
+    for slot in layout.slots:
+        row = arrays.get(f"tensor/{slot.name}", (None,))[0]
+        if row is None or row.shape != tuple(slot.tensor.shape) or row.dtype != NAMES[slot.tensor.dtype]:
+            return f"the state of others has no such {slot.name}"
+    for name, tensor in counts.items():
+        row = arrays.get(f"count/{name}", (None,))[0]
+        if row is None or row.shape != tuple(tensor.shape) or row.dtype != NAMES[tensor.dtype]:
+            return f"the state of others has no such {name}"
+    memories: dict[str, int] = {}
+    shapes = {slot.name: tuple(slot.tensor.shape) for slot in layout.slots}
+    for name, (row, _) in arrays.items():
+        if name.startswith("memory/"):
+            owner, _, key = name.removeprefix("memory/").rpartition("/")
+            memories[owner] = memories.get(owner, 0) + 1
+            if owner not in shapes or row.shape not in ((), (1,), shapes[owner]) or len(key) > KEY_LENGTH_MAX:
+                return f"the state of others has an unknown memory {name[:80]}"
+            if memories[owner] > MEMORIES_MAX:
+                return "the state of others remembers too much"
+    return ""
+
+
+def put_state(
+    snapshot: Snapshot,
+    layout: Layout,
+    optimizers: Sequence[torch.optim.Optimizer],
+    counts: Mapping[str, torch.Tensor],
+) -> None:
+    """Put a checked state in place of this one."""
+    arrays = snapshot.arrays()
+    with torch.no_grad():
+        for slot in layout.slots:
+            slot.tensor.copy_(_tensor(*arrays[f"tensor/{slot.name}"]))
+        for name, tensor in counts.items():
+            tensor.copy_(_tensor(*arrays[f"count/{name}"]))
+    owners = {
+        id(parameter): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for slot in layout.slots:
+        owner = owners.get(id(slot.tensor))
+        if owner is None:
+            continue  # a buffer
+        prefix = f"memory/{slot.name}/"
+        known = owner.state.get(slot.tensor, {})
+        memory = {}
+        for name, (row, data) in arrays.items():
+            if name.startswith(prefix) and "/" not in (key := name.removeprefix(prefix)):
+                before = known.get(key)
+                # Counters such as Adam's `step` stay on the CPU, as torch has them.
+                device = before.device if isinstance(before, torch.Tensor) else slot.tensor.device
+                memory[key] = _tensor(row, data).to("cpu" if not row.shape and before is None else device)
+        if memory:
+            owner.state[slot.tensor].update(memory)
+
+
+def size_of(layout: Layout) -> int:
+    """The most bytes that the state of this model and any optimizer of torch's may have."""
+    own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in layout.slots)
+    return 8 * own + len(layout.slots) * MEMORIES_MAX * 64 + (1 << 20)
+
+
+def _copied(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Array]:
+    flat = tensor.detach().contiguous().reshape(-1).cpu().clone()
+    array = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return NAMES[tensor.dtype], tuple(tensor.shape), array
+
+
+def _tensor(row: Row, data: Array) -> torch.Tensor:
+    flat = torch.from_numpy(data.copy())
+    return flat.view(TYPES[row.dtype]).reshape(row.shape)

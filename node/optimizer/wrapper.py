@@ -1,0 +1,533 @@
+"""`me.optimizer(...)`: an optimizer of torch that trains with peers, and otherwise is the optimizer it wraps.
+
+    optimizer = me.optimizer(torch.optim.AdamW(model.parameters()), run_id="cifar", target_batch_size=4096)
+    optimizer = me.optimizer(torch.optim.AdamW(model.parameters()), run_id="cifar", local_steps=50)
+
+With a target batch, gradients gather over all peers until it is full; then all make the same step with their
+mean, weighted by samples. With local steps, each peer trains by itself and its tensors are averaged with
+those of a group every so many steps, in the background: `step` only copies them out and, later, adds the
+difference.
+
+Alone in its run it does, bit for bit, what the wrapped optimizer does (with a target batch: where one batch
+fills it). Peers, rounds and states can fail; training goes on, and `status` says why. Programming errors
+raise where they are made: a closure, a sparse gradient, a parameter group that is added later.
+
+`clip_grad_norm_` before `step` clips this peer's own gradient; `clip_grad_norm=` clips the mean of a target
+batch. A `GradScaler` unscales before `step` and skips batches that are not finite: they do not count.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from gossip.averaging.reduction import Vector
+from node.averaging.participation import RATE_USUAL, Round, Wanted
+from node.averaging.snapshot import Snapshot
+from node.optimizer.layout import Layout
+from node.optimizer.samples import SampleCounter
+from node.optimizer.schedule import GlobalScheduler
+from node.optimizer.session import Exchanged, Pending, Session
+from node.optimizer.settings import Settings, Stats, names_of
+from node.optimizer.state import check_state, copy_state, put_state, size_of
+
+log = logging.getLogger("peerloom")
+WINDOW_STEPS = 3.0
+"""A round waits for peers as long as this many steps take here, or `window_seconds` if that is longer."""
+POLL_SECONDS = 0.02
+SILENT_SECONDS = 3.0
+"""Beyond its window, how long a round of a target batch waits for anybody at all. A peer that is not ready by
+then does something else, and takes the step over later."""
+TOLD_SECONDS = 1.0
+"""Within which peers have told each other whether a round succeeded."""
+STATE_SECONDS_MAX = 600.0
+"""For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
+
+
+class PeerOptimizer(torch.optim.Optimizer):
+    """See the module. Made by `node.sync(...).optimizer(...)`."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None, settings: Settings
+    ) -> None:
+        """Raises TypeError or ValueError for optimizers that cannot be wrapped, or share a parameter."""
+        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+            raise TypeError("want an optimizer of torch, or several")
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise TypeError("LBFGS computes the loss anew within a step; it cannot train with peers")
+        self._inner = tuple(optimizers)
+        self.settings = settings
+        names = names_of(self._inner, model)
+        self._parameters = Layout(names)
+        buffers = [] if model is None else list(model.named_buffers())
+        floating = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
+        self._counts = {name: buffer for name, buffer in buffers if not buffer.is_floating_point()}
+        self._tensors = Layout([*names, *floating])
+        if not self._parameters.items:
+            raise ValueError("the optimizer trains no parameters: all are frozen")
+        self._counter = SampleCounter(slot.tensor for slot in self._parameters.slots)
+        self._session: Session | None = None
+        self._schedulers: list[GlobalScheduler] = []
+        self.global_step = 0
+        self._lineage = self._origin()
+        self._is_joined = False
+        self._gathered: Vector | None = None
+        self._gathered_samples = 0
+        self._pending: Pending[Exchanged] | None = None
+        self._steps_since_copy = 0
+        self._steps_since_round = 0
+        self._samples_since_round = 0
+        self._step_seconds = 0.0
+        self._stepped_at = 0.0
+        self._stats = Stats()
+        self._status = "not in a run yet"
+        # Not `__init__`, which would make groups of its own: the base class stands on the wrapped ones.
+        super().__setstate__({})
+        self._warned_capturable_if_run_uncaptured = True
+
+    # What torch expects of an optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as the wrapped one has them
+        if len(self._inner) == 1:
+            return self._inner[0].param_groups
+        return [group for inner in self._inner for group in inner.param_groups]
+
+    @property
+    def state(self) -> "defaultdict[torch.Tensor, Any]":  # type: ignore[override]  # as above
+        if len(self._inner) == 1:
+            return self._inner[0].state
+        return defaultdict(dict, {key: value for inner in self._inner for key, value in inner.state.items()})
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
+        return self._inner[0].defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer."""
+        for inner in self._inner:
+            inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's signature
+        """Refuse: what a run averages is agreed on when a peer joins it."""
+        raise ValueError("a run averages the parameters it began with: make it anew with all groups")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the wrapped optimizer returns, with the global step beside it under `peerloom`.
+
+        Several are joined, their parameters numbered through. Either loads into the plain optimizer.
+        """
+        joined: dict[str, Any] = {"state": {}, "param_groups": []}
+        first = 0
+        for inner in self._inner:
+            own = inner.state_dict()
+            count = sum(len(group["params"]) for group in own["param_groups"])
+            joined["state"].update({first + number: value for number, value in own["state"].items()})
+            for group in own["param_groups"]:
+                numbers = [first + number for number in group["params"]]
+                joined["param_groups"].append({**group, "params": numbers})
+            first += count
+        return {**joined, "peerloom": {"global_step": self.global_step}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of the plain optimizer. The run's newer state wins, once it is
+        joined."""
+        first = at = 0
+        for inner in self._inner:
+            groups = state_dict["param_groups"][at : at + len(inner.param_groups)]
+            at += len(groups)
+            count = sum(len(group["params"]) for group in groups)
+            numbered = range(first, first + count)
+            own = {n - first: value for n, value in state_dict["state"].items() if n in numbered}
+            shifted = [{**group, "params": [n - first for n in group["params"]]} for group in groups]
+            inner.load_state_dict({"state": own, "param_groups": shifted})
+            first += count
+        step = int(state_dict.get("peerloom", {}).get("global_step", 0))
+        if step > self.global_step:
+            self.global_step = step
+            self._move_schedulers()
+
+    def step(  # type: ignore[override]  # one more argument
+        self, closure: Callable[[], Any] | None = None, samples: int | None = None
+    ) -> None:
+        """Make a step, or a part of one. `samples`: how many this batch had, where that cannot be seen.
+
+        Raises TypeError for a closure: the gradients of others could not be computed anew.
+        """
+        if closure is not None:
+            raise TypeError("a closure cannot be used with peers: call backward() first, then step()")
+        begun = time.perf_counter()
+        if self._stepped_at:
+            self._step_seconds = 0.9 * self._step_seconds + 0.1 * (begun - self._stepped_at)
+        count = self._count(samples)
+        inside = self._step_local(count) if self.settings.local_steps else self._step_target(count)
+        self._quietly(self._tell)
+        self._quietly(self._share)
+        self._stepped_at = time.perf_counter()
+        blocked = self._stats.blocked_seconds + self._stepped_at - begun - inside
+        self._update(blocked_seconds=blocked)
+
+    # What a user sees beside that
+
+    @property
+    def status(self) -> str:
+        """One line: what this peer does in its run now, or why it does not."""
+        return self._status
+
+    @property
+    def stats(self) -> Stats:
+        """Where this peer and its run are."""
+        if self._session is not None:
+            view = self._session.view
+            self._update(peers=view.peers, total_samples=self._total_samples())
+        self._update(global_step=self.global_step, samples=self._gathered_samples)
+        return self._stats
+
+    def scheduler(self, make: Any, **options: Any) -> GlobalScheduler:
+        """Return `make(optimizer, **options)`, a learning rate scheduler of torch, as a function of the run's
+        global step: a peer that joins late, or misses a round, has the learning rate of the others."""
+        scheduler = GlobalScheduler(make, self._inner, options)
+        self._schedulers.append(scheduler)
+        scheduler.move_to(self.global_step)
+        return scheduler
+
+    def finish(self, timeout_seconds: float = 60.0) -> bool:
+        """Wait for a round that is under way, and use its result; whether none is left."""
+        if self._pending is not None:
+            self._pending.wait(timeout_seconds)
+            self._quietly(self._use_finished)
+        return self._pending is None
+
+    def average_now(self, timeout_seconds: float = 60.0) -> bool:
+        """With local steps: hold a round now, whatever the count, and use its result; whether it averaged. A
+        round that still looks for a group is given up for it."""
+        if self._pending is not None and not self.finish(0.0):
+            self._pending.cancel()
+            self.finish(timeout_seconds)
+        rounds = self._stats.rounds
+        self._quietly(self._begin_round)
+        self.finish(timeout_seconds)
+        self._quietly(self._tell)
+        return self._stats.rounds > rounds
+
+    def close(self) -> None:
+        """Take no further part in the run; it goes on as the plain optimizer."""
+        self._counter.close()
+        if self._session is not None:
+            self._session.close()
+        self._status = "left the run"
+
+    # Joining
+
+    @property
+    def rows(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """What the run averages: for its signature."""
+        return list(self._tensors.rows)
+
+    def join(self, session: Session) -> None:
+        """Take part by this session. A run that has begun hands over its state first."""
+        self._session = session
+        self._status = "joining"
+        self._quietly(self._catch_up_if_behind)
+        self._is_joined = True
+        self._quietly(self._tell)
+        if self._status == "joining":
+            self._status = self._alone_or_not()
+
+    def _origin(self) -> bytes:
+        """The hash of the parameters as they are: equal where two scripts began with the same seed."""
+        vector = self._tensors.empty()
+        self._tensors.copy_out(vector)
+        return blake3(vector.data.cast("B")).digest()
+
+    def _catch_up_if_behind(self) -> bool:
+        """Load the state of others where they are further or went another way. Whether it was loaded."""
+        assert self._session is not None
+        view = self._session.view
+        is_new = not self._is_joined
+        others = [report for report in view.reports if report.has_state]
+        if not others:
+            return False
+        is_local = self.settings.local_steps is not None
+        if is_new:
+            is_behind = any(r.step > self.global_step or r.lineage != self._lineage for r in others)
+        elif is_local:
+            # Steps of others are their own affair, but what they began with is not.
+            is_behind = view.is_apart and self._stats.rounds == 0
+        else:
+            is_behind = view.step > self.global_step or view.is_apart
+        return is_behind and self._catch_up(0 if is_new or is_local else self.global_step)
+
+    def _catch_up(self, step: int) -> bool:
+        assert self._session is not None
+        self._status = f"catching up: fetching the state of the run, {self._session.view.peers} peers"
+        pending = self._session.fetch(step, bytes_max=size_of(self._tensors))
+        pending.wait(STATE_SECONDS_MAX)
+        found = pending.outcome() if pending.is_over else "no state came in time"
+        if isinstance(found, Snapshot):
+            found = check_state(found, self._tensors, self._counts) or found
+        if isinstance(found, str):
+            pending.cancel()
+            self._status = f"behind the run: {found}"
+            return False
+        put_state(found, self._tensors, self._inner, self._counts)
+        self.global_step = max(found.table.step, 0)
+        self._lineage = found.table.lineage
+        self._update(
+            states_loaded=self._stats.states_loaded + 1,
+            samples_dropped=self._stats.samples_dropped + self._gathered_samples,
+            rounds=max(self._stats.rounds, 0),
+        )
+        self._gathered, self._gathered_samples = None, 0
+        self._move_schedulers()
+        self._status = f"caught up with step {self.global_step}"
+        return True
+
+    # Local steps
+
+    def _step_local(self, samples: int) -> float:
+        """The wrapped step, and a round now and then; how long the wrapped one took."""
+        self._quietly(self._use_finished)
+        begun = time.perf_counter()
+        for inner in self._inner:
+            inner.step()
+        seconds = time.perf_counter() - begun
+        self.global_step += 1
+        self._steps_since_copy += 1
+        self._steps_since_round += 1
+        self._samples_since_round += samples
+        self._move_schedulers()
+        if self._steps_since_round >= (self.settings.local_steps or 1):
+            self._quietly(self._begin_round)
+        return seconds
+
+    def _begin_round(self) -> None:
+        if self._session is None:
+            return
+        if self._session.view.peers == 0:
+            self._steps_since_round = 0
+            self._status = self._alone_or_not()
+            return
+        if self._pending is not None:
+            if self._steps_since_round % (self.settings.local_steps or 1) == 0:
+                self._update(rounds_skipped=self._stats.rounds_skipped + 1)
+            return
+        if self._catch_up_if_behind():
+            return
+        vector = self._tensors.empty()
+        self._tensors.copy_out(vector)
+        weight = float(max(1, self._samples_since_round)) if self.settings.weighting == "samples" else 1.0
+        self._steps_since_copy = self._steps_since_round = self._samples_since_round = 0
+        self._pending = self._session.exchange(vector, weight, self._wanted(None))
+        self._status = f"a round is under way, with {self._session.view.peers} peers in the run"
+
+    def _use_finished(self) -> None:
+        """Add what a round that is over has made of the tensors."""
+        if self._pending is None or not self._pending.is_over:
+            return
+        outcome, self._pending = self._pending.outcome(), None
+        if isinstance(outcome, str):
+            self._failed(None, outcome)
+        elif outcome.difference is None:
+            self._failed(outcome.round, outcome.round.error)
+        else:
+            if self._steps_since_copy == 0 and outcome.round.vector is not None:
+                self._tensors.copy_in(outcome.round.vector)
+            else:
+                self._tensors.add(outcome.difference)
+            self._averaged(outcome.round)
+
+    # A target batch
+
+    def _step_target(self, samples: int) -> float:
+        """Gather, and step once the batch of all is full; how long the wrapped step took."""
+        target = self.settings.target_batch_size or 1
+        gradients = self._gradients()
+        if self._session is not None and self._quietly(self._catch_up_if_behind):
+            self._update(samples_dropped=self._stats.samples_dropped + samples)
+            return 0.0
+        if self._is_alone and self._gathered is None and samples >= target:
+            # Nothing to gather: the gradients stay as autograd left them, to the bit.
+            return self._make_step(None, samples, b"alone")
+        if self._gathered is None:
+            self._gathered = self._parameters.empty()
+            self._gathered.fill(0)
+        self._parameters.add_scaled(self._gathered, gradients, float(samples))
+        self._gathered_samples += samples
+        if self._total_samples() < target:
+            self._status = self._progress_text()
+            return 0.0
+        return self._average_gradients(target)
+
+    def _average_gradients(self, target: int) -> float:
+        """Hold the round of this global step; how long the wrapped step took, 0 where it was not made."""
+        assert self._gathered is not None
+        samples = self._gathered_samples
+        mean = self._gathered / self._gathered.dtype.type(samples)
+        made: Round | str = "this peer is alone"
+        if not self._is_alone:
+            made = self._quietly(self._hold_round, mean, samples) or "the round failed here"
+        if isinstance(made, Round) and made.vector is not None:
+            self._averaged(made)
+            return self._make_step(made.vector, samples, made.digest)
+        error = made if isinstance(made, str) else made.error
+        if not self._is_alone:
+            self._failed(made if isinstance(made, Round) else None, error)
+        if self._is_alone or ("nobody else was ready" in error and samples >= target):
+            return self._make_step(mean, samples, b"alone")
+        self._await_others()
+        return 0.0  # what was gathered is kept for the next attempt
+
+    def _await_others(self) -> None:
+        """After a round that failed here: the others made the step, and this peer takes it over, or they did
+        not, and all try again. It takes them a moment to say which."""
+        begun = time.perf_counter()
+        while self._session is not None and time.perf_counter() - begun < TOLD_SECONDS:
+            if self._session.view.step > self.global_step:
+                self._quietly(self._catch_up_if_behind)
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _hold_round(self, mean: Vector, samples: int) -> Round | str:
+        """Wait for this step's round, but not for longer than is reasonable."""
+        assert self._session is not None
+        self._tell()
+        weight = float(samples) if self.settings.weighting == "samples" else 1.0
+        pending = self._session.average(mean, weight, self._wanted(self.global_step))
+        begun = time.perf_counter()
+        while not pending.wait(POLL_SECONDS):
+            waited = time.perf_counter() - begun
+            text = f"step {self.global_step}: waiting for {waited:.1f} s; {self._session.status}"
+            self._status = text
+            if waited > self.settings.round_seconds_max:
+                pending.cancel()
+                return f"the round was not over after {waited:.0f} s"
+            if self._session.view.step > self.global_step and waited > self._window_seconds:
+                pending.cancel()
+                return "the others made this step already"
+        return pending.outcome()
+
+    def _make_step(self, mean: Vector | None, samples: int, digest: bytes) -> float:
+        """Step with this mean gradient, None for the gradients that are there."""
+        if mean is not None:
+            for slot, gradient in zip(self._parameters.slots, self._parameters.views(mean), strict=True):
+                slot.tensor.grad = gradient
+        if self.settings.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(
+                [slot.tensor for slot in self._parameters.slots], self.settings.clip_grad_norm
+            )
+        begun = time.perf_counter()
+        for inner in self._inner:
+            inner.step()
+        seconds = time.perf_counter() - begun
+        self._lineage = blake3(self._lineage + digest).digest()
+        self.global_step += 1
+        total = self._total_samples() or samples
+        self._gathered, self._gathered_samples = None, 0
+        self._move_schedulers()
+        if self._session is not None:
+            self._session.stepped(self.global_step, total)
+        self._status = self._alone_or_not()
+        return seconds
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        found = [slot.tensor.grad for slot in self._parameters.slots]
+        for slot, gradient in zip(self._parameters.slots, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"{slot.name}: a sparse gradient cannot be averaged; use sparse=False")
+        return found
+
+    # Common
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._session is None or self._session.view.peers == 0
+
+    @property
+    def _window_seconds(self) -> float:
+        return max(self.settings.window_seconds, WINDOW_STEPS * self._step_seconds)
+
+    def _wanted(self, number: int | None) -> Wanted:
+        window = self._window_seconds
+        patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
+        return Wanted(
+            round=number,
+            codec=self.settings.codec,
+            window_seconds=window,
+            patience_seconds=patience,
+            size_max=self.settings.group_size_max,
+            rate=0 if self.settings.only_sends else RATE_USUAL,
+        )
+
+    def _total_samples(self) -> int:
+        """What this peer and all that are as far have gathered."""
+        if self._session is None:
+            return self._gathered_samples
+        reports = self._session.view.reports
+        return self._gathered_samples + sum(r.samples for r in reports if r.step == self.global_step)
+
+    def _count(self, samples: int | None) -> int:
+        seen = self._counter.take()
+        if samples is None:
+            samples = self.settings.samples_per_step
+        return max(1, seen if samples is None else int(samples))
+
+    def _averaged(self, made: Round) -> None:
+        self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
+        self._status = f"averaged with {len(made.shares)} peers in {made.seconds:.1f} s"
+
+    def _failed(self, made: Round | None, error: str) -> None:
+        failed = self._stats.rounds_failed + 1
+        self._update(rounds_failed=failed, last_round=made or self._stats.last_round, last_error=error)
+        self._status = f"nothing was averaged: {error}"
+
+    def _update(self, **changed: Any) -> None:
+        self._stats = Stats(**{**vars(self._stats), **changed})
+
+    def _tell(self) -> None:
+        if self._session is not None and self._is_joined:
+            self._session.tell(
+                step=self.global_step,
+                samples=self._gathered_samples,
+                rounds=self._stats.rounds,
+                lineage=self._lineage,
+                has_state=True,
+            )
+
+    def _share(self) -> None:
+        """Copy the state out where somebody waits for it."""
+        if self._session is not None and self._session.is_state_wanted:
+            arrays = copy_state(self._tensors, self._inner, self._counts)
+            self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
+
+    def _move_schedulers(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.move_to(self.global_step)
+
+    def _alone_or_not(self) -> str:
+        if self._session is None or self._session.error:
+            return "alone: " + (self._session.error if self._session is not None else "not in a run")
+        view = self._session.view
+        if view.peers:
+            return f"step {self.global_step}, {view.peers} peers"
+        others = f"; {view.strangers} under this name train other tensors" if view.strangers else ""
+        return f"alone in run {self.settings.run_id!r}{others}"
+
+    def _progress_text(self) -> str:
+        target = self.settings.target_batch_size
+        peers = 0 if self._session is None else self._session.view.peers
+        return f"step {self.global_step}: {self._total_samples()} of {target} samples, {peers} peers"
+
+    def _quietly(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Do a part that concerns the run; where it fails by a bug or a full disk, training goes on."""
+        try:
+            return part(*arguments)
+        except Exception as error:
+            self._status = f"the run's part failed here: {type(error).__name__}: {error}"
+            log.error("%s", self._status, exc_info=error)
+            self._update(last_error=self._status)
+            return None

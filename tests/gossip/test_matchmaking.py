@@ -1,0 +1,229 @@
+"""How peers agree on a group: the core, in virtual time."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip import matchmaking
+from gossip.averaging.group import Group, Member, Terms
+from gossip.matchmaking import Closed, Declined, Formed, Matchmaking, NotFormed, Propose, Ready, Wish
+from sim.engine import Engine, Wire
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+
+KEY, TENSORS = blake3(b"key").digest(), blake3(b"tensors").digest()
+
+
+def peer_of(number: int) -> PeerId:
+    return PeerId(blake3(number.to_bytes(8, "big")).digest())
+
+
+def member_of(number: int, nonce: int = 0) -> Member:
+    return Member(peer_of(number), bytes([nonce]) * 16, 1_000)
+
+
+def make_group(members: tuple[Member, ...], signature: bytes = TENSORS) -> Group:
+    return Group(b"run", 3, 0, Terms("butterfly", "float32", signature, 10, "float32"), members)
+
+
+def other_terms(group: Group, **changed: object) -> Group:
+    terms = msgspec.structs.replace(group.terms, **changed)
+    return msgspec.structs.replace(group, terms=terms)
+
+
+class World:
+    """Peers that wish for a group under one key."""
+
+    def __init__(self, count: int, *, loss: float = 0.0, seed: int = 1) -> None:
+        self.events: dict[PeerId, list[tuple[float, object]]] = {peer_of(n): [] for n in range(count)}
+        self.engine = Engine(
+            Links(NetworkModel(loss=loss), seed),
+            publish=lambda now, peer, event: self.events[peer].append((now, event)),
+            wires={"": Wire(matchmaking.Message, matchmaking.MESSAGE_BYTES_MAX)},
+        )
+        self.count = count
+        self.cores = [Matchmaking() for _ in range(count)]
+        for number, core in enumerate(self.cores):
+            self.engine.add(peer_of(number), core)
+
+    def wish(self, number: int, at: float = 0.0, expected: int | None = None, **options: object) -> None:
+        others = [peer_of(each) for each in range(self.count if expected is None else expected)]
+        given_options = {"window_seconds": 2.0, "patience_seconds": 20.0, **options}
+
+        def begin(core: Matchmaking, now: float) -> matchmaking.Sends:
+            wish = Wish(member_of(number), KEY, others, make_group, now, **given_options)  # type: ignore[arg-type]  # of several types
+            return core.begin(now, wish)
+
+        self.engine.call(at, peer_of(number), begin)
+
+    def groups(self) -> dict[PeerId, Group]:
+        found = {}
+        for peer, events in self.events.items():
+            formed = [event.group for _, event in events if isinstance(event, Formed)]
+            assert len(formed) <= 1, "a peer is in one group for one wish"
+            if formed:
+                found[peer] = formed[0]
+        return found
+
+    def reasons(self) -> list[str]:
+        return [
+            event.reason for rows in self.events.values() for _, event in rows if isinstance(event, NotFormed)
+        ]
+
+
+def test_all_that_are_expected_meet_in_one_group_without_waiting_for_the_window() -> None:
+    world = World(8)
+    for number in range(8):
+        world.wish(number, at=0.1 * number, window_seconds=15.0)
+    world.engine.run(5.0)
+    groups = world.groups()
+    assert len(groups) == 8
+    assert len({group.id for group in groups.values()}) == 1
+    assert len(groups[peer_of(0)].members) == 8
+    assert max(now for rows in world.events.values() for now, _ in rows) < 2.0
+
+
+def test_the_window_ends_the_waiting_for_those_that_do_not_come() -> None:
+    world = World(4)
+    for number in range(3):
+        world.wish(number)
+    world.engine.run(5.0)
+    assert {len(group.members) for group in world.groups().values()} == {3}
+
+
+def test_a_dead_convener_is_passed_over() -> None:
+    world = World(6)
+    order = sorted(range(5), key=lambda number: blake3(KEY + peer_of(number)).digest())
+    for number in range(5):
+        # All wait for a sixth that never comes, so that the first in order dies before it proposes.
+        world.wish(number, window_seconds=3.0, patience_seconds=30.0)
+    world.engine.kill(peer_of(order[0]), 1.0)
+    world.engine.run(25.0)
+    groups = world.groups()
+    assert len(groups) == 4
+    assert len({group.id for group in groups.values()}) == 1
+
+
+def test_one_that_comes_late_is_told_that_the_round_is_formed() -> None:
+    world = World(4)
+    for number in range(3):
+        world.wish(number)
+    world.wish(3, at=6.0)
+    world.engine.run(10.0)
+    assert peer_of(3) not in world.groups()
+    assert world.reasons() == ["the group of this round was formed without this peer"]
+
+
+def test_without_rounds_those_left_over_form_the_next_group() -> None:
+    world = World(5)
+    for number in range(5):
+        world.wish(number, size_max=2, is_exclusive=False)
+    world.engine.run(19.0)
+    groups = world.groups()
+    assert Counter(len(group.members) for group in groups.values()) == {2: 4}
+    assert len({group.id for group in groups.values()}) == 2
+    world.engine.run(30.0)
+    assert world.reasons() == ["nobody else was ready"]
+
+
+def test_alone_there_is_no_group_and_no_pretence_of_one() -> None:
+    world = World(1)
+    world.wish(0, patience_seconds=5.0)
+    world.engine.run(30.0)
+    assert world.groups() == {}
+    assert world.reasons() == ["nobody else was ready"]
+
+
+def test_no_group_is_smaller_than_was_asked_for() -> None:
+    world = World(4)
+    for number in range(2):
+        world.wish(number, size_min=3)
+    world.engine.run(25.0)
+    assert world.groups() == {}
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 9), st.integers(0, 1_000), st.sampled_from([0.0, 0.1, 0.3]), st.booleans())
+def test_members_of_a_group_all_hold_it_or_decline_it(
+    count: int, seed: int, loss: float, is_exclusive: bool
+) -> None:
+    world = World(count, loss=loss, seed=seed)
+    for number in range(count):
+        world.wish(
+            number, at=(seed * (number + 1) % 17) / 10, is_exclusive=is_exclusive, size_max=4 + seed % 5
+        )
+    world.engine.run(60.0)
+    groups = world.groups()
+    for peer, group in groups.items():
+        assert peer in group.peers
+        for other in group.peers:
+            held = groups.get(other)
+            declined = any(isinstance(event, Declined) for _, event in world.events[peer])
+            assert held == group or declined or loss > 0
+
+
+def make_wish(now: float = 0.0) -> Wish:
+    return Wish(member_of(0), KEY, [peer_of(1)], make_group, now, window_seconds=5.0, patience_seconds=9.0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda group: make_group(group.members, KEY),
+        lambda group: Group(b"other", 3, 0, group.terms, group.members),
+        lambda group: other_terms(group, codec="bfloat16"),
+        lambda group: other_terms(group, items=11),
+        lambda group: make_group((group.members[0], member_of(2))),
+    ],
+)
+def test_a_group_of_something_else_is_refused(spoil: Callable[[Group], Group]) -> None:
+    wish = make_wish()
+    group = spoil(make_group((member_of(0), member_of(1))))
+    with pytest.raises(RemoteProtocolError):
+        wish.receive(0.0, peer_of(1), Propose(KEY, group))
+    assert wish.group is None
+
+
+def test_a_group_with_a_nonce_of_an_earlier_wish_is_declined() -> None:
+    wish = make_wish()
+    group = make_group((member_of(0, nonce=9), member_of(1)))
+    sends = wish.receive(0.0, peer_of(1), Propose(KEY, group))
+    assert [(peer, type(message).__name__) for peer, message in sends] == [(peer_of(1), "Decline")]
+
+
+def test_a_second_group_is_declined_to_all_its_members() -> None:
+    wish = make_wish()
+    first = make_group((member_of(0), member_of(1)))
+    second = make_group((member_of(0), member_of(2), member_of(3)))
+    assert wish.receive(0.0, peer_of(1), Propose(KEY, first)) == []
+    sends = wish.receive(0.0, peer_of(2), Propose(KEY, second))
+    assert [peer for peer, _ in sends] == [peer_of(2), peer_of(3)]
+    assert wish.group == first
+
+
+def test_a_wish_that_was_withdrawn_takes_no_group_any_more() -> None:
+    core = Matchmaking()
+    core.begin(0.0, make_wish())
+    core.end(KEY)
+    group = make_group((member_of(0), member_of(1)))
+    sends = core.receive(0.0, peer_of(1), Propose(KEY, group))
+    assert [type(message).__name__ for _, message in sends] == ["Decline"]
+    assert core.receive(0.0, peer_of(1), Ready(KEY, bytes(16), 1)) == []
+    assert core.receive(0.0, peer_of(1), Closed(KEY)) == []
+
+
+def test_wishes_are_bounded() -> None:
+    core = Matchmaking()
+    for number in range(matchmaking.WISHES_MAX):
+        key = blake3(number.to_bytes(2, "big")).digest()
+        wish = Wish(member_of(0), key, [], make_group, 0.0, window_seconds=1.0, patience_seconds=2.0)
+        core.begin(0.0, wish)
+    with pytest.raises(ValueError, match="at most"):
+        core.begin(0.0, make_wish())

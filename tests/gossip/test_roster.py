@@ -1,0 +1,153 @@
+"""Who takes part in a run of averaging: the core, in virtual time."""
+
+from random import Random
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip import roster
+from gossip.roster import Entered, Leave, Left, Names, Report, Roster, Rosters
+from sim.engine import Engine, Wire
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+
+RUN, TENSORS, LINEAGE = (blake3(name).digest() for name in (b"run", b"tensors", b"lineage"))
+
+
+def peer_of(number: int) -> PeerId:
+    return PeerId(blake3(number.to_bytes(8, "big")).digest())
+
+
+class World:
+    """Participants that greet each other through the first one."""
+
+    def __init__(self, count: int, *, loss: float = 0.0, seed: int = 1) -> None:
+        self.events: list[tuple[float, PeerId, object]] = []
+        self.engine = Engine(
+            Links(NetworkModel(loss=loss), seed),
+            publish=lambda now, peer, event: self.events.append((now, peer, event)),
+            wires={"": Wire(roster.Message, roster.MESSAGE_BYTES_MAX)},
+        )
+        self.peers = [peer_of(number) for number in range(count)]
+        self.cores: list[Rosters] = []
+        for number in range(count):
+            self.start(number, at=0.0)
+
+    def start(self, number: int, *, at: float, signature: bytes = TENSORS) -> Rosters:
+        core = Rosters(self.peers[number], Random(number))
+        core.open(RUN, signature, at, int(at * 1000))
+        self.engine.add(self.peers[number], core, at=at)
+        self.engine.call(
+            at, self.peers[number], lambda _, now: self.roster(core).introduce(now, self.peers[:1])
+        )
+        self.cores[number : number + 1] = [core]
+        return core
+
+    @staticmethod
+    def roster(core: Rosters) -> Roster:
+        found = core.get(RUN)
+        assert found is not None
+        return found
+
+    def known(self, number: int) -> set[PeerId]:
+        return set(self.roster(self.cores[number]).reports)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.2])
+def test_participants_find_all_others_through_any_one(loss: float) -> None:
+    world = World(20, loss=loss)
+    world.engine.run(10.0)
+    for number, peer in enumerate(world.peers):
+        assert world.known(number) == set(world.peers) - {peer}
+    entered = [event for _, _, event in world.events if isinstance(event, Entered)]
+    assert len(entered) == 20 * 19
+
+
+def test_what_one_tells_is_known_to_all_within_a_message() -> None:
+    world = World(4)
+    world.engine.run(5.0)
+    told = {"step": 7, "samples": 64, "rounds": 2, "lineage": LINEAGE, "has_state": True}
+    core = World.roster(world.cores[2])
+    world.engine.call(5.0, world.peers[2], lambda _, now: core.tell(now, **told))  # type: ignore[arg-type]  # of several types
+    world.engine.run(5.5)
+    for number in (0, 1, 3):
+        report = World.roster(world.cores[number]).reports[world.peers[2]]
+        assert (report.step, report.samples, report.has_state) == (7, 64, True)
+
+
+def test_a_silent_participant_is_forgotten_and_one_that_restarts_counts_anew() -> None:
+    world = World(3)
+    world.engine.kill(world.peers[1], 5.0)
+    world.engine.run(20.0)
+    gone = [event for _, _, event in world.events if isinstance(event, Left)]
+    assert {(event.peer, event.reason) for event in gone} == {(world.peers[1], "silent")}
+    assert world.known(0) == {world.peers[2]}
+    world.start(1, at=21.0)
+    world.engine.run(30.0)
+    assert world.known(0) == {world.peers[1], world.peers[2]}
+    assert World.roster(world.cores[0]).reports[world.peers[1]].number > 21_000
+
+
+def test_peers_with_other_tensors_are_counted_and_never_averaged_with() -> None:
+    world = World(2)
+    world.engine.kill(world.peers[1], 0.5)
+    world.start(1, at=1.0, signature=LINEAGE)
+    world.engine.run(4.0)
+    assert world.known(0) == set()
+    assert World.roster(world.cores[0]).strangers == 1
+
+
+def test_a_peer_that_leaves_is_forgotten_at_once() -> None:
+    world = World(3)
+    world.engine.run(3.0)
+    world.engine.call(3.0, world.peers[1], lambda core, _: core.close(RUN))
+    world.engine.run(3.5)
+    assert world.known(0) == {world.peers[2]}
+
+
+def test_names_count_only_from_those_who_take_part() -> None:
+    core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
+    assert core.receive(0.0, peer_of(1), Names(RUN, (peer_of(2),))) == []
+    core.receive(0.0, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
+    greeted = core.receive(0.1, peer_of(1), Names(RUN, (peer_of(2),)))
+    assert peer_of(2) in [peer for peer, _ in greeted]
+
+
+def test_an_older_report_changes_nothing() -> None:
+    core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
+    core.receive(0.0, peer_of(1), Report(RUN, TENSORS, 5, 9, 0, 0, LINEAGE))
+    core.receive(0.0, peer_of(1), Report(RUN, TENSORS, 4, 8, 0, 0, LINEAGE))
+    assert core.reports[peer_of(1)].step == 9
+    with pytest.raises(RemoteProtocolError):
+        core.receive(0.0, peer_of(1), Leave(TENSORS))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_strangers_are_refused_or_a_message(data: bytes) -> None:
+    try:
+        message: roster.Message = decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX)
+    except RemoteProtocolError:
+        return
+    assert decode(encode(message), roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX) == message
+
+
+def test_the_longest_messages_fit_a_datagram() -> None:
+    names = Names(RUN, tuple(peer_of(number) for number in range(roster.NAMES_MAX)))
+    report = Report(RUN, TENSORS, 2**53 - 1, 2**53 - 1, 2**53 - 1, 2**53 - 1, LINEAGE, True, True)
+    assert max(len(encode(names)), len(encode(report))) < 1_100
+
+
+def test_a_roster_is_bounded_whoever_reports() -> None:
+    core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
+    for number in range(1, roster.PARTICIPANTS_MAX + 50):
+        core.receive(0.0, peer_of(number), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
+    assert len(core.reports) == roster.PARTICIPANTS_MAX
+    for first in range(2_000, 6_000, roster.NAMES_MAX):
+        names = tuple(peer_of(number) for number in range(first, first + roster.NAMES_MAX))
+        core.receive(0.0, peer_of(1), Names(RUN, names))
+    assert len(core._candidates) <= roster.CANDIDATES_MAX

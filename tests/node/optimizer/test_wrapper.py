@@ -1,0 +1,359 @@
+"""The optimizer wrapper, on real nodes in threads of this process."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import node
+from crypto.contact import parse_address
+from node import config
+from node.library.sync import SyncNode
+from node.optimizer.samples import SampleCounter
+from node.optimizer.wrapper import PeerOptimizer
+
+torch.set_num_threads(1)
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[[int], list[SyncNode]]]:
+    """Make nodes that know each other."""
+    with ExitStack() as stack:
+
+        def make(count: int) -> list[SyncNode]:
+            found: list[SyncNode] = []
+            for number in range(count):
+                seeds = (parse_address(found[0].addresses[0]),) if found else ()
+                settings = config.Config(
+                    name=f"n{number}",
+                    data_dir=tmp_path / str(number),
+                    swarm=config.Swarm(name="optimizer", preset="local"),
+                    listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+                    join=config.Join(lan=False, seeds=seeds),
+                )
+                found.append(stack.enter_context(node.sync(settings)))
+            for each in found:
+                each.wait_for_members(count - 1)
+            return found
+
+        yield make
+
+
+def model_of(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def batch_of(number: int, samples: int = 32) -> torch.Tensor:
+    return torch.randn(samples, 6, generator=torch.Generator().manual_seed(number))
+
+
+def backward(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    model.zero_grad()
+    model(batch).square().sum(1).mean().backward()
+
+
+def weights(model: torch.nn.Module) -> bytes:
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    first, second = model[0], model[2]  # type: ignore[index]  # a Sequential
+    return torch.optim.SGD(
+        [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters()}], 0.01, 0.9
+    )
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for another thread; the limit is for a test that fails."""
+    waiting = threading.Event()
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came about"
+        waiting.wait(0.005)
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions in threads of their own; what they returned."""
+    results: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = functions[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("make", [adamw, groups])
+@pytest.mark.parametrize("options", [{"target_batch_size": 32}, {"local_steps": 3}])
+def test_alone_it_is_the_plain_optimizer_to_the_bit(
+    nodes: Callable[[int], list[SyncNode]], make: Make, options: dict[str, int]
+) -> None:
+    plain, wrapped = model_of(), model_of()
+    expected = make(plain)
+    optimizer = nodes(1)[0].optimizer(make(wrapped), "r", **options)  # type: ignore[arg-type]  # whichever
+    for number in range(12):
+        for model, each in ((plain, expected), (wrapped, optimizer)):
+            backward(model, batch_of(number))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            each.step()
+    assert weights(plain) == weights(wrapped)
+    assert optimizer.stats.global_step == 12
+    assert optimizer.status == "alone in run 'r'"
+    # Its state goes into a plain optimizer, and a plain one's into it.
+    again = make(plain)
+    again.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(expected.state_dict())
+    for model, each in ((plain, again), (wrapped, optimizer)):
+        backward(model, batch_of(99))
+        each.step()
+    assert weights(plain) == weights(wrapped)
+
+
+def test_small_batches_gather_until_the_target_is_full(nodes: Callable[[int], list[SyncNode]]) -> None:
+    model, plain = model_of(), model_of()
+    optimizer = nodes(1)[0].optimizer(adamw(model), "r", target_batch_size=96)
+    for number in range(6):
+        backward(model, batch_of(number))
+        optimizer.step()
+    assert optimizer.stats.global_step == 2
+    expected = adamw(plain)
+    for step in range(2):
+        backward(plain, torch.cat([batch_of(3 * step + part) for part in range(3)]))
+        expected.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_two_peers_make_the_step_of_all_their_samples(nodes: Callable[[int], list[SyncNode]]) -> None:
+    a, b = nodes(2)
+    models = [model_of(), model_of()]
+    first = a.optimizer(adamw(models[0]), "r", target_batch_size=96)
+    second = b.optimizer(adamw(models[1]), "r", target_batch_size=96)
+    until(lambda: first.stats.peers == second.stats.peers == 1)
+    plain = model_of()
+    expected = adamw(plain)
+
+    def follow() -> None:
+        until(lambda: first.stats.total_samples >= 96)
+        first.step()
+
+    for step in range(3):
+        backward(models[0], batch_of(10 * step))
+        first.step()
+        until(lambda: second.stats.total_samples == 32)
+        backward(models[1], batch_of(10 * step + 1, 64))
+        backward(models[0], batch_of(10 * step + 2, 16))
+        # The second sees a full batch and waits for the first, whose next batch is in it too.
+        together(second.step, follow)
+        assert first.stats.global_step == second.stats.global_step == step + 1
+        assert weights(models[0]) == weights(models[1])
+        assert sorted(first.stats.last_round.shares.values()) == pytest.approx([48 / 112, 64 / 112])  # type: ignore[union-attr]  # there was one
+        whole = [batch_of(10 * step), batch_of(10 * step + 1, 64), batch_of(10 * step + 2, 16)]
+        backward(plain, torch.cat(whole))
+        expected.step()
+        for ours, theirs in zip(models[0].parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    schedules = [each.scheduler(CosineAnnealingLR, T_max=10) for each in (first, second)]
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    assert schedules[0].last_epoch == 3
+
+
+def test_a_late_peer_catches_up_and_one_that_missed_rounds_too(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    a, b = nodes(2)
+    model, late_model = model_of(), model_of(seed=7)
+    first = a.optimizer(adamw(model), "r", target_batch_size=32)
+    schedule = first.scheduler(CosineAnnealingLR, T_max=20)
+    for number in range(5):
+        backward(model, batch_of(number))
+        first.step()
+    joined: list[PeerOptimizer] = []
+    thread = threading.Thread(
+        target=lambda: joined.append(b.optimizer(adamw(late_model), "r", target_batch_size=32))
+    )
+    thread.start()
+    number = 5
+    while thread.is_alive():  # the training loop makes the copy between two of its steps
+        backward(model, batch_of(number))
+        first.step(samples=1)
+        number += 1
+        thread.join(0.02)
+    (second,) = joined
+    assert second.stats.states_loaded == 1
+    assert second.stats.global_step == first.stats.global_step == 5
+    assert weights(late_model) == weights(model)
+    moments = [each.state_dict()["state"] for each in (first, second)]
+    for parameter, memory in moments[0].items():
+        for key, value in memory.items():
+            assert torch.equal(value, moments[1][parameter][key])
+    assert second.scheduler(CosineAnnealingLR, T_max=20).get_last_lr() == schedule.get_last_lr()
+
+
+def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    found = nodes(3)
+    models = [model_of(), model_of(), model_of()]
+    optimizers = together(
+        *(
+            lambda each=each, model=model: each.optimizer(adamw(model), "r", local_steps=10)
+            for each, model in zip(found, models, strict=True)
+        )
+    )
+    until(lambda: all(each.stats.peers == 2 for each in optimizers))
+
+    def train(number: int) -> None:
+        for step in range(25):
+            backward(models[number], batch_of(100 * number + step))
+            optimizers[number].step()
+
+    together(*(lambda number=number: train(number) for number in range(3)))
+    assert len({weights(model) for model in models}) == 3, "each has trained on by itself"
+    assert sum(each.stats.rounds for each in optimizers) > 0
+    assert together(*(each.average_now for each in optimizers)) == [True] * 3
+    last = [each.stats.last_round for each in optimizers]
+    assert {len(made.shares) for made in last} == {3}
+    assert len({weights(model) for model in models}) == 1
+    assert all(each.stats.blocked_seconds < 5 for each in optimizers)
+
+
+def test_what_cannot_be_done_with_peers_is_refused_by_name(nodes: Callable[[int], list[SyncNode]]) -> None:
+    (me,) = nodes(1)
+    model = model_of()
+    optimizer = me.optimizer(adamw(model), "r", target_batch_size=32)
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="make it anew"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match="either target_batch_size"):
+        me.optimizer(adamw(model), "s", target_batch_size=1, local_steps=1)
+    with pytest.raises(TypeError, match="LBFGS"):
+        me.optimizer(torch.optim.LBFGS(model.parameters()), "s", local_steps=1)
+    with pytest.raises(ValueError, match="one parameter"):
+        me.optimizer([adamw(model), adamw(model)], "s", local_steps=1)
+    words = torch.nn.Embedding(5, 3, sparse=True)
+    sparse = me.optimizer(torch.optim.SGD(words.parameters(), 0.1), "s", target_batch_size=8)
+    words(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="sparse gradient"):
+        sparse.step()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_frozen_parameters_are_neither_sent_nor_stored(nodes: Callable[[int], list[SyncNode]]) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = nodes(1)[0].optimizer(adamw(model), "r", local_steps=2, model=model)
+    assert [name for name, _, _ in optimizer.rows] == ["2.weight", "2.bias"]
+
+
+def test_several_optimizers_are_one_and_their_states_are_numbered_through(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    def make(model: torch.nn.Sequential) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD(model[0].parameters(), 0.1, 0.9),
+            torch.optim.Adam(model[2].parameters(), 0.01),
+        ]
+
+    (me,) = nodes(1)
+    plain, model, other = model_of(), model_of(), model_of()
+    optimizer = me.optimizer(make(model), "r", local_steps=2)
+    expected = make(plain)
+    for number in range(4):
+        backward(plain, batch_of(number))
+        backward(model, batch_of(number))
+        optimizer.step()
+        for each in expected:
+            each.step()
+    assert weights(plain) == weights(model)
+    state = copy.deepcopy(optimizer.state_dict())  # torch's own hold the tensors themselves
+    assert sorted(state["state"]) == [0, 1, 2, 3]
+    loaded = me.optimizer(make(other), "s", local_steps=2)
+    loaded.load_state_dict(state)
+    assert loaded.stats.global_step == 4
+    other.load_state_dict(model.state_dict())
+    for trained, wrapped in ((model, optimizer), (other, loaded)):
+        backward(trained, batch_of(50))
+        wrapped.step()
+    assert weights(model) == weights(other)
+
+
+def test_a_grad_scaler_and_schedulers_of_torch_take_it_for_an_optimizer(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    plain, model = model_of(), model_of()
+    (me,) = nodes(1)
+    pairs = [(plain, adamw(plain)), (model, me.optimizer(adamw(model), "r", target_batch_size=32))]
+    for each, optimizer in pairs:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        schedule = CosineAnnealingLR(optimizer, T_max=10)
+        for number in range(6):
+            optimizer.zero_grad()
+            loss = each(batch_of(number)).square().sum(1).mean()
+            scaler.scale(loss * (float("inf") if number == 3 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+    assert weights(plain) == weights(model)
+    assert isinstance(pairs[1][1], PeerOptimizer)
+    assert pairs[1][1].stats.global_step == 5, "the batch that was not finite does not count"
+
+
+def test_training_goes_on_when_the_node_has_ended(tmp_path: Path) -> None:
+    settings = config.Config(
+        name="a",
+        data_dir=tmp_path / "a",
+        swarm=config.Swarm(name="optimizer", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
+    )
+    plain, model = model_of(), model_of()
+    expected = adamw(plain)
+    with node.sync(settings) as me:
+        optimizer = me.optimizer(adamw(model), "r", local_steps=2)
+    for number in range(6):
+        for each, stepping in ((plain, expected), (model, optimizer)):
+            backward(each, batch_of(number))
+            stepping.step()
+    assert weights(plain) == weights(model)
+    assert "the node has ended" in optimizer.status
+
+
+def test_samples_are_counted_where_they_enter_the_outermost_module() -> None:
+    model = model_of()
+    counter = SampleCounter(model[2].parameters())
+    model(input=batch_of(1, 5))
+    assert counter.take() == 5
+    model(batch_of(1, 7))
+    model(input=batch_of(1, 2))
+    with torch.no_grad():
+        model(batch_of(1, 3))
+    model.eval()(batch_of(1, 4))
+    assert counter.take() == 9
+    counter.close()
