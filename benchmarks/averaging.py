@@ -1,0 +1,204 @@
+"""Averaging by whole nodes beside torch's gloo all-reduce: 4 and 8 processes, float32 vectors, several
+codecs.
+
+Each process runs a node (encrypted and authenticated streams, commitments, checks) and a gloo rank. The two
+take turns on the same vectors; a ratio is the median of the ratios of the turns, so that what else the
+machine does falls out. Seconds are those from the trigger to the last process that is done, a group's forming
+included. Peak memory is the growth of a process within a round, with the vector itself counted, in vectors.
+gloo sends plain numbers over plain sockets: it is the floor, and no rival.
+"""
+
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _figures import Goal, arguments, leave, report
+
+from crypto.contact import parse_address
+from node import config
+from node.averaging.participation import Wanted
+from node.averaging.signature import signature_of
+from node.library.sync import sync
+
+FULL = [(processes, millions) for processes in (4, 8) for millions in (1, 10, 50)]
+QUICK = [(4, 1), (4, 4)]
+CODECS = ("float32", "bfloat16", "int8", "int4")
+GLOO = "gloo"
+RATIO_GOALS = {10: 2.5, 50: 2.0}
+MEMORY_GOAL, INT8_GOAL = 3.3, 0.01
+TURNS = 3
+ANSWER_SECONDS = 300.0
+
+
+def settings(folder: str, number: int, seed: str) -> config.Config:
+    return config.Config(
+        name=f"n{number}",
+        data_dir=Path(folder) / str(number),
+        swarm=config.Swarm(name="benchmark", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
+    )
+
+
+def peer(pipe: Connection, folder: str, number: int, processes: int, rendezvous: str) -> None:
+    """One process: a node and a gloo rank, that do what comes by the pipe."""
+    import torch
+    import torch.distributed as gloo
+
+    torch.set_num_threads(1)
+    gloo.init_process_group("gloo", f"file://{rendezvous}", rank=number, world_size=processes)
+    with sync(settings(folder, number, pipe.recv())) as me:
+        pipe.send(me.addresses[0])
+        me.wait_for_members(processes - 1, 120)
+        runs: dict[int, Any] = {}
+        portal = me._portal
+        while (order := pipe.recv()) is not None:
+            kind, items = order
+            vector = np.random.default_rng(number).standard_normal(items, np.float32)
+            if items not in runs and kind != GLOO:
+                signature = signature_of("benchmark", [("v", (items,), "float32")])
+                runs[items] = portal.call_sync(portal.subject.averaging.open, f"b{items}", signature)
+                portal.run(runs[items].wait_for_peers, processes - 1)
+            before = reset_peak()
+            pipe.send("ready")
+            pipe.recv()
+            begun = time.perf_counter()
+            if kind == GLOO:
+                tensor = torch.from_numpy(vector)
+                gloo.all_reduce(tensor)
+                vector, error = tensor.div_(processes).numpy(), ""
+            else:
+                wanted = Wanted(codec=kind, size_min=processes, window_seconds=30.0)
+                made = portal.run(runs[items].average, vector, 1.0, wanted)
+                vector, error = (vector if made.vector is None else made.vector), made.error
+            seconds = time.perf_counter() - begun
+            pipe.send((seconds, (peak_bytes() - before) / (4 * items) + 1, vector[:100_000].copy(), error))
+            del vector
+    gloo.destroy_process_group()
+
+
+def reset_peak() -> int:
+    """Forget the largest size of this process so far; its size now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """The largest size of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def answer(pipe: Connection) -> Any:
+    if not pipe.poll(ANSWER_SECONDS):
+        raise TimeoutError("a process does not answer")
+    return pipe.recv()
+
+
+def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, float]:
+    """One averaging: seconds until the last is done, the largest peak in vectors, the RMS error."""
+    for pipe in pipes:
+        pipe.send((kind, items))
+    for pipe in pipes:
+        answer(pipe)
+    for pipe in pipes:
+        pipe.send("go")
+    results = [answer(pipe) for pipe in pipes]
+    errors = [error for _, _, _, error in results if error]
+    if errors:
+        raise RuntimeError(f"{kind}: {errors[0]}")
+    shown = min(items, 100_000)
+    truth = np.mean(
+        [
+            np.random.default_rng(n).standard_normal(items, np.float32)[:shown].astype(np.float64)
+            for n in range(len(pipes))
+        ],
+        axis=0,
+    )
+    rms = float(np.sqrt(np.mean((results[0][2] - truth) ** 2)))
+    return max(result[0] for result in results), max(result[1] for result in results), rms
+
+
+def measure(processes: int, sizes: list[int], turns: int, rows: list[dict[str, Any]]) -> None:
+    """All sizes with so many processes."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: list[Connection] = []
+        children = []
+        for number in range(processes):
+            ours, theirs = context.Pipe()
+            child = context.Process(
+                target=peer, args=(theirs, folder, number, processes, f"{folder}/gloo"), daemon=True
+            )
+            child.start()
+            pipes.append(ours)
+            children.append(child)
+        seed = ""
+        for pipe in pipes:
+            pipe.send(seed)
+            address = answer(pipe)
+            seed = seed or address
+        for millions in sizes:
+            found: dict[str, list[tuple[float, float, float]]] = {}
+            for _ in range(turns):
+                for kind in (GLOO, *CODECS):
+                    found.setdefault(kind, []).append(turn(pipes, kind, millions * 10**6))
+            for kind, taken in found.items():
+                ratios = [ours[0] / floor[0] for ours, floor in zip(taken, found[GLOO], strict=True)]
+                seconds = statistics.median(each[0] for each in taken)
+                rows.append(
+                    {
+                        "processes": processes,
+                        "millions": millions,
+                        "codec": kind,
+                        "seconds": round(seconds, 4),
+                        "megabytes_per_second": round(4 * millions / seconds, 1),
+                        "times_gloo": round(statistics.median(ratios), 2),
+                        "rms_error": taken[0][2],
+                        "peak_vectors": round(max(each[1] for each in taken), 2),
+                    }
+                )
+        for pipe in pipes:
+            pipe.send(None)
+        for child in children:
+            child.join(30)
+
+
+def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
+    """What the figures are held against."""
+    goals = []
+    for row in rows:
+        where = f"{row['processes']} x {row['millions']}M {row['codec']}"
+        if row["codec"] == "float32" and row["millions"] in RATIO_GOALS:
+            bound = RATIO_GOALS[row["millions"]]
+            goals.append(Goal(f"{where}, times gloo", row["times_gloo"], "<=", bound))
+        if row["codec"] == "float32" and row["millions"] >= 10:
+            goals.append(Goal(f"{where}, peak memory in vectors", row["peak_vectors"], "<=", MEMORY_GOAL))
+        if row["codec"] == "float32":
+            goals.append(Goal(f"{where}, RMS error", row["rms_error"], "<=", 1e-6))
+        if row["codec"] == "int8":
+            goals.append(Goal(f"{where}, RMS error", row["rms_error"], "<=", INT8_GOAL))
+    return goals
+
+
+def main() -> None:
+    """Run it."""
+    options = arguments("averaging by whole nodes beside gloo")
+    rows: list[dict[str, Any]] = []
+    shapes = QUICK if options.quick else FULL
+    for processes in sorted({count for count, _ in shapes}):
+        sizes = [millions for count, millions in shapes if count == processes]
+        measure(processes, sizes, 1 if options.quick else TURNS, rows)
+    leave(report("averaging", rows, goals_of(rows), as_json=options.json))
+
+
+if __name__ == "__main__":
+    main()
