@@ -3,7 +3,6 @@
 Deaths inside of a step, and that its result stays exact, are in `test_equivalence`.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,14 +11,12 @@ import trio
 
 from crypto.identity import PeerId
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
-from node.runs import ending
 from node.runs import requests as wire
 from node.runs.manifest import Manifest
 from node.runs.placement import NotPlaced
-from node.runs.service import Service
 from partition.plan.agreement import PlanDecided
 from partition.plan.change import Change, successor
-from partition.plan.plan import Plan
+from partition.run.member import Member
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -239,20 +236,21 @@ def test_a_requester_that_has_not_heard_of_the_last_newcomer_waits_for_the_news(
 def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_run_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tell = ending.end_for_all
+    finish = Member.finish
 
     async def scenario() -> None:
         async with swarm("abcde") as group:
 
-            async def tell_later(service: Service, plan: Callable[[], Plan], *rest: Any) -> None:
-                change = Change(lost=(plan().stages[0].replicas[0],))
-                following = successor(plan(), change)
+            def finish_and_go_on(core: Member, now: float, outcome: str, *rest: str) -> None:
+                finish(core, now, outcome, *rest)
+                assert core.plan is not None
+                change = Change(lost=(core.plan.stages[0].replicas[0],))
+                following = successor(core.plan, change)
                 for node in group.nodes.values():
                     for mine in list(node.runs.members.values()):
                         mine._on_chain_event(PlanDecided(following, change, 1))
-                await tell(service, plan, *rest)
 
-            monkeypatch.setattr("node.runs.member.end_for_all", tell_later)
+            monkeypatch.setattr(Member, "finish", finish_and_go_on)
             run, _ = await train(group, "e", small())
             lost = {name for name in "abcde" if not any(isinstance(e, RunEnded) for e in group.events[name])}
             assert len(lost) == 1, "who is off the plan waits to be asked again"

@@ -15,6 +15,7 @@ from partition.run.asks import (
     Asks,
     Declined,
     Done,
+    EndRun,
     HoldStage,
     OpenStage,
     ReleaseStage,
@@ -63,6 +64,8 @@ class AskShell:
                 request = wire.Start(run.fact, encode_plan(wanted.plan), self._chain.history(wanted.plan))
             case RenewRun():
                 request = wire.Renew(run.id, plan_hash(wanted.plan))
+            case EndRun():
+                request = wire.End(wanted.plan, wanted.outcome, wanted.detail, wanted.weights)
             case ReleaseStage():
                 request = wire.Release(run.id, plan_hash(wanted.plan))
         reply = await service.ask(ask.peer, request, ask.seconds)

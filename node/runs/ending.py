@@ -1,6 +1,5 @@
-"""How a run ends: the stages' parameters joined to one result, everybody told, the result fetched by each."""
+"""The result of a run: the stages' parameters joined, kept, and fetched by each member."""
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -10,7 +9,6 @@ from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable
 from node.runs.manifest import Run
 from node.runs.replica import ReplicaShell
-from node.runs.requests import Done, End
 from node.runs.service import Service
 from node.runs.weights import (
     FETCH_SECONDS_MAX,
@@ -23,17 +21,13 @@ from node.runs.weights import (
     weights_name,
 )
 from node.storage.blobs import NoRoom
-from partition.plan.plan import Plan, plan_hash
+from partition.plan.plan import Plan
+from partition.run.completion import DECLINES_MAX
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.timeouts import RETRY_SECONDS
 
-END_SECONDS_MAX = 60.0
-"""A member fetches the weights before it answers an End."""
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
 """Of why a run failed: what is kept of it must fit behind."""
-RETRY_SECONDS = 1.0
-DECLINES_MAX = 5
-"""So often a member may not know the plan that a result is asked for by, or an end is told by: a new one has
-come there first. Later it has forgotten the run."""
 
 
 async def collect_result(
@@ -64,45 +58,6 @@ async def collect_result(
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
         await trio.sleep(RETRY_SECONDS)
     return "", reason
-
-
-async def end_for_all(
-    service: Service,
-    plan: Callable[[], Plan | None],
-    end: Callable[[str, str, str], Awaitable[None]],
-    outcome: str,
-    detail: str,
-    weights: str,
-) -> None:
-    """Tell the living members of the plan in force that the run is over, for a bounded time; then `end` here.
-
-    A newer one may come into force meanwhile: whoever is under it does not know the old one any more. Who
-    cannot be told gives the run up by silence, and finds the weights by the DHT.
-    """
-
-    async def tell(peer: PeerId) -> None:
-        declined = 0
-        while peer in service.live() and declined < DECLINES_MAX:
-            message = End(plan_hash(named()), outcome, detail[:REASON_LENGTH_MAX], weights)
-            with suppress(Unreachable):
-                if isinstance(await service.ask(peer, message, END_SECONDS_MAX), Done):
-                    return
-                declined += 1
-            await trio.sleep(RETRY_SECONDS)
-
-    def named() -> Plan:
-        now = plan()
-        assert now is not None, "a run that ends for all has begun"
-        return now
-
-    told = {service.signer.peer}
-    with trio.move_on_after(END_SECONDS_MAX):
-        while left := [peer for peer in named().members if peer not in told and peer in service.live()]:
-            told.update(left)
-            async with trio.open_nursery() as nursery:
-                for peer in left:
-                    nursery.start_soon(tell, peer)
-    await end(outcome, detail, weights)
 
 
 def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:

@@ -20,7 +20,7 @@ from node.runs import requests as wire
 from node.runs.asking import AskShell
 from node.runs.chain import ChainShell, Entered
 from node.runs.committer import CommitterShell
-from node.runs.ending import collect_result, end_for_all, fetch_result, with_checkpoint
+from node.runs.ending import collect_result, fetch_result, with_checkpoint
 from node.runs.hosting import Hosting
 from node.runs.keeping import Keeping
 from node.runs.manifest import Run
@@ -32,8 +32,9 @@ from partition.plan import agreement
 from partition.plan.change import heirs
 from partition.plan.plan import Plan, plan_hash
 from partition.plan.votes import AgreementMessage
+from partition.run import events
 from partition.run import member as core
-from partition.run.asks import Reply
+from partition.run.asks import Declined, Done, Reply
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
 from partition.run.proposals import Surroundings
 from partition.run.states import State
@@ -236,40 +237,38 @@ class RunMember:
             self._is_acting = False
             self._again.set()
 
-    def _on_event(self, event: core.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         service, chain = self._service, self._chain
         match event:
-            case core.StateChanged():
+            case events.StateChanged():
                 changed = RunChanged(
                     at=self._clock.wall(), run=self.run.text, state=event.state, reason=event.reason
                 )
                 service.publish(changed)
-            case core.PlanFollowed():
+            case events.PlanFollowed():
                 service.follow(plan_hash(event.plan), self)
-            case core.PlanEntered():
+            case events.PlanEntered():
                 self._end_roles(event)
-            case core.RolesGiven():
+            case events.RolesGiven():
                 self._take_roles(event)
-            case core.Left():
+            case events.Left():
                 self._stop_training()
                 self._committer = None
                 self._start_task(self._let_go)
-            case core.LivingChanged() if chain is not None:
+            case events.LivingChanged() if chain is not None:
                 chain.reach(event.living)
-            case core.Proposed() if chain is not None:
+            case events.Proposed() if chain is not None:
                 chain.wish(event.change, event.parent)
-            case core.PauseWanted() if self._committer is not None:
+            case events.PauseWanted() if self._committer is not None:
                 self._committer.pause()
-            case core.CheckpointFound():
+            case events.CheckpointFound():
                 self._start_task(self._keeping.learn, event.step, event.checkpoint)
-            case core.RunFailed(for_all=True):
-                self._finish("failed", event.reason, "")
-            case core.RunFailed():
-                self._start_task(self.end, "failed", event.reason, "")
+            case events.RunOver():
+                self._start_task(self.end, event.outcome, event.detail, event.weights)
 
     # Roles
 
-    def _end_roles(self, event: core.PlanEntered) -> None:
+    def _end_roles(self, event: events.PlanEntered) -> None:
         """Another plan is in force: what this node did under the last one ends."""
         if event.is_first or self._committer is None or self._committer.core.phase != "syncing":
             self._stalled_since = self._now
@@ -279,7 +278,7 @@ class RunMember:
         self._decided = trio.Event()
         self._service.publish_plan(self.run, event.plan)
 
-    def _take_roles(self, event: core.RolesGiven) -> None:
+    def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
         plan = event.plan
         self._hosting.adopt(plan)
@@ -397,10 +396,8 @@ class RunMember:
 
     def _finish(self, outcome: str, detail: str, weights: str) -> None:
         """Tell every live member, then end here; whatever plan comes into force from now on."""
-        if not self.core.is_finishing and not self.core.is_over:
-            self.core.is_finishing = True
-            told = partial(end_for_all, self._service, lambda: self.plan, self.end)
-            self._start_task(told, outcome, detail, weights)
+        self.core.finish(self._now, outcome, detail, weights)
+        self._act()
 
     async def end(self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None) -> None:
         """The run is over here: fetch the result from `source`, close the stage, say so."""
@@ -486,7 +483,7 @@ class RunMember:
         if isinstance(message, wire.Notice):
             check_sender(plan, sender, message)
             self._telling.hear(message)
-            self.heard()
+            self.core.heard(self._now)
         elif plan.committer == self._me:
             self._keeping.saved(plan, sender, message)
         else:
@@ -498,9 +495,21 @@ class RunMember:
         if self._hosting.replica is not None:
             self._hosting.replica.receive(now, sender, message)
 
-    def heard(self) -> None:
-        """Somebody says that the run goes on."""
-        self.core.heard(self._now)
+    def renewed(self, sender: PeerId, plan: bytes) -> Done | Declined:
+        """Answer whether this node is still in the run."""
+        return self.core.on_renew(self._now, sender, plan)
+
+    def is_behind(self, sender: PeerId, plan: Plan) -> bool:
+        """Whether this node does not know the plan before `plan`; then it asks `sender`."""
+        is_behind = self.core.is_behind(sender, plan)
+        self._act()
+        return is_behind
+
+    def started(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
+        """Answer to a plan that is said to be in force; None: this node may begin with it."""
+        answer = self.core.on_start(sender, plan)
+        self._act()
+        return answer
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
         """Ask what of the chain is missing here."""

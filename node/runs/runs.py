@@ -29,7 +29,6 @@ from node.runs.chain import Entered, chain_name, history_name, read_entered
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
 from node.runs.data_files import DataFiles
-from node.runs.ending import END_SECONDS_MAX
 from node.runs.keeping import newest_name
 from node.runs.links import Links
 from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
@@ -49,6 +48,7 @@ from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
 from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
+from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 from partition.steps.messages import CommitterMessage
 

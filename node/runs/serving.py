@@ -31,8 +31,9 @@ from node.runs.uploads import Body, send_blob, whole
 from node.runs.weights import weights_name
 from node.seams import Seams, Stream
 from partition.plan.history import History
-from partition.plan.plan import Plan, committee, plan_hash
+from partition.plan.plan import Plan, plan_hash
 from partition.run import timeouts
+from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_MAX = 64
@@ -218,12 +219,9 @@ class Requests:
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
         member = runs.members.get(run.id)
-        if member is not None and member.plan is not None:
-            # What comes after is decided by the chain, and heard from it.
-            if member.plan.height < plan.height and peer in member.plan.roster:
-                member.catch_up([peer])
-            is_other = member.plan.height == plan.height and member.plan_hash != plan_hash(plan)
-            return wire.Declined("another plan is in force") if is_other else wire.Done()
+        answer = None if member is None else member.started(peer, plan)
+        if answer is not None:
+            return _on_the_wire(answer)
         stage = plan.stage_of(runs.signer.peer)
         if stage is not None and not runs.slot.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
@@ -263,10 +261,7 @@ class Requests:
     def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
         """Whether this node is in the run under an older plan than that before `plan`; it asks `peer`."""
         member = self._runs.members.get(run)
-        if member is None or member.plan is None or member.plan_hash == plan.parent:
-            return False
-        member.catch_up([peer])
-        return True
+        return member is not None and member.is_behind(peer, plan)
 
     async def _on_state(self, peer: PeerId, request: wire.FetchState) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
@@ -295,20 +290,15 @@ class Requests:
 
     def _on_renew(self, peer: PeerId, request: wire.Renew) -> wire.Reply:
         member = self._runs.members.get(request.run)
-        if member is None or member.plan is None:
+        if member is None:
             return wire.Declined("no such run here")
-        if member.plan_hash == request.plan:
-            if member.plan.committer != peer:
-                return wire.Declined("no such plan here")
-            member.heard()
-        return wire.Done()
+        return _on_the_wire(member.renewed(peer, request.plan))
 
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
         member = self._runs.following(request.plan)
-        if member is None or member.plan is None:
+        declined = None if member is None else member.core.on_end(peer, request.plan)
+        if member is None or declined is not None:
             return wire.Declined("no such plan here")
-        if peer not in (member.plan.committer, *committee(member.plan)):
-            raise RemoteProtocolError("a run ended by a peer that has no vote in it")
         if request.outcome == "done" and not request.weights:
             raise RemoteProtocolError("a run that is done without a result")
         with self._runs.containing(member.run, "end"):
@@ -327,6 +317,10 @@ class Requests:
     async def _on_range(self, request: wire.FetchRange) -> wire.Reply | Body:
         part = await self._runs.models.open_range(request.graph, request.offset, request.length)
         return wire.Declined("these first values are not here") if part is None else part
+
+
+def _on_the_wire(answer: Done | Declined) -> wire.Reply:
+    return wire.Done() if isinstance(answer, Done) else wire.Declined(answer.reason)
 
 
 def _declined(error: Exception) -> wire.Declined:

@@ -51,7 +51,18 @@ class RenewRun:
     plan: Plan
 
 
-Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun
+@dataclass(frozen=True)
+class EndRun:
+    """Committer to a member: the run is over. `plan` is the hash of the plan in force, `weights` is that of
+    the result in hex, empty where there is none."""
+
+    plan: bytes
+    outcome: str
+    detail: str
+    weights: str = ""
+
+
+Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,30 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import agreement
 from partition.plan.agreement import Agreement
 from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.plan import NOTHING, Plan, committee, plan_hash
 from partition.run import keepalive, proposals
-from partition.run.asks import Asks, Reply
+from partition.run.asks import Asks, Declined, Done, Reply
 from partition.run.branches import Branches, Verdict
+from partition.run.completion import Completion
 from partition.run.draining import Draining
+from partition.run.events import (
+    CheckpointFound,
+    Event,
+    Left,
+    LivingChanged,
+    PauseWanted,
+    PlanEntered,
+    PlanFollowed,
+    Proposed,
+    RolesGiven,
+    RunOver,
+    StateChanged,
+)
 from partition.run.failures import Failures
 from partition.run.keepalive import Keepalive
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
@@ -57,98 +72,6 @@ class Roles(Protocol):
 
 
 @dataclass(frozen=True)
-class PlanFollowed:
-    """Messages of this plan are for this member from now on."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class PlanEntered:
-    """The plan is in force: what this node did as a trainer under the one before ends."""
-
-    plan: Plan
-    is_first: bool
-
-
-@dataclass(frozen=True)
-class RolesGiven:
-    """Take the roles that the plan gives to this node, and only these. `lost_steps` are to be committed
-    again. `over`: end the run instead as its committer, for this reason."""
-
-    plan: Plan
-    change: Change | None
-    lost_steps: int
-    over: str | None
-
-
-@dataclass(frozen=True)
-class StateChanged:
-    """The run is in another state for this member, and why, for a person."""
-
-    state: State
-    reason: str
-
-
-@dataclass(frozen=True)
-class Left:
-    """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
-    branch of the run for another."""
-
-    is_branch: bool
-
-
-@dataclass(frozen=True)
-class LivingChanged:
-    """Those of the run that count as alive."""
-
-    living: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """What should be decided after the plan of this hash; None for nothing."""
-
-    change: Change | None
-    parent: bytes
-
-
-@dataclass(frozen=True)
-class PauseWanted:
-    """As the committer: pause between two steps, because a member wants to leave."""
-
-
-@dataclass(frozen=True)
-class CheckpointFound:
-    """A checkpoint is whole, on several disks."""
-
-    step: int
-    checkpoint: bytes
-
-
-@dataclass(frozen=True)
-class RunFailed:
-    """The run cannot go on. Tell all members, or where it is not `for_all`, end it here only."""
-
-    reason: str
-    for_all: bool
-
-
-Event = (
-    PlanFollowed
-    | PlanEntered
-    | RolesGiven
-    | StateChanged
-    | Left
-    | LivingChanged
-    | Proposed
-    | PauseWanted
-    | CheckpointFound
-    | RunFailed
-)
-
-
-@dataclass(frozen=True)
 class Parts:
     """The constructors of the parts that a test or a user may replace."""
 
@@ -172,8 +95,7 @@ class _Life:
 class Member:
     """One run at one node. `plan` is the one in force, None before the first.
 
-    `is_finishing`: as its committer it tells all that the run is over. `is_dropped`: this node takes no role
-    any more. `is_over`: nothing is said or done for the run any more.
+    `is_dropped`: this node takes no role any more. `is_over`: nothing is said or done for the run any more.
     """
 
     def __init__(
@@ -189,7 +111,7 @@ class Member:
     ) -> None:
         self.plan: Plan | None = None
         self.state: State = "submitted"
-        self.is_finishing = self.is_dropped = self.is_over = False
+        self.is_dropped = self.is_over = False
         self.progress = Progress(samples_per_step)
         self.failures = Failures()
         self.asks = Asks()
@@ -203,6 +125,7 @@ class Member:
         self._parts = parts or Parts()
         self._life: _Life | None = None
         self._is_stuck = False
+        self._completion: Completion | None = None
 
     @property
     def commits(self) -> bool:
@@ -214,7 +137,8 @@ class Member:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         if self._life is None or self.is_over:
             return INF
-        return min(self._life.proposer.deadline, self._life.keepalive.deadline)
+        ending = INF if self._completion is None else self._completion.deadline
+        return min(self._life.proposer.deadline, self._life.keepalive.deadline, ending)
 
     def others(self) -> list[PeerId]:
         """Return the living members of the plan in force, without this one."""
@@ -288,13 +212,14 @@ class Member:
                 self._on_fork(life, event)
             case agreement.ChainBroken():
                 said = f"{short_peer(event.peer)} says that plan {event.height} was another"
-                self.events.append(RunFailed(f"{said}: its disk is lost", for_all=False))
+                self.events.append(RunOver("failed", f"{said}: its disk is lost"))
 
     def _adopt(self, now: float, life: _Life, plan: Plan, change: Change | None) -> None:
         """A plan has come into force."""
         before, self.plan = self.plan, plan
         self.events.append(PlanFollowed(plan))
-        if self.is_finishing:
+        if self._completion is not None:
+            self._completion.changed(now)
             return  # some have heard the end already: now it is told in this plan's name
         life.keepalive.heard(now)
         reason = life.proposer.reasons(change.lost if change is not None else ())
@@ -423,10 +348,72 @@ class Member:
         """As the committer: the last step is committed, or training failed."""
         self._change("training over", "the last step is committed" if reason is None else reason)
 
+    def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
+        """Tell every living member that the run is over, whatever plan comes into force from now on."""
+        if self._completion is None and not self.is_over and self.plan is not None:
+            detail = detail[:REASON_LENGTH_MAX]
+            self._completion = Completion(self._me, now, outcome, detail, weights, self.asks)
+            self._tell_end(now)
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether this node tells the others that the run is over."""
+        return self._completion is not None
+
+    def _tell_end(self, now: float) -> None:
+        completion = self._completion
+        if completion is None or self.plan is None or completion.is_over:
+            return
+        if completion.wake(now, self.plan, self._around.live()):
+            self.events.append(RunOver(completion.outcome, completion.detail, completion.weights))
+
     def ended(self, outcome: str) -> None:
         """The run is over here."""
         if self.state not in OVER:
             self.state = after(self.state, CAUSE_OF[outcome])
+
+    # What others ask
+
+    def on_renew(self, now: float, sender: PeerId, plan: bytes) -> Done | Declined:
+        """Answer whether this node is still in the run; `plan` is a hash."""
+        if self.plan is None or self.is_over:
+            return Declined("no such run here")
+        if plan == plan_hash(self.plan):
+            if sender != self.plan.committer:
+                return Declined("no such plan here")
+            self.heard(now)
+        return Done()  # where there is another plan, the chain tells
+
+    def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
+        """Answer to a plan that `sender` says is in force; None: this node is in none yet, and may begin."""
+        mine = self.plan
+        if mine is None:
+            return None
+        # What comes after is decided by the chain, and heard from it.
+        if mine.height < plan.height and sender in mine.roster:
+            self.catch_up([sender])
+        is_other = mine.height == plan.height and mine != plan
+        return Declined("another plan is in force") if is_other else Done()
+
+    def is_behind(self, sender: PeerId, plan: Plan) -> bool:
+        """Whether this node does not know the plan before `plan`; then it asks `sender` for it."""
+        if self.plan is None or plan_hash(self.plan) == plan.parent:
+            return False
+        self.catch_up([sender])
+        return True
+
+    def on_end(self, sender: PeerId, plan: bytes) -> Declined | None:
+        """Answer to the end of the run, as `sender` tells it; None: it is so.
+
+        Raises:
+            RemoteProtocolError: it has no vote in the run.
+        """
+        mine = self.plan
+        if mine is None or plan_hash(mine) != plan:
+            return Declined("no such plan here")
+        if sender not in (mine.committer, *committee(mine)):
+            raise RemoteProtocolError("a run ended by a peer that has no vote in it")
+        return None
 
     # What comes in
 
@@ -459,12 +446,16 @@ class Member:
         if self._life is not None:
             self.events.append(LivingChanged(tuple(sorted(self._life.proposer.living(now)))))
             self._life.proposer.changed(now)
+            if self._completion is not None:
+                self._completion.changed(now)
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Take the answer to one of `asks`."""
         if self._life is not None:
             self._life.proposer.replied(now, number, reply)
             self._life.keepalive.replied(now, number, reply)
+            if self._completion is not None:
+                self._completion.replied(now, number, reply)
             self._follow(now, self._life)
 
     def wake(self, now: float) -> None:
@@ -472,6 +463,8 @@ class Member:
         life = self._life
         if life is None or self.is_over:
             return
+        if self._completion is not None and now >= self._completion.deadline:
+            self._tell_end(now)
         if now >= life.keepalive.deadline:
             self._beat(now, life)
         if now >= life.proposer.deadline:
@@ -518,7 +511,7 @@ class Member:
                 if self.plan == event.plan:
                     self.exclude(now, event.peer, event.reason)
             case keepalive.RunSilent():
-                self.events.append(RunFailed(event.reason, for_all=False))
+                self.events.append(RunOver("failed", event.reason))
             case proposals.WayFound():
                 if self._is_stuck:
                     self._in_force(life, "every stage has a replica again")
@@ -531,7 +524,7 @@ class Member:
             self._is_stuck = True
             self._change("stage lost", event.reason)
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
-            self.events.append(RunFailed(event.reason, for_all=True))
+            self.finish(now, "failed", event.reason)
 
     def _change(self, cause: Cause, reason: str) -> None:
         state = after(self.state, cause)

@@ -1,14 +1,13 @@
-"""How a run in a world of cores ends: what its stages hold is compared with the truth, and everybody is told.
-As `node.runs.ending`."""
+"""How a run in a world of cores ends: what its stages hold is compared with the truth."""
 
 from typing import TYPE_CHECKING, Any
 
 from crypto.identity import PeerId
-from node.runs.ending import DECLINES_MAX, END_SECONDS_MAX, RETRY_SECONDS
 from partition.plan.plan import Plan, plan_hash
-from partition.run.asks import Declined, Done
+from partition.run.completion import DECLINES_MAX
+from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 from sim.watch import Broken
-from sim.worlds.said import End, ExportStage
+from sim.worlds.said import ExportStage
 from sim.worlds.setting import Setting
 from sim.worlds.summing import State
 
@@ -62,50 +61,3 @@ def _check(setting: Setting, plan: Plan, found: dict[int, State]) -> None:
                 f"run {setting.number} ends with other sums than the undisturbed run in stage"
                 f" {stage + 1} of {len(plan.stages)}",
             )
-
-
-def tell_all(member: "Member", outcome: str, reason: str) -> None:
-    """Tell the living members of the plan in force, for a bounded time; then end here."""
-    told: set[PeerId] = set()
-    open_count = 0
-    is_over = False
-
-    def go_on() -> None:
-        left = [peer for peer in member.others() if peer not in told]
-        told.update(left)
-        if not left and not open_count:
-            end()
-        for peer in left:
-            tell(peer, 0)
-
-    def tell(peer: PeerId, declined: int) -> None:
-        nonlocal open_count
-        open_count += 1
-
-        def told_it(reply: Any) -> None:
-            nonlocal open_count
-            open_count -= 1
-            count = declined + isinstance(reply, Declined)
-            if isinstance(reply, Done) or count >= DECLINES_MAX or peer not in member.others():
-                go_on()
-            else:
-                open_count += 1
-                member.later(RETRY_SECONDS, lambda: again(peer, count))
-
-        assert member.plan is not None
-        member.ask(peer, End(plan_hash(member.plan), outcome, reason), END_SECONDS_MAX, told_it)
-
-    def again(peer: PeerId, declined: int) -> None:
-        nonlocal open_count
-        open_count -= 1
-        if not is_over and member.plan is not None:
-            tell(peer, declined)
-
-    def end() -> None:
-        nonlocal is_over
-        if not is_over:
-            is_over = True
-            member.end(outcome, reason)
-
-    member.later(END_SECONDS_MAX, end)
-    go_on()

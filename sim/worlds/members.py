@@ -14,24 +14,25 @@ from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.runs.ending import END_SECONDS_MAX
 from partition.plan import agreement as agreed
 from partition.plan.chain import base_plan
 from partition.plan.plan import Plan, plan_hash
 from partition.plan.votes import AgreementMessage, Head
+from partition.run import events
 from partition.run import member as core
-from partition.run.asks import Ask, Declined, Done, Unanswered
+from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
 from partition.run.proposals import Surroundings
+from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
 from sim.happenings import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
-from sim.worlds.ending import collect, tell_all
+from sim.worlds.ending import collect
 from sim.worlds.hosted import Hosted
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping, fetch_from
-from sim.worlds.said import Disk, End, FetchState, Noted, Question, Saved
+from sim.worlds.said import Disk, FetchState, Noted, Question, Saved
 from sim.worlds.setting import Setting
 from sim.worlds.streams import Answer
 from sim.worlds.summing import State
@@ -139,8 +140,8 @@ class Member(Turns):
             self._act()
             if self._calls:
                 self._call(self._calls.popleft())
-            elif self.core.deadline <= self._now:
-                self.core.wake(self._now)
+            elif self.core.deadline <= self.now:
+                self.core.wake(self.now)
             else:
                 is_settled = self.trainer is None or not self.trainer.follow()
         due = min(
@@ -159,14 +160,10 @@ class Member(Turns):
             self.turn(self._wake)
 
     def _wake(self) -> None:
-        if self._chain is not None and self._chain.deadline <= self._now:
+        if self._chain is not None and self._chain.deadline <= self.now:
             self._calls.append(lambda core, now: core.wake(now))
-        if self.trainer is not None and self.trainer.deadline <= self._now:
+        if self.trainer is not None and self.trainer.deadline <= self.now:
             self.trainer.wake()
-
-    @property
-    def _now(self) -> float:
-        return self._setting.ground.now
 
     # Plans
 
@@ -197,7 +194,7 @@ class Member(Turns):
         )
         self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
         wanted = tuple(len(stage.replicas) for stage in plan.stages)
-        self.core.begin(self._now, chain, wanted, is_restart=bool(durable))
+        self.core.begin(self.now, chain, wanted, is_restart=bool(durable))
 
     def _call(self, call: Callable[[agreed.Agreement, float], Any]) -> None:
         """Call the chain, keep its promises, send, act."""
@@ -205,7 +202,7 @@ class Member(Turns):
         if chain is None:
             return
         try:
-            sends = call(chain, self._now)
+            sends = call(chain, self.now)
         except RemoteProtocolError:
             self._setting.counters["refused"] += 1
             sends = []
@@ -213,10 +210,10 @@ class Member(Turns):
             chain.unsaved = False
             self._disk.chain = chain.durable
         self.send_all(sends)
-        events, chain.events[:] = list(chain.events), []
-        for event in events:
+        told, chain.events[:] = list(chain.events), []
+        for event in told:
             if self._chain is chain:
-                self.core.on_chain(self._now, event)
+                self.core.on_chain(self.now, event)
                 self._act()
 
     def _act(self) -> None:
@@ -234,38 +231,36 @@ class Member(Turns):
     def _put(self, member: core.Member, wanted: Ask) -> None:
         def replied(reply: Any) -> None:
             known = reply if isinstance(reply, Done | Declined) else Unanswered("no answer")
-            member.replied(self._now, wanted.number, known)
+            member.replied(self.now, wanted.number, known)
 
         self.ask(wanted.peer, wanted.request, wanted.seconds, replied)
 
-    def _on_event(self, event: core.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         match event:
-            case core.PlanFollowed():
+            case events.PlanFollowed():
                 self._setting.slots.release(self.me, plan_hash(event.plan))
-            case core.PlanEntered():
+            case events.PlanEntered():
                 self._stop_training()
-            case core.RolesGiven():
+            case events.RolesGiven():
                 self._take_roles(event)
-            case core.Left():
+            case events.Left():
                 if event.is_branch:
                     self._setting.publish(self.me, BranchLeft(self._setting.run))
                 self._forget()
                 self.core = self._make_core()
                 self._has_forgotten = False
-            case core.LivingChanged(living):
+            case events.LivingChanged(living):
                 self._calls.append(lambda chain, now: chain.reach(now, living))
-            case core.Proposed(change, parent):
+            case events.Proposed(change, parent):
                 self._calls.append(lambda chain, now: chain.wish(now, change, parent=parent))
-            case core.PauseWanted() if self.trainer is not None:
+            case events.PauseWanted() if self.trainer is not None:
                 self.trainer.pause()
-            case core.CheckpointFound():
+            case events.CheckpointFound():
                 self.keeping.learn(event.step, event.checkpoint)
-            case core.RunFailed(for_all=True):
-                self._finish("failed", event.reason)
-            case core.RunFailed():
-                self.end("failed", event.reason)
+            case events.RunOver():
+                self.end(event.outcome, event.detail)
 
-    def _take_roles(self, event: core.RolesGiven) -> None:
+    def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
         plan = event.plan
         adopted = PlanAdopted(self._setting.run, plan.height, plan_hash(plan), plan.parent)
@@ -282,19 +277,19 @@ class Member(Turns):
             self.core.look_for_leavers()
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
         for row in early:
-            self._setting.ground.at(self._now, partial(self.receive, *row))
+            self._setting.ground.at(self.now, partial(self.receive, *row))
 
     def absent(self, peer: PeerId, reason: str) -> None:
         """As the committer: the next plan must do without this peer."""
-        self.core.exclude_for_all(self._now, peer, reason)
+        self.core.exclude_for_all(self.now, peer, reason)
 
     def paused(self, step: int) -> None:
         """As the committer: no step is open."""
-        self.core.paused(self._now, step)
+        self.core.paused(self.now, step)
 
     def leave(self) -> None:
         """Hand this peer's part over before it goes."""
-        self.core.leave(self._now)
+        self.core.leave(self.now)
 
     @property
     def is_out(self) -> bool:
@@ -338,9 +333,7 @@ class Member(Turns):
 
     def _finish(self, outcome: str, reason: str) -> None:
         """Tell every live member, then end here."""
-        if not self.core.is_finishing and not self.outcome:
-            self.core.is_finishing = True
-            tell_all(self, outcome, reason)
+        self.core.finish(self.now, outcome, reason)
 
     def finished(self, reason: str | None) -> None:
         """The result is collected; or why it cannot be."""
@@ -383,19 +376,19 @@ class Member(Turns):
             self._calls.append(lambda core, now: core.receive(now, sender, message))
         elif self.outcome == "done" and isinstance(message, Head) and message.asks:
             # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
-            self.ask(sender, End(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
+            self.ask(sender, EndRun(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
 
     def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
         match message:
             case Noted():
                 check_sender(plan, sender, message)
-                self.core.heard(self._now)
+                self.core.heard(self.now)
                 self.core.show_step(message.step - 1)
             case Saved():
                 if plan.committer == self.me:
                     self.keeping.saved(plan, sender, message)
             case _:
-                self.core.receive(self._now, sender, message)
+                self.core.receive(self.now, sender, message)
 
     def _to_roles(self, plan: Plan, sender: PeerId, message: Any) -> None:
         if isinstance(message, CommitterMessage) and message.plan != plan_hash(plan):
@@ -420,7 +413,7 @@ class Member(Turns):
 
     def members_changed(self) -> None:
         """Who lives is another question now than before."""
-        self.core.members_changed(self._now)
+        self.core.members_changed(self.now)
 
     def suspected(self, peer: PeerId) -> None:
         """A member may be dead."""
@@ -430,10 +423,6 @@ class Member(Turns):
     def answer(self, asker: PeerId, question: Question, reply: Answer) -> None:
         """What a question of another comes to, now or later."""
         self.turn(lambda: answer(self, asker, question, reply))
-
-    def heard(self) -> None:
-        """Somebody says that the run goes on."""
-        self.core.heard(self._now)
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
         """Ask what of the chain is missing here."""

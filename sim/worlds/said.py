@@ -39,15 +39,6 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class End:
-    """Committer to member: the run is over."""
-
-    plan: bytes
-    outcome: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class FetchState:
     """Newcomer to a replica of its stage: your state after `step` steps."""
 
@@ -79,7 +70,7 @@ class FetchCopy:
     stage: int
 
 
-Question = Request | End | FetchState | ExportStage | KeepCopy | FetchCopy
+Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
 
 
 # On disks

@@ -21,6 +21,11 @@ class Turns:
         self._is_alive = True
         self.slots = setting.slots
 
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._setting.ground.now
+
     def settle(self) -> None:
         """Do all that follows from an action."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar, get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,18 +17,29 @@ from partition.plan.change import Change, Joining, encode_change, successor
 from partition.plan.plan import NOTHING, Plan, StagePlan, committee, plan_hash
 from partition.plan.votes import Decided
 from partition.run import timeouts
-from partition.run.asks import Ask, Declined, Done, HoldStage, OpenStage, ReleaseStage, RenewRun, Unanswered
-from partition.run.member import (
+from partition.run.asks import (
+    Ask,
+    Declined,
+    Done,
+    EndRun,
+    HoldStage,
+    OpenStage,
+    ReleaseStage,
+    RenewRun,
+    Unanswered,
+)
+from partition.run.completion import DECLINES_MAX
+from partition.run.events import (
     CheckpointFound,
     Left,
-    Member,
     PauseWanted,
     PlanEntered,
     Proposed,
     RolesGiven,
-    RunFailed,
+    RunOver,
     StateChanged,
 )
+from partition.run.member import Member
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving
 from partition.run.proposals import Surroundings
 from partition.run.states import NEXT, State
@@ -211,10 +223,9 @@ def test_a_member_that_hears_nothing_excludes_the_committer_and_then_gives_up() 
     for beat in range(1, beats):
         node.at(beat * timeouts.RENEW_SECONDS)
     assert node.proposed() == Change(lost=(REQUESTER,))
-    assert not node.of(RunFailed)
+    assert not node.of(RunOver)
     node.at(beats * timeouts.RENEW_SECONDS)
-    (failed,) = node.of(RunFailed)
-    assert not failed.for_all
+    assert node.of(RunOver)[0].outcome == "failed"
 
 
 def test_a_member_that_leaves_is_waited_for_between_two_steps() -> None:
@@ -264,9 +275,71 @@ def test_a_lost_stage_pauses_the_run_and_the_proposer_ends_it_in_the_end() -> No
     for second in range(int(timeouts.LOST_SECONDS_MAX + 2 * timeouts.REFILL_SECONDS)):
         node.at(float(second))
     assert node.core.state == "paused"
-    failed = node.of(RunFailed)[0]
-    assert failed.for_all
-    assert "no checkpoint holds its parameters" in failed.reason
+    ends = [ask for ask in node.asked() if isinstance(ask.request, EndRun)]
+    assert {ask.peer for ask in ends} == set(PLAN.members) - {me, one, other}
+    assert "no checkpoint holds its parameters" in str(ends[0].request)
+    for ask in ends:
+        node.reply(ask, Done())
+    node.at(node.now + timeouts.RETRY_SECONDS)
+    assert [over.outcome for over in node.of(RunOver)] == ["failed"]
+
+
+def finishing() -> tuple[Node, dict[PeerId, Ask]]:
+    """A committer that tells the others of the end, and what it asks them."""
+    node = Node().begin()
+    node.asked()
+    node.core.finish(0.0, "done", "", "ab" * 32)
+    return node, {ask.peer: ask for ask in node.asked()}
+
+
+def test_the_end_is_told_to_all_and_again_to_a_member_that_does_not_answer() -> None:
+    node, asked = finishing()
+    assert set(asked) == {ONE, TWO, THREE, FOUR}
+    for peer in (ONE, TWO, THREE):
+        node.reply(asked[peer], Done())
+    node.reply(asked[FOUR], Unanswered("timeout"))
+    assert not node.of(RunOver)
+    node.at(timeouts.RETRY_SECONDS)
+    (again,) = node.asked()
+    assert again.peer == FOUR
+    node.reply(again, Done())
+    node.at(node.now)
+    assert node.of(RunOver) == [RunOver("done", "", "ab" * 32)]
+
+
+def test_the_end_is_told_in_the_name_of_a_plan_that_came_meanwhile() -> None:
+    node, asked = finishing()
+    plan = node.decided(Change(lost=(TWO,)))
+    assert node.core.plan == plan
+    assert not node.of(RolesGiven)[1:], "nothing is trained any more"
+    node.reply(asked[ONE], Declined("no such plan here"))
+    node.at(timeouts.RETRY_SECONDS)
+    (again,) = node.asked()
+    assert isinstance(again.request, EndRun)
+    assert (again.peer, again.request.plan) == (ONE, plan_hash(plan))
+
+
+def test_the_end_is_not_waited_for_where_a_member_dies_or_knows_no_plan() -> None:
+    node, asked = finishing()
+    node.reply(asked[ONE], Done())
+    node.reply(asked[TWO], Done())
+    node.die(THREE)
+    for _ in range(DECLINES_MAX):
+        node.reply(asked[FOUR], Declined("no such plan here"))
+        node.at(node.now + timeouts.RETRY_SECONDS)
+        asked |= {ask.peer: ask for ask in node.asked()}
+    assert node.of(RunOver)
+
+
+def test_only_a_voter_ends_a_run_and_only_the_committer_renews_it() -> None:
+    node = Node(ONE).begin()
+    assert isinstance(node.core.on_end(REQUESTER, bytes(32)), Declined)
+    assert node.core.on_end(REQUESTER, plan_hash(PLAN)) is None
+    with pytest.raises(RemoteProtocolError, match="no vote"):
+        node.core.on_end(SPARE, plan_hash(PLAN))
+    assert node.core.on_renew(0.0, REQUESTER, plan_hash(PLAN)) == Done()
+    assert isinstance(node.core.on_renew(0.0, TWO, plan_hash(PLAN)), Declined)
+    assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), "under another plan: the chain tells"
 
 
 def test_every_outcome_ends_a_run_that_goes_on() -> None:
@@ -310,6 +383,7 @@ def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_
         lambda: node.core.on_chain(node.now, QuorumFound(0)),
         lambda: decide(node, rng),
         lambda: node.core.show_step(rng.randrange(20)),
+        lambda: node.core.finish(node.now, "failed", "enough") if rng.random() < 0.2 else None,
     ]
     for _ in range(60):
         was_over = node.core.is_over
@@ -317,6 +391,9 @@ def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_
         with suppress(RemoteProtocolError):
             rng.choice(calls)()
         open_asks += node.asked()
+        for _ in range(4):
+            node.core.wake(node.now)
+        assert node.core.deadline > node.now, "it would be called for ever"
         assert node.core.state in get_args(State)
         for event in node.of(StateChanged):
             assert event.state in NEXT

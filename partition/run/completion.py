@@ -1,0 +1,69 @@
+"""How the members of a run hear that it is over: its committer tells each living one, for a bounded time.
+
+A newer plan may come into force meanwhile: a member under it does not know the old one any more, and is told
+in its name. One that cannot be told gives the run up by silence, and finds the result by itself.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan, plan_hash
+from partition.run import timeouts
+from partition.run.asks import Asks, Declined, Done, EndRun, Reply
+
+DECLINES_MAX = 5
+"""So often a member may not know the plan that an end is told by: a new one has come there first. Later it
+has forgotten the run."""
+
+
+INF = float("inf")
+
+
+class Completion:
+    """Tells the end. `deadline` is when it wants to `wake`; it `is_over` once all living members know."""
+
+    def __init__(self, me: PeerId, now: float, outcome: str, detail: str, weights: str, asks: Asks) -> None:
+        self.outcome = outcome
+        self.detail = detail
+        self.weights = weights
+        self.is_over = False
+        self.deadline = now
+        self._me = me
+        self._asks = asks
+        self._until = now + timeouts.END_SECONDS_MAX
+        self._told: set[PeerId] = set()
+        self._asked: dict[int, PeerId] = {}
+        self._declined: Counter[PeerId] = Counter()
+        self._again: dict[PeerId, float] = {}
+
+    def changed(self, now: float) -> None:
+        """Look again: another plan is in force, or others live."""
+        if not self.is_over:
+            self.deadline = min(self.deadline, now)
+
+    def wake(self, now: float, plan: Plan, live: Collection[PeerId]) -> bool:
+        """Tell living members of `plan` that are still to be told. Return whether that is over."""
+        left = [peer for peer in plan.members if peer != self._me and peer in live and peer not in self._told]
+        self.is_over = not left or now >= self._until
+        busy, name = list(self._asked.values()), plan_hash(plan)
+        for peer in left:
+            if not self.is_over and peer not in busy and self._again.get(peer, now) <= now:
+                request = EndRun(name, self.outcome, self.detail, self.weights)
+                self._again.pop(peer, None)
+                self._asked[self._asks.put(peer, request, timeouts.END_SECONDS_MAX)] = peer
+        later = [self._again[peer] for peer in left if peer in self._again]
+        self.deadline = INF if self.is_over else min([self._until, *later])
+        return self.is_over
+
+    def replied(self, now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`."""
+        peer = self._asked.pop(number, None)
+        if peer is None:
+            return
+        self._declined[peer] += isinstance(reply, Declined)
+        if isinstance(reply, Done) or self._declined[peer] >= DECLINES_MAX:
+            self._told.add(peer)
+        else:
+            self._again[peer] = now + timeouts.RETRY_SECONDS
+        self.changed(now)

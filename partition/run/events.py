@@ -1,0 +1,102 @@
+"""What a member of a run tells its driver to do: the events of `partition.run.member`."""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.change import Change
+from partition.plan.plan import Plan
+from partition.run.states import State
+
+
+@dataclass(frozen=True)
+class PlanFollowed:
+    """Messages of this plan are for this member from now on."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class PlanEntered:
+    """The plan is in force: what this node did as a trainer under the one before ends."""
+
+    plan: Plan
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class RolesGiven:
+    """Take the roles that the plan gives to this node, and only these. `lost_steps` are to be committed
+    again. `over`: end the run instead as its committer, for this reason."""
+
+    plan: Plan
+    change: Change | None
+    lost_steps: int
+    over: str | None
+
+
+@dataclass(frozen=True)
+class StateChanged:
+    """The run is in another state for this member, and why, for a person."""
+
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
+    branch of the run for another."""
+
+    is_branch: bool
+
+
+@dataclass(frozen=True)
+class LivingChanged:
+    """Those of the run that count as alive."""
+
+    living: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What should be decided after the plan of this hash; None for nothing."""
+
+    change: Change | None
+    parent: bytes
+
+
+@dataclass(frozen=True)
+class PauseWanted:
+    """As the committer: pause between two steps, because a member wants to leave."""
+
+
+@dataclass(frozen=True)
+class CheckpointFound:
+    """A checkpoint is whole, on several disks."""
+
+    step: int
+    checkpoint: bytes
+
+
+@dataclass(frozen=True)
+class RunOver:
+    """End the run here: all living members have heard of it, or nobody is left to tell. `weights` is the hash
+    of the result in hex, empty where there is none."""
+
+    outcome: str
+    detail: str
+    weights: str = ""
+
+
+Event = (
+    PlanFollowed
+    | PlanEntered
+    | RolesGiven
+    | StateChanged
+    | Left
+    | LivingChanged
+    | Proposed
+    | PauseWanted
+    | CheckpointFound
+    | RunOver
+)
