@@ -4,10 +4,8 @@ Results on stdout, talk on stderr. Exit codes are those of `node.errors`: 2 wher
 wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
 """
 
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +17,7 @@ from node.cli.render import show, show_json, table
 from node.cli.stopping import StopSign
 from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
 from node.paths import short_path
+from sim.command import Wanted
 
 if TYPE_CHECKING:
     from sim.experiment import Breakage, Progress, Result
@@ -29,35 +28,6 @@ DEFAULT = "lan"
 SEEDS_MAX = 10_000
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a person asked for. `scenario` and `settings` as typed, so that they can be repeated."""
-
-    program: str
-    scenario: str
-    settings: tuple[str, ...]
-    seed: int
-    out: str
-    events_max: int | None
-    plots: bool
-    as_json: bool
-    quiet: bool
-
-    def values(self) -> dict[str, str]:
-        return assignments("--set", self.settings)
-
-    def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
-        """What to say to play it, with these values besides and this seed."""
-        words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
-        for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
-            words += ["--set", setting]
-        return words
-
-    def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
-        """The same as a person types it."""
-        return f"{self.program} {shlex.join(self.words(values, seed))}"
 
 
 @app.command()
@@ -133,17 +103,6 @@ def call(arguments: Sequence[str], program: str) -> int:
     """
     code = app(list(arguments), prog_name=program, standalone_mode=False)
     return code if isinstance(code, int) else EXIT_DONE
-
-
-def assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """`KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key.strip() and equals):
-            raise UsageError(f"{flag} {text}: want KEY=VALUE, such as nodes=300")
-        values[key.strip()] = value.strip()
-    return values
 
 
 def _list(*, as_json: bool) -> None:

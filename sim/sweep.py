@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import typer
@@ -26,11 +26,9 @@ from node.cli.render import seconds_text, show, show_json, table
 from node.cli.stopping import Stopped, StopSign
 from node.errors import EXIT_FORCED, CheckFailed, PeerloomError, UsageError
 from node.paths import short_path
+from sim.command import Wanted
 from sim.report.files import SCENARIO_NAME, SUMMARY_NAME
 from sim.scenario import load, to_toml, with_values
-
-if TYPE_CHECKING:
-    from sim.cli import Wanted
 
 SCHEMA = "peerloom.sim.sweep/1"
 TABLE_NAME = "sweep.csv"
@@ -83,7 +81,7 @@ class Run:
         return found if whole else None
 
 
-def sweep(wanted: "Wanted", sweeps: Sequence[str], *, seeds: int, jobs: int) -> None:
+def sweep(wanted: Wanted, sweeps: Sequence[str], *, seeds: int, jobs: int) -> None:
     """Run what is missing, and show what all came to.
 
     Raises:
@@ -105,7 +103,7 @@ def sweep(wanted: "Wanted", sweeps: Sequence[str], *, seeds: int, jobs: int) -> 
     _fail(wanted, runs, done)
 
 
-def _runs(wanted: "Wanted", sweeps: Sequence[str], seeds: int) -> Iterator[Run]:
+def _runs(wanted: Wanted, sweeps: Sequence[str], seeds: int) -> Iterator[Run]:
     axes = [_axis(text) for text in sweeps]
     keys = [key for key, _ in axes]
     for key in keys:
@@ -160,14 +158,14 @@ def folder_name(values: Values) -> str:
     return name
 
 
-def _folder(wanted: "Wanted") -> Path:
+def _folder(wanted: Wanted) -> Path:
     return Path(wanted.out or f"sim-out/{load(wanted.scenario).name}").expanduser()
 
 
 # Running
 
 
-def _play_all(wanted: "Wanted", missing: Sequence[Run], jobs: int) -> bool:
+def _play_all(wanted: Wanted, missing: Sequence[Run], jobs: int) -> bool:
     """Whether it was stopped. What runs by then ends in order; it is not done, and will be run again."""
     stop = StopSign()
     waiting = list(reversed(missing))
@@ -208,7 +206,7 @@ def _play_all(wanted: "Wanted", missing: Sequence[Run], jobs: int) -> bool:
     return False
 
 
-def _start(wanted: "Wanted", run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _start(wanted: Wanted, run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         log = (run.folder / LOG_NAME).open("wb")
@@ -242,7 +240,7 @@ def _ended_line(run: Run, code: int, took: float, ended: int, count: int, left: 
 # What they came to
 
 
-def _tell(wanted: "Wanted", done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
+def _tell(wanted: Wanted, done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
     points: dict[Values, list[Mapping[str, Any]]] = {}
     for run, summary in done:
         points.setdefault(run.values, []).append(summary)
@@ -339,7 +337,7 @@ def _document(
     }
 
 
-def _fail(wanted: "Wanted", runs: Sequence[Run], done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
+def _fail(wanted: Wanted, runs: Sequence[Run], done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
     """Say what went wrong, if anything. Raises PeerloomError."""
     ended = {run.name for run, _ in done}
     lost = [run for run in runs if run.name not in ended]

@@ -75,10 +75,9 @@ PURE = tuple(
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Each of our modules with those of ours that it imports when it runs."""
+    """Each of our modules with those of ours that it imports, also for their types alone."""
     return {
-        source.module: frozenset(name for _, name in imports(source, typing_only=False) if name in modules())
-        - {source.module}
+        source.module: frozenset(name for _, name in imports(source) if name in modules()) - {source.module}
         for source in sources(*PACKAGES)
     }
 

@@ -35,6 +35,7 @@ from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
 from node.runs.member import RunMember
 from node.runs.models import Models, graph_label
 from node.runs.placement import NotPlaced, Offer, place, release, start
+from node.runs.service import Membership
 from node.runs.serving import Requests
 from node.runs.slot import Slot
 from node.runs.stopping import Stopping
@@ -462,10 +463,13 @@ class Runs:
         member = self._plans.get(plan)
         return member if member is not None and member.plan_hash == plan else None
 
-    def follow(self, plan: bytes, member: RunMember) -> None:
+    def follow(self, plan: bytes, member: Membership) -> None:
         """Messages of this plan are for `member`, and of the one it followed before no more."""
         self._plans = {key: other for key, other in self._plans.items() if other is not member}
-        self._plans[plan] = member
+        known = self.members.get(member.run.id)
+        if known is None or known is not member:
+            return
+        self._plans[plan] = known
         self.slot.release(plan)
         late = [row for row in self._early if row[1] == plan]
         if late:
@@ -498,22 +502,24 @@ class Runs:
             )
         return member
 
-    def forgotten(self, member: RunMember) -> None:
+    def forgotten(self, member: Membership) -> None:
         """This node is in the run no more, and may be asked into it again: then it still knows the newest
         checkpoint, from which it may have to propose to go on."""
         self.members.pop(member.run.id, None)
         self._forget_files(member.run.text)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
 
-    def released(self, member: RunMember) -> None:
+    def released(self, member: Membership) -> None:
         """The plan that was to bring this node into a run did not come about."""
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
-    async def ended(self, member: RunMember, outcome: str, detail: str, weights: str) -> None:
+    async def ended(self, membership: Membership, outcome: str, detail: str, weights: str) -> None:
         """A run is over here: remember how it ended, forget its plans, say so."""
-        if self.members.pop(member.run.id, None) is not member:
+        member = self.members.get(membership.run.id)
+        if member is None or member is not membership:
             return  # it has ended otherwise meanwhile
+        del self.members[member.run.id]
         await self.archive.note(
             member.run,
             member.shown,

@@ -3,16 +3,14 @@
 Each picture is a function of the rows; where there are no rows for it, there is no picture.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from sim.measures.rows import quantile
+from sim.measures.rows import Row, quantile
 from sim.measures.traffic import KINDS
 from sim.report.canvas import AMBER, BLUE, GREEN, GREY, PALE, RED, SERIES, Page
-
-if TYPE_CHECKING:
-    from sim.experiment import Result
+from sim.scenario import Scenario
 
 Points = list[tuple[float, float]]
 _LOG_FROM = 30.0
@@ -22,7 +20,24 @@ _BINS_MAX = 150
 """Points of a curve that are still told apart by eye."""
 
 
-def draw_all(folder: Path, result: "Result") -> list[str]:
+class Shown(Protocol):
+    """What the pictures show of an experiment's result."""
+
+    @property
+    def scenario(self) -> Scenario: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def metrics(self) -> Sequence[Row]: ...
+    @property
+    def summary(self) -> Mapping[str, Any]: ...
+    def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
+        """(time, value) of one metric."""
+
+
+def draw_all(folder: Path, result: Shown) -> list[str]:
     """Draw what there is to draw into `folder`; the names of the files.
 
     Raises:
@@ -38,7 +53,7 @@ def draw_all(folder: Path, result: "Result") -> list[str]:
     return drawn
 
 
-def population(result: "Result") -> Page | None:
+def population(result: Shown) -> Page | None:
     total = result.values("population_peers")
     if not total:
         return None
@@ -54,7 +69,7 @@ def population(result: "Result") -> Page | None:
     return page
 
 
-def views(result: "Result") -> Page | None:
+def views(result: Shown) -> Page | None:
     entries = _percent(result.values("entries_right_share"))
     if not entries:
         return None
@@ -76,7 +91,7 @@ def views(result: "Result") -> Page | None:
     return page
 
 
-def detection(result: "Result") -> Page | None:
+def detection(result: Shown) -> Page | None:
     curves = (
         ("crash_suspected_seconds", "first suspected", PALE),
         ("crash_dead_seconds", "first declared dead", BLUE),
@@ -112,7 +127,7 @@ def detection(result: "Result") -> Page | None:
     return page
 
 
-def lookups(result: "Result") -> Page | None:
+def lookups(result: Shown) -> Page | None:
     if not result.values("lookups"):
         return None
     page = _page(result, "Does the DHT find what is there?", (1, 1, 1))
@@ -133,7 +148,7 @@ def lookups(result: "Result") -> Page | None:
     return page
 
 
-def traffic(result: "Result") -> Page | None:
+def traffic(result: Shown) -> Page | None:
     for kind in KINDS:
         metric = f"sent_{kind}_per_node_second"
         protocols = sorted(_labels(result, metric), key=lambda name: -_sum(result.values(metric, name)))
@@ -160,7 +175,7 @@ def traffic(result: "Result") -> Page | None:
     return page
 
 
-def training(result: "Result") -> Page | None:
+def training(result: Shown) -> Page | None:
     runs = _labels(result, "step_committed")
     if not runs:
         return None
@@ -197,7 +212,7 @@ def training(result: "Result") -> Page | None:
 
 _PLANS_NAMED_MAX = 8
 
-PICTURES: dict[str, "Callable[[Result], Page | None]"] = {
+PICTURES: dict[str, Callable[[Shown], Page | None]] = {
     "population.png": population,
     "views.png": views,
     "detection.png": detection,
@@ -207,18 +222,18 @@ PICTURES: dict[str, "Callable[[Result], Page | None]"] = {
 }
 
 
-def _page(result: "Result", title: str, panels: Sequence[float] = (1.4,)) -> Page:
+def _page(result: Shown, title: str, panels: Sequence[float] = (1.4,)) -> Page:
     page = Page(title, _about(result), panels, seconds=result.scenario.seconds)
     page.bands(result.scenario.events, result.scenario.seconds)
     return page
 
 
-def _about(result: "Result") -> str:
+def _about(result: Shown) -> str:
     about = f"scenario {result.scenario.name}, {result.scenario.nodes} nodes, seed {result.seed}"
     return about + ("" if not result.stopped else ", stopped before its end")
 
 
-def _labels(result: "Result", metric: str) -> list[str]:
+def _labels(result: Shown, metric: str) -> list[str]:
     """All but the empty one, in the order of their first rows."""
     return list(dict.fromkeys(row.label for row in result.metrics if row.metric == metric and row.label))
 
@@ -227,7 +242,7 @@ def _percent(points: Points) -> Points:
     return [(time, 100 * value) for time, value in points]
 
 
-def _binned(result: "Result", points: Points) -> tuple[Points, Points]:
+def _binned(result: Shown, points: Points) -> tuple[Points, Points]:
     """The least and the mean of each of up to `_BINS_MAX` equal stretches of time."""
     width = result.scenario.seconds / _BINS_MAX
     bins: dict[int, Points] = {}
@@ -237,7 +252,7 @@ def _binned(result: "Result", points: Points) -> tuple[Points, Points]:
     return least, [(bin_[-1][0], _sum(bin_) / len(bin_)) for bin_ in bins.values()]
 
 
-def _settled(result: "Result", metric: str) -> list[float]:
+def _settled(result: Shown, metric: str) -> list[float]:
     """The values after the beginning, where everybody still looks for everybody; but for single peaks."""
     begin = result.scenario.start.spread_seconds
     values = sorted(value for time, value in result.values(metric) if time >= begin)
@@ -250,7 +265,7 @@ def _floor(points: Points) -> float:
     return next(floor for floor in (90.0, 50.0, 0.0) if least >= floor)
 
 
-def _on_windows(result: "Result", metric: str, label: str, scale: float) -> Points:
+def _on_windows(result: Shown, metric: str, label: str, scale: float) -> Points:
     """A value for every window of the metric, 0 where a protocol was silent."""
     times = dict.fromkeys(row.time_seconds for row in result.metrics if row.metric == metric)
     values = dict(result.values(metric, label))

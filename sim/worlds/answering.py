@@ -1,19 +1,43 @@
-"""What the questions of others come to at a member of a run in a world of cores. As `node.runs.serving`."""
+"""What the questions of others come to at a member of a run in a world of cores: its core decides on plans,
+its slot and its disk are here."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
+from partition.run.member import Member
 from partition.run.timeouts import SILENCE_SECONDS_MAX
+from sim.worlds.hosting import Hosting
+from sim.worlds.keeping import Keeping
 from sim.worlds.said import ExportStage, FetchCopy, FetchState, KeepCopy, Question
+from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer
 
-if TYPE_CHECKING:
-    from sim.worlds.members import Member
+
+class Answering(Protocol):
+    """The member that is asked."""
+
+    me: PeerId
+    outcome: str
+    slots: Slots
+    keeping: Keeping
+    hosting: Hosting
+    core: Member
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def is_busy(self) -> bool: ...
+    def begin(self, plan: Plan) -> None: ...
+    def end(self, outcome: str, reason: str) -> None: ...
+    def later(self, seconds: float, action: Callable[[], None]) -> None: ...
 
 
-def answer(member: "Member", asker: PeerId, question: Question, reply: Answer) -> None:
+def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) -> None:
     """Answer now or later, or not at all where `asker` is not to wait."""
     match question:
         case FetchCopy():
@@ -41,7 +65,7 @@ def answer(member: "Member", asker: PeerId, question: Question, reply: Answer) -
             _answer_of_plan(member, question, reply)
 
 
-def _lease(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
+def _lease(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
     if member.is_busy:
         reply(Declined("busy"))
     elif member.core.is_behind(asker, plan):
@@ -51,7 +75,7 @@ def _lease(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
         reply(Done())
 
 
-def _prepare(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
+def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
     name = plan_hash(plan)
     if member.core.is_behind(asker, plan):
         reply(Declined("it does not know yet how the run went on"))
@@ -65,7 +89,7 @@ def _prepare(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None
         member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
 
 
-def _start(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
+def _start(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
     answered = member.core.on_start(asker, plan)
     if answered is not None:
         reply(answered)
@@ -76,18 +100,18 @@ def _start(member: "Member", asker: PeerId, plan: Plan, reply: Answer) -> None:
         reply(Done())
 
 
-def _expire(member: "Member", plan: bytes) -> None:
+def _expire(member: Answering, plan: bytes) -> None:
     member.hosting.unprepare(plan)
 
 
-def _end(member: "Member", asker: PeerId, question: EndRun, reply: Answer) -> None:
+def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> None:
     declined = member.core.on_end(asker, question.plan)
     if declined is None:
         member.end(question.outcome, question.detail)
     reply(declined or Done())
 
 
-def _answer_of_plan(member: "Member", question: FetchState | ExportStage, reply: Answer) -> None:
+def _answer_of_plan(member: Answering, question: FetchState | ExportStage, reply: Answer) -> None:
     """What is of use only to whoever follows the same plan."""
     plan, hosted = member.plan, member.hosting.hosted
     if plan is None or question.plan != plan_hash(plan):

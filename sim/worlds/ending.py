@@ -1,21 +1,30 @@
 """How a run in a world of cores ends: what its stages hold is compared with the truth."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.completion import DECLINES_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 from sim.watch import Broken
-from sim.worlds.said import ExportStage
+from sim.worlds.said import ExportStage, Question
 from sim.worlds.setting import Setting
+from sim.worlds.streams import Answer
 from sim.worlds.summing import State
 
-if TYPE_CHECKING:
-    from sim.worlds.members import Member
+
+class Committing(Protocol):
+    """The member that commits."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+    def finished(self, reason: str | None) -> None: ...
+    def ask(self, peer: PeerId, question: Question, seconds: float, done: Answer) -> None: ...
+    def later(self, seconds: float, action: Callable[[], None]) -> None: ...
 
 
-def collect(setting: Setting, member: "Member", plan: Plan) -> None:
+def collect(setting: Setting, member: Committing, plan: Plan) -> None:
     """As the committer: have each stage's state, and end the run. Raises Broken where one is not exact."""
     found: dict[int, State] = {}
     tries = 0

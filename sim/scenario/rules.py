@@ -6,14 +6,11 @@ fault has the path of the value that is to blame, for the line in the file.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gossip.messages import MEMBERS_MAX
 from node.nearest import did_you_mean
 from sim.churn.traces import load_trace
-
-if TYPE_CHECKING:
-    from sim.scenario import Scenario
+from sim.scenario.model import Scenario
 
 STACK_NODES_MAX = 200
 """Whole nodes cost some hundred times what their cores cost."""
@@ -23,7 +20,7 @@ Fault = tuple[tuple[str | int, ...], str]
 """Where, and what is wrong."""
 
 
-def faults(scenario: "Scenario") -> Iterator[Fault]:
+def faults(scenario: Scenario) -> Iterator[Fault]:
     """Every contradiction, in reading order. Raises UsageError for a trace file that is wrong itself."""
     yield from _sizes(scenario)
     yield from _churn(scenario)
@@ -31,7 +28,7 @@ def faults(scenario: "Scenario") -> Iterator[Fault]:
     yield from _work(scenario)
 
 
-def _sizes(scenario: "Scenario") -> Iterator[Fault]:
+def _sizes(scenario: Scenario) -> Iterator[Fault]:
     nodes, seconds = scenario.nodes, scenario.seconds
     if scenario.fidelity == "stack" and nodes > STACK_NODES_MAX:
         yield (
@@ -61,7 +58,7 @@ def _sizes(scenario: "Scenario") -> Iterator[Fault]:
         )
 
 
-def _acquainted(scenario: "Scenario") -> Iterator[Fault]:
+def _acquainted(scenario: Scenario) -> Iterator[Fault]:
     at = ("start", "acquainted")
     if scenario.fidelity == "stack":
         yield at, 'start.acquainted: whole nodes find each other; it takes fidelity = "cores"'
@@ -77,7 +74,7 @@ def _acquainted(scenario: "Scenario") -> Iterator[Fault]:
             )
 
 
-def _churn(scenario: "Scenario") -> Iterator[Fault]:
+def _churn(scenario: Scenario) -> Iterator[Fault]:
     churn = scenario.churn
     if churn.permanent > scenario.nodes:
         yield ("churn", "permanent"), f"churn.permanent = {churn.permanent}: there are {scenario.nodes} nodes"
@@ -111,7 +108,7 @@ def _churn(scenario: "Scenario") -> Iterator[Fault]:
         yield ("churn", "versions"), "the shares of churn.versions sum up to more than 1"
 
 
-def _events(scenario: "Scenario") -> Iterator[Fault]:
+def _events(scenario: Scenario) -> Iterator[Fault]:
     regions = [region.name for region in scenario.network.regions]
     versions = [version.name for version in scenario.churn.versions]
     versions += [event.version for event in scenario.events if event.version]
@@ -141,7 +138,7 @@ def _events(scenario: "Scenario") -> Iterator[Fault]:
             yield (*at, "kind"), "nobody is kept back for an event of kind join: set start.late_share"
 
 
-def _work(scenario: "Scenario") -> Iterator[Fault]:
+def _work(scenario: Scenario) -> Iterator[Fault]:
     records, checks = scenario.records, scenario.checks
     if records.enabled and records.republish_seconds >= records.lifetime_seconds:
         yield (

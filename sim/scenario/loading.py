@@ -1,7 +1,7 @@
 """A scenario: everything about an experiment but its seed, as a TOML file and as a frozen value.
 
 Reading is strict: an unknown key, a wrong type, a value out of range or one that contradicts another is one
-error with its line. Not here: the rules between values (`sim.contradictions`).
+error with its line. Not here: the rules between values (`sim.scenario.rules`).
 """
 
 import json
@@ -11,107 +11,18 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from node import toml
 from node.errors import UsageError
 from node.nearest import did_you_mean
-from sim.churn.model import Churn, Event
-from sim.contradictions import faults
-from sim.network.model import NetworkModel, Seconds, Share
+from sim.scenario.model import Scenario
+from sim.scenario.rules import faults
 
-NODES_MAX = 100_000
 BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot")
 """The scenarios that come with the simulator."""
-Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the swarm begins: peers start within `spread_seconds`, each through one that runs already.
-    `late_share` of them are kept back for an event of kind `join`. `acquainted`: nobody joins; who runs
-    at the beginning has known the others for long, so that the birth of a large swarm need not be played."""
-
-    spread_seconds: Seconds = 20.0
-    late_share: Share = 0.0
-    acquainted: bool = False
-
-
-class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SWIM. `scope`: all, or the neighbourhood of the peer's id as in a public swarm."""
-
-    preset: Literal["local", "lan", "wan"] = "lan"
-    scope: Literal["all", "neighbourhood"] = "all"
-
-
-class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The work of the DHT: each second, in the whole swarm, so many records are stored and looked for."""
-
-    enabled: bool = True
-    stores_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.2
-    lookups_per_second: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    republish_seconds: Seconds = 1800.0
-    lifetime_seconds: Seconds = 7200.0
-
-
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run: which members it has, and its shape. `members` peers from the permanent ones on.
-
-    In a world of cores a stage sums integers, so that every sample can be told; in a stack it is the named
-    model on the named data, with real arithmetic. `pass_seconds` is what a forward pass is charged for at
-    a peer of speed 1, a backward pass twice that.
-    """
-
-    members: Annotated[int, msgspec.Meta(ge=1, le=100)] = 6
-    stages: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
-    trainers: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    steps: Annotated[int, msgspec.Meta(ge=1)] = 20
-    microbatches: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
-    at_seconds: Seconds = 30.0
-    pass_seconds: Seconds = 0.02
-    checkpoint_every: Count = 5
-    on_lost_quorum: Literal["wait", "fork"] = "wait"
-    model: str = "simple-cnn"
-    data: str = "digits"
-    learning_rate: float = 0.005
-    accuracy: Share = 0.0
-    """What the run must reach, or the run of the scenario is broken; 0: nothing."""
-
-
-class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When to say that an invariant is broken. `converge_seconds`: at the latest so long after the last
-    disturbance all peers that are up list exactly each other; 0 turns this off, as in endless churn."""
-
-    converge_seconds: Seconds = 0.0
-    false_deaths: bool = False
-    """Whether a peer that was up and reachable may never be declared dead."""
-    found_share: Share = 0.0
-    """At least so many of the lookups whose record was there find it."""
-
-
-class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`fidelity`: cores drives the protocol machines alone, thousands of peers; stack runs whole nodes, up to
-    about a hundred, with real arithmetic."""
-
-    name: str
-    about: str
-    fidelity: Literal["cores", "stack"] = "cores"
-    nodes: Annotated[int, msgspec.Meta(ge=1, le=NODES_MAX)] = 100
-    seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    signatures: Literal["hash", "ed25519"] = "hash"
-    encoded: bool = False
-    """Whether messages of cores go through their real encoding, which costs a third of the speed."""
-    sample_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    start: Start = Start()
-    network: NetworkModel = NetworkModel()
-    churn: Churn = Churn()
-    events: tuple[Event, ...] = ()
-    membership: Membership = Membership()
-    records: Records = Records()
-    runs: tuple[Training, ...] = ()
-    checks: Checks = Checks()
 
 
 def load(name_or_path: str | Path) -> Scenario:

@@ -1,0 +1,47 @@
+"""What a person asks of the simulator on the command line, so that it can be played, swept and repeated."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from node.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asked for. `scenario` and `settings` as typed, so that they can be repeated."""
+
+    program: str
+    scenario: str
+    settings: tuple[str, ...]
+    seed: int
+    out: str
+    events_max: int | None
+    plots: bool
+    as_json: bool
+    quiet: bool
+
+    def values(self) -> dict[str, str]:
+        return assignments("--set", self.settings)
+
+    def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
+        """What to say to play it, with these values besides and this seed."""
+        words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
+        for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
+            words += ["--set", setting]
+        return words
+
+    def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
+        """The same as a person types it."""
+        return f"{self.program} {shlex.join(self.words(values, seed))}"
+
+
+def assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key.strip() and equals):
+            raise UsageError(f"{flag} {text}: want KEY=VALUE, such as nodes=300")
+        values[key.strip()] = value.strip()
+    return values
