@@ -42,9 +42,11 @@ soak: $(READY)
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
+	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
+	$(BIN)/python benchmarks/swim.py
 	$(BIN)/python benchmarks/survival.py
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10

@@ -123,8 +123,11 @@ class Swarm:
     def run(self, seconds: float) -> None:
         self.engine.run(self.engine.now + seconds)
 
-    def sent_bytes(self) -> int:
-        return sum(sent.sent_bytes for sent in self.engine.traffic().values())
+    def sent_bytes(self, peers: Iterable[PeerId] | None = None) -> int:
+        """What everybody has sent so far, or these."""
+        if peers is None:
+            return sum(sent.sent_bytes for sent in self.engine.traffic().values())
+        return sum(self.engine.traffic(peer)[PROTOCOL].sent_bytes for peer in peers)
 
     def rate(self, before_bytes: int, seconds: float) -> float:
         """Bytes a second and member since `before_bytes`."""

@@ -22,16 +22,16 @@ from collections.abc import Generator, Sequence
 from math import inf
 from random import Random
 
+from crypto.buckets import Buckets
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
+from gossip import dissemination as news
 from gossip.candidates import Candidate, Candidates
-from gossip.dissemination import DEAD_SENDS, REFUTATION_SENDS, Dissemination
 from gossip.hints import Hints
 from gossip.intake import CHECK_COST, READ_COST, Intake, Job
 from gossip.member import (
     Event,
     FactsRefused,
-    MemberChanged,
     MemberDown,
     MemberForgotten,
     MemberLeft,
@@ -54,6 +54,7 @@ from gossip.messages import (
     check_jump,
     fact_bytes,
     incarnation_of,
+    member_changed,
     member_up,
     milliseconds,
     read_alive,
@@ -74,7 +75,7 @@ class Beliefs:
     """The member list of one peer, kept by the facts it hears."""
 
     __slots__ = (
-        "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
+        "_changes", "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
         "health", "hints", "intake", "misled",
         "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
@@ -97,7 +98,7 @@ class Beliefs:
         self.peer = signer.peer
         self.table = MemberTable(Row(self._announced(profile, incarnation), now, found_through=None), rng)
         self.health = LocalHealth(settings.health_max)
-        self.queue = Dissemination()
+        self.queue = news.Dissemination()
         self.candidates = Candidates(settings.members_max)
         self.intake = Intake(self._steps)
         # Signatures checked so far.
@@ -108,6 +109,9 @@ class Beliefs:
         self.hints = Hints(self._credit, settings.probe_interval_seconds)
         self.refutations = Refutations(settings.probe_interval_seconds, now)
         self.shares = Shares(settings.members_max)
+        # What each member may have us pass on of its own comings, goings and changes.
+        rate = 1 / (news.CHANGE_INTERVALS * settings.probe_interval_seconds)
+        self._changes: Buckets[PeerId] = Buckets(rate, news.CHANGES_MAX, settings.members_max)
         # Who sent us, last of all, an accusation that we refuted before.
         self.misled: PeerId | None = None
         # What says that we have left.
@@ -119,18 +123,18 @@ class Beliefs:
         """Our own row."""
         return self.table.rows[self.peer]
 
+    @property
+    def _retransmits(self) -> int:
+        return self._settings.retransmits(self.table.live)
+
     # What this peer says of itself.
 
-    def announce(self, profile: Profile, *, above: int = 0, sends: int | None = None) -> None:
+    def announce(self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX) -> None:
         """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
         often from here, or as often as any."""
         said = self._announced(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
-        self.queue.put(said.peer, said.fact, sent=0 if sends is None else self._all_but(sends))
-
-    def _all_but(self, sends: int) -> int:
-        """As how often a fact counts as sent that is to be sent so often."""
-        return max(0, self._settings.retransmits(self.table.live) - sends)
+        self.queue.put(said.peer, said.fact, sends=sends)
 
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
@@ -172,8 +176,9 @@ class Beliefs:
         hints = self.hints.refute(now, peer)
         if row is None:
             return []
-        news = row.said.fact
-        told = [(PeerId(fact.author), news) for fact in hints if incarnation_of(fact) < row.incarnation]
+        told = [
+            (PeerId(fact.author), row.said.fact) for fact in hints if incarnation_of(fact) < row.incarnation
+        ]
         suspicion = self.suspicions.get(peer)
         if suspicion is not None and not is_direct and suspicion.is_confirmed:
             suspicion.wait(now)
@@ -186,6 +191,15 @@ class Beliefs:
             self.table.judge(row, now, None)
             self._events.append(MemberRefuted(peer, row.incarnation))
         return told
+
+    def revive(self, now: float, peer: PeerId) -> None:
+        """One held for dead has answered a probe of ours: the network has healed, or we were wrong."""
+        row = self.table.rows.get(peer)
+        if row is not None and row.status is Status.DEAD:
+            self.table.judge(row, now, None, found_through=peer)
+            self.queue.drop(peer)
+            self.hints.refute(now, peer)
+            self._events.append(member_up(row.said, peer))
 
     def close(self, now: float, peer: PeerId) -> None:
         """This machine was told that no process listens where a suspect was."""
@@ -243,8 +257,7 @@ class Beliefs:
             if fact_bytes(fact) <= room:
                 room -= fact_bytes(fact)
                 first.append(fact)
-        limit = self._settings.retransmits(self.table.live)
-        return self.queue.take(limit, self._settings.facts_bytes_max, first)
+        return self.queue.take(self._retransmits, self._settings.facts_bytes_max, first)
 
     def learn(
         self,
@@ -273,7 +286,7 @@ class Beliefs:
     def _steps(self, job: Job) -> Generator[int]:
         """Read all facts, then believe them; what each costs."""
         claims: list[tuple[Fact, Body]] = []
-        rows, limit = self.table.rows, self._settings.retransmits(self.table.live)
+        rows, limit = self.table.rows, self._retransmits
         for fact in job.facts:
             if self.queue.waits:
                 self.queue.heard(fact, limit)
@@ -343,7 +356,11 @@ class Beliefs:
             check_jump(body, row.incarnation)
             said = read_alive(fact, body)
             self._check(fact, body)
-            if self._hear_again(now, sender, row, said) and passed_on:
+            if (
+                self._hear_again(now, sender, row, said)
+                and passed_on
+                and self._changes.of(peer, now).take(now)
+            ):
                 self.queue.put(peer, fact)
 
     def _hear_of_stranger(
@@ -388,10 +405,7 @@ class Beliefs:
         if status is Status.SUSPECT:
             self._events.append(MemberRefuted(said.peer, said.incarnation))
         if changed:
-            profile = said.profile
-            self._events.append(
-                MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)
-            )
+            self._events.append(member_changed(said))
         return changed or status is not Status.ALIVE
 
     def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
@@ -412,7 +426,8 @@ class Beliefs:
             self._events.append(MemberLeft(row.peer))
         self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
         self._end_suspicion(row.peer)
-        self.queue.put(row.peer, fact)
+        if self._changes.of(row.peer, now).take(now):
+            self.queue.put(row.peer, fact)
 
     def _hear_accusation(
         self, now: float, sender: PeerId, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
@@ -430,11 +445,10 @@ class Beliefs:
                 self.misled = sender
                 self._hear_of_me(now, fact, body)
         elif accuser != self.peer:
-            suspicion = self.suspicions.get(row.peer)
-            if suspicion is None:
+            if row.peer not in self.suspicions:
                 self._hear_hint(now, sender, row, fact, body)
             elif not self._credit.is_spent(accuser, now):
-                self._hear_of_suspect(now, row, suspicion, fact, body, synced=synced)
+                self._hear_of_suspect(now, row, fact, body, synced=synced)
 
     def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
         """Refute. One that accuses too often may mean it all the same, but costs no more than an outsider."""
@@ -447,7 +461,7 @@ class Beliefs:
         if is_trusted:
             self.health.worsen()
         self._credit.refuted(accuser, now)
-        self.announce(self.me.profile, sends=REFUTATION_SENDS)
+        self.announce(self.me.profile, sends=news.REFUTATION_SENDS)
         reason = self._reason(accuser, body.silence_milliseconds)
         self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
 
@@ -463,16 +477,10 @@ class Beliefs:
             self.hints.put(row.peer, accuser, culprit, fact)
 
     def _hear_of_suspect(
-        self,
-        now: float,
-        row: Row,
-        suspicion: Suspicion,
-        fact: Fact,
-        body: SuspectBody | DeadBody,
-        *,
-        synced: bool,
+        self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
     ) -> None:
         """Confirm a suspicion, or let it end as early as it may."""
+        suspicion = self.suspicions[row.peer]
         accuser = PeerId(fact.author)
         is_confirmed = suspicion.wants(accuser)
         is_condemned = isinstance(body, DeadBody) and suspicion.condemnation is None and not synced
@@ -512,14 +520,9 @@ class Beliefs:
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
         accuser, silence = PeerId(fact.author), silence_of(fact)
-        suspicion = self.suspicions[row.peer] = Suspicion(
-            now,
-            accuser,
-            shortest,
-            longest,
-            wanted,
-            interval_seconds=self._settings.probe_interval_seconds,
-        )
+        interval_seconds = self._settings.probe_interval_seconds
+        suspicion = Suspicion(now, accuser, shortest, longest, wanted, interval_seconds=interval_seconds)
+        self.suspicions[row.peer] = suspicion
         self.table.unanswered(row.peer, now - silence / 1000)
         reason = self._reason(accuser, silence)
         verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
@@ -534,8 +537,8 @@ class Beliefs:
         return suspicion
 
     def _accusation(self, now: float, row: Row) -> Fact:
-        silence = milliseconds(self.table.silence_seconds(row, now))
-        return sign_body(self._signer, SuspectBody(row.peer, row.incarnation, silence))
+        silence = self.table.silence_seconds(row, now)
+        return sign_body(self._signer, SuspectBody(row.peer, row.incarnation, milliseconds(silence)))
 
     def _confirm(self, peer: PeerId, fact: Fact) -> None:
         self.suspicions[peer].confirm(PeerId(fact.author))
@@ -554,7 +557,7 @@ class Beliefs:
         self._end_suspicion(row.peer)
         self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
         self._events.append(MemberDown(row.peer, accuser, reason))
-        self.queue.put(row.peer, fact, sent=self._all_but(DEAD_SENDS))
+        self.queue.put(row.peer, fact, sends=news.DEAD_SENDS)
 
     def _end_suspicion(self, peer: PeerId) -> None:
         self.hints.drop(peer)

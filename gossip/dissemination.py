@@ -20,6 +20,12 @@ DEAD_SENDS = 6
 """All who held a suspicion come to its end at about the same time, each by its own probe."""
 REFUTATION_SENDS = 4
 """A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
+CHANGES_MAX = 3.0
+CHANGE_INTERVALS = 300.0
+"""Of what one member says of itself, a change of its profile, a return or a goodbye, so many are passed on at
+once, then one in so many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
+SENDS_MAX = 1_000
+"""More than `Settings.retransmits` can be."""
 OWN_SENDS_MIN = 12
 """Where few are told at random, who tells us a fact says little about who knows it."""
 
@@ -28,7 +34,7 @@ class _Item:
     """A fact that waits; `size` as in a message, `sent` so often, and `heard` of those. Small, for where a
     swarm starts all facts of all wait at all."""
 
-    __slots__ = ("fact", "heard", "sent", "size", "subject")
+    __slots__ = ("fact", "heard", "sends", "sent", "size", "subject")
 
     def __init__(self, subject: PeerId, fact: Fact) -> None:
         self.subject = subject
@@ -36,6 +42,7 @@ class _Item:
         self.size = fact_bytes(fact)
         self.sent = 0
         self.heard = 0
+        self.sends = SENDS_MAX
 
 
 class Dissemination:
@@ -58,9 +65,9 @@ class Dissemination:
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, subject: PeerId, fact: Fact, *, beside: bool = False, sent: int = 0) -> None:
-        """Let `fact` about `subject` travel, as if it were `sent` so often before; it replaces older ones
-        unless it stands `beside` them."""
+    def put(self, subject: PeerId, fact: Fact, *, beside: bool = False, sends: int = SENDS_MAX) -> None:
+        """Let `fact` about `subject` travel, `sends` times at most; it replaces older ones unless it stands
+        `beside` them."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
@@ -68,8 +75,8 @@ class Dissemination:
             return
         item = _Item(subject, fact)
         self._about[subject] = (*others, item)
-        item.sent = sent
-        self._tier(sent)[fact.signature] = item
+        item.sends = sends
+        self._tier(0)[fact.signature] = item
         self._items[fact.signature] = item
         self.waits = True
 
@@ -115,7 +122,7 @@ class Dissemination:
                 yield from reversed(tier.values())
 
     def _sent(self, item: _Item, transmits_max: int) -> None:
-        if item.sent + 1 >= transmits_max:
+        if item.sent + 1 >= min(transmits_max, item.sends):
             self._remove(item)
         else:
             key = item.fact.signature

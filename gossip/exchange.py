@@ -15,7 +15,7 @@ from random import Random
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
-from gossip.member import Event, NeighboursWanted, Status
+from gossip.member import Event, NeighboursWanted
 from gossip.messages import DIGESTS_MAX, Compare, Message, ScopedCompare, ScopedSync, Sync
 from gossip.scope import Region, Scope
 from gossip.settings import Settings
@@ -93,7 +93,7 @@ class Exchange:
         return self._ask_seeds()
 
     def greet(self, sender: PeerId) -> Sends:
-        """Ask a stranger who it is, and show one held for dead all that we hold, so that it refutes."""
+        """Ask a stranger who it is, and show one held for gone all that we hold, so that it refutes."""
         if self._table.is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
             return []
         if not (self._scope.joining or self._scope.holds(sender)):
@@ -147,7 +147,7 @@ class Exchange:
         return sends
 
     def sync(self, now: float) -> Sends:
-        """Compare lists with one live member; knock at one dead one, for the network may have healed."""
+        """Compare lists with one live member."""
         self._beliefs.forget_gone(now)
         period = self._settings.sync_period_seconds(self._table.live)
         if self._seeds:
@@ -155,9 +155,7 @@ class Exchange:
         # Give or take a quarter: those who began together must not sync together for ever.
         self.due = now + period * self._rng.uniform(0.75, 1.25)
         live = self._table.pick(1, lambda row: row.live)
-        dead = self._table.pick(1, lambda row: row.status is Status.DEAD)
         sends: Sends = [(peer, self._comparison(peer)) for peer in live]
-        sends += [(peer, self._list(True, self._table.facts())) for peer in dead]
         if not self._scope.whole:
             self._syncs += 1
             digest = self._table.digest()

@@ -19,7 +19,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
-from gossip.member import METADATA_BYTES_MAX, MemberUp, Profile
+from gossip.member import METADATA_BYTES_MAX, MemberChanged, MemberUp, Profile
 from gossip.scope import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
@@ -279,3 +279,9 @@ def member_up(said: Announced, sender: PeerId) -> MemberUp:
     """The event that a member is there."""
     profile = said.profile
     return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
+
+
+def member_changed(said: Announced) -> MemberChanged:
+    """The event that a live member says something else of itself."""
+    profile = said.profile
+    return MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)

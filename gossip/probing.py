@@ -17,7 +17,7 @@ RELAY_PATIENCE = 0.8
 """A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
 
 
-Kind = Literal["round", "hint", "suspect", "candidate"]
+Kind = Literal["round", "hint", "suspect", "candidate", "dead"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class Probe:
     relayed: bool = False
     nacked: tuple[PeerId, ...] = ()
     kind: Kind = "round"
-    """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist."""
+    """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist. dead: it is
+    held for dead, and the network may have healed."""
 
     def excuse(self, seconds: float) -> None:
         """Give back time in which this peer stalled; in all at most `excusable_seconds`."""

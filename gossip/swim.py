@@ -55,6 +55,11 @@ _SYNCS = (Sync, ScopedSync)
 _COMPARISONS = (Compare, ScopedCompare)
 
 
+DEAD_PROBED = 4
+"""Of those held for dead, so many are knocked at when one of them has answered."""
+DEAD_PROBED_MAX = 32
+
+
 class Swim:
     """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every
     core; what other methods return is likewise to be sent.
@@ -267,11 +272,11 @@ class Swim:
         match message:
             case Ping():
                 answer: Sends = [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
-                return answer if self._table.is_live(sender) else answer + self._exchange.greet(sender)
+                return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
                 return self._receive_ack(now, sender, message.number)
             case PingRequest():
-                return self._receive_ping_request(now, sender, message) or self._exchange.greet(sender)
+                return self._receive_ping_request(now, sender, message) or self._greet(now, sender)
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
             case Nack():
@@ -279,6 +284,12 @@ class Swim:
                 if probe is not None and sender in probe.relays and sender not in probe.nacked:
                     probe.nacked += (sender,)
         return []
+
+    def _greet(self, now: float, sender: PeerId) -> Sends:
+        """One we do not hold for alive has asked something."""
+        if self._table.status(sender) is Status.DEAD:
+            return self._probe_dead(now, 1, sender)
+        return self._exchange.greet(sender)
 
     def _receive_ack(self, now: float, sender: PeerId, number: int) -> Sends:
         probe = self._flight.probes.get(number)
@@ -288,6 +299,9 @@ class Swim:
                 self._beliefs.admit(now, probe.target)
             self._health.better()
             self._table.answered(probe.target)
+            if probe.kind == "dead":
+                self._beliefs.revive(now, probe.target)
+                return self._probe_dead(now, DEAD_PROBED)
             if probe.kind == "hint" or probe.target in self._beliefs.suspicions:
                 is_direct = sender == probe.target
                 told = self._beliefs.clear(now, probe.target, is_direct=is_direct)
@@ -391,6 +405,8 @@ class Swim:
         if probe.kind == "candidate":
             self._candidates.retry(probe.target)
             return
+        if probe.kind == "dead":
+            return
         row = self._table.rows.get(probe.target)
         if probe.kind == "round":
             # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
@@ -408,7 +424,20 @@ class Swim:
         self._beliefs.refutations.next_interval()
         self._exchange.next_interval(now)
         row = self._table.next_target(self._flight.probing)
-        return [] if row is None else self._probe(now, row)
+        sends = [] if row is None else self._probe(now, row)
+        return sends + self._probe_dead(now, 1)
+
+    def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
+        """Knock at some of those held for dead, or at `peer`: the network may have healed. Where one answers
+        others may, and so they are found ever faster."""
+        sends: Sends = []
+        in_flight = sum(probe.kind == "dead" for probe in self._flight.probes.values())
+        for _ in range(min(count, DEAD_PROBED_MAX - in_flight)):
+            row = self._table.next_dead() if peer is None else self._table.rows.get(peer)
+            if row is None or self._flight.probing(row.peer):
+                break
+            sends += self._probe(now, row, "dead", relayed=True)
+        return sends
 
     def _probe(self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False) -> Sends:
         """Ping a member; `relayed`: no relays are to be asked if it does not answer."""

@@ -83,7 +83,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
 class MemberTable:
     """Rows by peer id, this peer's own among them."""
 
-    __slots__ = ("_cursor", "_digest", "_me", "_ring", "_rng", "_unanswered", "live", "rows")
+    __slots__ = ("_cursor", "_dead", "_digest", "_me", "_ring", "_rng", "_unanswered", "live", "rows")
 
     def __init__(self, me: Row, rng: Random) -> None:
         self.rows: dict[PeerId, Row] = {me.peer: me}
@@ -93,6 +93,7 @@ class MemberTable:
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
         self._ring: list[PeerId] = []
         self._cursor = 0
+        self._dead: list[PeerId] = []
         # When the first ping of the present silence of a member was sent: one of ours that failed, or one of
         # an accuser.
         self._unanswered: dict[PeerId, float] = {}
@@ -192,6 +193,19 @@ class MemberTable:
         gone = [row for row in self.rows.values() if not row.live]
         return min(gone, key=lambda row: row.since).peer if gone else None
 
+    def next_dead(self) -> Row | None:
+        """One of those held for dead, all in turn."""
+        while self.live < len(self.rows):
+            if not self._dead:
+                self._dead = [row.peer for row in self.rows.values() if row.status is Status.DEAD]
+                self._rng.shuffle(self._dead)
+                if not self._dead:
+                    return None
+            row = self.rows.get(self._dead.pop())
+            if row is not None and row.status is Status.DEAD:
+                return row
+        return None
+
     def keep(self, fits: Callable[[PeerId], bool]) -> list[PeerId]:
         """Drop everyone who does not fit, live or not; who that was. This peer always stays."""
         dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
@@ -207,6 +221,10 @@ class MemberTable:
     def is_live(self, peer: PeerId) -> bool:
         row = self.rows.get(peer)
         return row is not None and (row.verdict is None or row.live)
+
+    def status(self, peer: PeerId) -> Status | None:
+        row = self.rows.get(peer)
+        return None if row is None else row.status
 
     def live_peers(self) -> list[PeerId]:
         return [row.peer for row in self.rows.values() if row.live]

@@ -366,3 +366,23 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_hash_seed() -> None:
         traces.append(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert traces[0] == traces[1]
     assert traces[0].count(b"MemberUp") > 100
+
+
+def test_one_held_for_dead_that_answers_is_alive_at_once_and_so_are_the_others() -> None:
+    swarm = settled(30, Settings.lan())
+    swarm.blocked = lambda a, b: (a < 15) != (b < 15)
+    swarm.run(60)
+    assert all(swarm.view(0)[number].status is Status.DEAD for number in range(15, 30))
+    swarm.blocked = lambda _a, _b: False
+    assert swarm.run_until(swarm.converged, at_most=6) < 6
+
+
+def test_a_member_that_changes_all_the_time_is_passed_on_only_now_and_then() -> None:
+    swarm = settled(40, Settings.lan())
+    swarm.run(30)
+    before = swarm.sent_bytes
+    for number in range(300):
+        swarm.send(7, swarm.cores[7].update(swarm.now, profile_of(7, b"%d" % number)))
+        swarm.run(0.2)
+    # Passed on by all, each of the 300 would cost a member 50 bytes a second.
+    assert (swarm.sent_bytes - before) / 60 / 40 < 400
