@@ -35,6 +35,7 @@ SCRATCH_BYTES = 16 << 30
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
 
 Preset = Literal["lan", "wan", "local"]
+Scope = Literal["all", "neighbourhood"]
 AcceptRuns = Literal["swarm", "never"]
 
 
@@ -75,10 +76,13 @@ class Listen:
 
 @dataclass(frozen=True)
 class Swarm:
-    """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private."""
+    """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private. `scope`,
+    the same for all of a swarm: whom a member lists, everybody (2,000 at most) or the neighbourhood of its
+    key, however large the swarm."""
 
     name: str = "default"
     preset: Preset = "lan"
+    scope: Scope = "all"
     key_file: Path | None = None
 
 
@@ -159,6 +163,7 @@ class _ListenTable(msgspec.Struct, frozen=True):
 class _SwarmTable(msgspec.Struct, frozen=True):
     name: str | None = None
     preset: Preset | None = None
+    scope: Scope | None = None
     key_file: str | None = None
 
 
@@ -345,6 +350,7 @@ RULES = (
     Rule("announce", ("listen", "announce"), read_announce, many=True),
     Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
     Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "local")),
+    Rule("scope", ("swarm", "scope"), _one_of("all", "neighbourhood")),
     Rule("key_file", ("swarm", "key_file"), _read_optional_path),
     Rule("device", ("resources", "device"), _read_device),
     Rule("memory", ("resources", "memory"), read_memory),
@@ -488,7 +494,7 @@ def _build(values: Mapping[str, Any]) -> Config:
         listen=Listen(
             **dict(section(addresses="listen", announce="announce")), may_move="listen" not in values
         ),
-        swarm=Swarm(**dict(section(name="swarm", preset="preset", key_file="key_file"))),
+        swarm=Swarm(**dict(section(name="swarm", preset="preset", scope="scope", key_file="key_file"))),
         resources=Resources(
             **dict(
                 section(

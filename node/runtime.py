@@ -315,6 +315,7 @@ class Node(Surface):
             gone=self._gone,
             forgotten=lambda peer: self.discovery.forgotten(peer),
             observe=self._observe,
+            look_up=self._look_up if self.config.swarm.scope == "neighbourhood" else None,
             make=self._make_swim,
         )
         self.discovery = Discovery(
@@ -440,6 +441,9 @@ class Node(Surface):
             self._publish(StrangerRefused(at=self._clock.wall(), reason=str(error)[:200], count=count))
 
     # Between the services
+
+    def _look_up(self, key: bytes, found: Callable[[Sequence[PeerId]], None]) -> None:
+        self.discovery.locate(key, found)
 
     def _met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         self._is_met.set()

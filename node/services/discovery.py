@@ -9,9 +9,9 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from dht.events import Event, PeerHeard, RecordsFound, RecordStored
+from dht.events import Event, NodesFound, PeerHeard, RecordsFound, RecordStored
 from dht.kademlia import Kademlia, Sends
-from dht.keys import record_key
+from dht.keys import Key, record_key
 from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message
 from dht.records import Record, sign_record
 from dht.settings import Settings
@@ -25,6 +25,8 @@ RENEW_SECONDS = RECORD_SECONDS / 3
 OWN_RECORDS_MAX = 256
 """Other nodes hold no more of one publisher either."""
 LOOKUP_SECONDS_MAX = 30.0
+SOUGHT_MAX = 16
+"""Searches for neighbours at once; membership asks for one at a time."""
 
 
 class Discovery:
@@ -50,6 +52,7 @@ class Discovery:
         self._core.wall_offset = clock.wall() - clock.monotonic()
         self._core.origins.host_of = network.host_of
         self._waiting: dict[int, _Answer] = {}
+        self._sought: dict[int, Callable[[Sequence[PeerId]], None]] = {}
         self._own: dict[tuple[str, bytes], bytes] = {}
         self._driver = Driver(
             self._core,
@@ -96,6 +99,17 @@ class Discovery:
     def forgotten(self, peer: PeerId) -> None:
         """Membership watches over a peer no more."""
         self._core.unwatch(peer)
+
+    def locate(self, key: bytes, found: Callable[[Sequence[PeerId]], None]) -> None:
+        """Look up the peers nearest to `key`, and hand them on when they are found."""
+
+        def begin(now: float) -> Sends:
+            number, sends = self._core.locate(now, Key(key))
+            self._sought[number] = found
+            return sends
+
+        if len(self._sought) < SOUGHT_MAX:
+            self._driver.command(begin)
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
         """Store this node's record under (purpose, name); how many nodes keep it, this one included.
@@ -146,6 +160,9 @@ class Discovery:
         self._observe(event)
         if isinstance(event, PeerHeard):
             self._network.learn(event.peer, event.addresses)
+            return
+        if isinstance(event, NodesFound) and (found := self._sought.pop(event.request, None)) is not None:
+            found(event.peers)
             return
         waiting = self._waiting.get(getattr(event, "request", -1))
         if waiting is not None:

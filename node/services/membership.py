@@ -13,6 +13,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
+from dht.keys import node_number
 from gossip import member as core
 from gossip.messages import MEMBERS_MAX, MESSAGE_BYTES_MAX, Message
 from gossip.settings import PRESETS
@@ -115,9 +116,11 @@ class Membership:
         gone: Callable[[PeerId], None],
         forgotten: Callable[[PeerId], None],
         observe: Callable[[core.Event], None],
+        look_up: Callable[[bytes, Callable[[Sequence[PeerId]], None]], None] | None = None,
         make: Callable[..., Swim] = Swim,
     ) -> None:
-        """`observe` is told of every event of the core as it is; `make` makes the core."""
+        """`observe` is told of every event of the core as it is; `make` makes the core. With `look_up`, which
+        finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed."""
         self._network = network
         self._clock = clock
         self._publish = publish
@@ -126,9 +129,12 @@ class Membership:
         self._forgotten = forgotten
         self._refuse = refuse
         self._observe = observe
+        self._has_left = False
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
-        swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic())
+        self._look_up = look_up
+        place = None if look_up is None else node_number
+        swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic(), place=place)
         swim.locate(network.host_of)
         self._swim = swim
         self._driver = Driver(
@@ -176,6 +182,7 @@ class Membership:
 
     async def leave(self) -> None:
         """Say goodbye, and stay a moment so that it spreads."""
+        self._has_left = True
         self._driver.command(self._swim.leave)
         await trio.sleep(LEAVE_SECONDS)
 
@@ -203,8 +210,16 @@ class Membership:
                 self._forgotten(event.peer)
             case core.CandidateFound():
                 self._network.learn(event.peer, event.addresses)  # it is to be pinged there
+            case core.NeighboursWanted():
+                if self._look_up is not None:
+                    self._look_up(event.key, self._meet)
             case core.FactsRefused():
                 self._refuse(event.sender, RemoteProtocolError(event.reason))
+
+    def _meet(self, peers: Sequence[PeerId]) -> None:
+        """Exchange lists with those that a lookup has found, unless this node has said goodbye."""
+        if peers and not self._has_left:
+            self.join(peers)
 
     def _joined(self, event: core.MemberUp | core.MemberChanged) -> events.MemberJoined:
         known = self._swim.member(event.peer)

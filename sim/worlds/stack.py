@@ -349,7 +349,11 @@ class StackWorld:
         return Node(
             config.Config(
                 name=self.name(life.peer),
-                swarm=config.Swarm(name=SWARM, preset=self.scenario.membership.preset),
+                swarm=config.Swarm(
+                    name=SWARM,
+                    preset=self.scenario.membership.preset,
+                    scope=self.scenario.membership.scope,
+                ),
                 resources=config.Resources(accept_runs=accepts),
                 data_dir=FOLDER,
             ),
