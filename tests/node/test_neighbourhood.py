@@ -1,0 +1,26 @@
+"""Real nodes that list only the neighbourhood of their key: wired to the DHT as a public swarm needs it."""
+
+from gossip.member import NeighboursWanted
+from sim.scenario import Checks, Membership, Records, Scenario, Start
+from sim.watch import Observed
+from sim.worlds.stack import StackWorld
+
+
+def test_nodes_of_a_swarm_of_neighbourhoods_find_each_other_through_the_dht() -> None:
+    seen: list[Observed] = []
+    scenario = Scenario(
+        name="neighbourhoods",
+        about="whole nodes, each listing those near its key",
+        fidelity="stack",
+        nodes=6,
+        seconds=60.0,
+        start=Start(spread_seconds=5.0),
+        membership=Membership(preset="lan", scope="neighbourhood"),
+        records=Records(enabled=False),
+        checks=Checks(),
+    )
+    world = StackWorld(scenario, 3, seen.append)
+    live: list[list[int]] = []
+    world.play(lambda: live.append([len(world.believes(peer)) for peer in world.peers if world.is_up(peer)]))
+    assert live[-1] == [6] * 6
+    assert any(isinstance(observed.event, NeighboursWanted) for observed in seen)
