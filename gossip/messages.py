@@ -19,6 +19,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
+from gossip.coordinates import Coordinate
 from gossip.member import METADATA_BYTES_MAX, MemberChanged, MemberUp, Profile
 from gossip.scope import DEPTH_MAX
 
@@ -105,10 +106,11 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """I am there; or, from a relay: the target of your PingRequest is."""
+    """I am there; or, from a relay: the target of your PingRequest is. `here`: where, in round trips."""
 
     number: Number
     facts: Facts = ()
+    here: Coordinate | None = None
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):

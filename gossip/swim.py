@@ -25,6 +25,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.beliefs import Beliefs
 from gossip.candidates import PROBED_AT_ONCE_MAX
+from gossip.coordinates import Coordinates
 from gossip.exchange import Exchange
 from gossip.exchange import Sends as Sends
 from gossip.hints import HINTS_MAX
@@ -81,6 +82,7 @@ class Swim:
         "_slice_at",
         "_table",
         "_tick_at",
+        "coordinates",
         "deadline",
         "events",
         "peer",
@@ -111,6 +113,7 @@ class Swim:
         self._table = self._beliefs.table
         self._candidates = self._beliefs.candidates
         self._health = self._beliefs.health
+        self.coordinates = Coordinates(rng)
         self._flight = Flight(rng.getrandbits(31))
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
@@ -238,11 +241,11 @@ class Swim:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
                 if row is not None and row.verdict is None:  # else it has something to hear, or to be asked
-                    return [(sender, Ack(message.number))]
+                    return [(sender, Ack(message.number, (), self.coordinates.here))]
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
-                sends = self._receive_ack(now, sender, message.number)
+                sends = self._receive_ack(now, sender, message)
                 self._plan()
                 return sends
         try:
@@ -271,10 +274,11 @@ class Swim:
     def _answer(self, now: float, sender: PeerId, message: Message) -> Sends:
         match message:
             case Ping():
-                answer: Sends = [(sender, Ack(message.number, self._beliefs.facts_for(sender)))]
+                facts = self._beliefs.facts_for(sender)
+                answer: Sends = [(sender, Ack(message.number, facts, self.coordinates.here))]
                 return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
-                return self._receive_ack(now, sender, message.number)
+                return self._receive_ack(now, sender, message)
             case PingRequest():
                 return self._receive_ping_request(now, sender, message) or self._greet(now, sender)
             case Compare() | ScopedCompare():
@@ -291,10 +295,13 @@ class Swim:
             return self._probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
 
-    def _receive_ack(self, now: float, sender: PeerId, number: int) -> Sends:
+    def _receive_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
+        number = ack.number
         probe = self._flight.probes.get(number)
         if probe is not None and (sender == probe.target or sender in probe.relays):
             del self._flight.probes[number]
+            if ack.here is not None and sender == probe.target and now < probe.timeout_at:
+                self.coordinates.learn(sender, ack.here, now - probe.sent_at)
             if probe.kind == "candidate":
                 self._beliefs.admit(now, probe.target)
             self._health.better()

@@ -164,6 +164,10 @@ class Membership:
         """Everyone listed, the dead too."""
         return self._swim.members
 
+    def round_trip_seconds(self, peer: PeerId) -> float | None:
+        """How long a datagram to `peer` and back took lately; None where it was not asked."""
+        return self._swim.coordinates.round_trip_seconds_to(peer)
+
     def command(self, order: Callable[[Swim, float], Sends]) -> None:
         """Let local code act on the core: `order(core, now)` returns what to send."""
         self._driver.command(lambda now: order(self._swim, now))

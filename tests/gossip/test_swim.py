@@ -386,3 +386,13 @@ def test_a_member_that_changes_all_the_time_is_passed_on_only_now_and_then() -> 
         swarm.run(0.2)
     # Passed on by all, each of the 300 would cost a member 50 bytes a second.
     assert (swarm.sent_bytes - before) / 60 / 40 < 400
+
+
+def test_members_measure_their_round_trips_by_probes() -> None:
+    swarm = settled(8, Settings.lan())
+    swarm.run(120)
+    for core in swarm.cores.values():
+        others = [core.coordinates.round_trip_seconds_to(peer_of(number)) for number in swarm.cores]
+        known = [seconds for seconds in others if seconds is not None]
+        assert len(known) == 7
+        assert all(0.001 <= seconds <= 0.005 for seconds in known)  # each way takes 0.5 to 2.5 ms

@@ -64,7 +64,11 @@ def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
 
 
 class ForgetsToRefute(Swim):
-    """It passes over what others say against it."""
+    """It passes over what others say against it, and knocks at none of those it holds for dead."""
+
+    def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
+        del now, count, peer
+        return []
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         facts = getattr(message, "facts", ())

@@ -1,0 +1,118 @@
+"""Where a peer is in a space whose distances are round trips: Vivaldi with a height, as Serf has it.
+
+Dabek, Cox, Kaashoek and Morris 2004 ("Vivaldi: A Decentralized Network Coordinate System"), sections 2.5 to
+2.7 and 5.4 (heights: what a peer's own access adds to every path). Each answered probe is a spring between
+two peers. What a peer says of itself is not proved: a sample moves us by STEP_MAX at most, and the latest
+samples of a peer count by their median. So a minority that lies shifts others a little.
+
+Pure arithmetic in seconds. On the wire a coordinate is whole tenths of a millisecond.
+"""
+
+import math
+from collections import OrderedDict
+from random import Random
+from typing import Annotated
+
+import msgspec
+
+from crypto.identity import PeerId
+
+DIMENSIONS = 4
+UNIT_SECONDS = 1e-4
+FARTHEST = 100_000
+"""In units: 10 s from the middle, further than any path on Earth."""
+ROUND_TRIP_SECONDS_MAX = 10.0
+ERROR_MAX = 1.5
+"""The relative error of one that knows nothing; nobody is believed to err by less than ERROR_MIN."""
+ERROR_MIN = 0.05
+ADJUSTMENT = 0.25
+"""The paper's c_c and c_e: what share of a spring's pull is followed."""
+STEP_MAX = 0.02
+"""Seconds by which one sample moves us at most."""
+HEIGHT_MIN = 1e-4
+SAMPLES_KEPT = 3
+PEERS_KEPT_MAX = 64
+"""Peers whose latest samples and places are kept; those asked last."""
+
+Length = Annotated[int, msgspec.Meta(ge=-FARTHEST, le=FARTHEST)]
+Height = Annotated[int, msgspec.Meta(ge=0, le=FARTHEST)]
+Share = Annotated[int, msgspec.Meta(ge=0, le=int(ERROR_MAX * 100))]
+
+
+class Coordinate(msgspec.Struct, frozen=True, array_like=True):
+    """A place as a peer says it: a point and a height in units, and its relative error in hundredths."""
+
+    point: Annotated[tuple[Length, ...], msgspec.Meta(min_length=DIMENSIONS, max_length=DIMENSIONS)]
+    height: Height
+    error: Share
+
+
+class Coordinates:
+    """Where one peer thinks itself. `here` is what it tells others."""
+
+    __slots__ = ("_error", "_height", "_point", "_rng", "_samples", "here")
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._point = [0.0] * DIMENSIONS
+        self._height = HEIGHT_MIN
+        self._error = ERROR_MAX
+        self._samples: OrderedDict[PeerId, tuple[list[float], Coordinate]] = OrderedDict()
+        self.here = self._said()
+
+    def learn(self, peer: PeerId, there: Coordinate, round_trip_seconds: float) -> None:
+        """A ping of ours was answered by `peer`, which says that it is `there`."""
+        if not 0 < round_trip_seconds <= ROUND_TRIP_SECONDS_MAX:
+            return
+        measured = self._median(peer, there, round_trip_seconds)
+        point = [value * UNIT_SECONDS for value in there.point]
+        height = there.height * UNIT_SECONDS
+        apart = math.dist(self._point, point)
+        distance = apart + self._height + height
+        theirs = max(there.error / 100, ERROR_MIN)
+        weight = self._error / (self._error + theirs)
+        relative = abs(distance - measured) / measured
+        self._error += (min(relative, ERROR_MAX) - self._error) * ADJUSTMENT * weight
+        self._error = min(max(self._error, ERROR_MIN), ERROR_MAX)
+        force = max(-STEP_MAX, min(STEP_MAX, ADJUSTMENT * weight * (measured - distance)))
+        self._move(point, apart, height, force)
+        self.here = self._said()
+
+    def round_trip_seconds_to(self, peer: PeerId) -> float | None:
+        """What a round trip to `peer` takes: as measured, if it was asked lately; else None."""
+        kept = self._samples.get(peer)
+        return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
+
+    def round_trip_seconds(self, there: Coordinate) -> float:
+        """What a round trip to somebody who is `there` takes, as far as we can tell."""
+        point = [value * UNIT_SECONDS for value in there.point]
+        return math.dist(self._point, point) + self._height + there.height * UNIT_SECONDS
+
+    def _move(self, point: list[float], apart: float, height: float, force: float) -> None:
+        """Go away from a point by `force`, or towards it; a share of it goes into the height."""
+        if apart > UNIT_SECONDS:
+            way = [(mine - other) / apart for mine, other in zip(self._point, point, strict=True)]
+        else:  # two at one place are pushed apart in any direction
+            drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
+            length = math.hypot(*drawn) or 1.0
+            way = [value / length for value in drawn]
+        farthest = FARTHEST * UNIT_SECONDS
+        self._point = [
+            max(-farthest, min(farthest, mine + force * step))
+            for mine, step in zip(self._point, way, strict=True)
+        ]
+        if apart > UNIT_SECONDS:
+            grown = self._height + (self._height + height) * force / apart
+            self._height = min(max(grown, HEIGHT_MIN), self._height + STEP_MAX, farthest)
+
+    def _median(self, peer: PeerId, there: Coordinate, seconds: float) -> float:
+        samples, _ = self._samples.pop(peer, ([], there))
+        samples = [*samples[1 - SAMPLES_KEPT :], seconds]
+        self._samples[peer] = samples, there
+        if len(self._samples) > PEERS_KEPT_MAX:
+            self._samples.popitem(last=False)
+        return sorted(samples)[(len(samples) - 1) // 2]
+
+    def _said(self) -> Coordinate:
+        point = tuple(round(value / UNIT_SECONDS) for value in self._point)
+        return Coordinate(point, round(self._height / UNIT_SECONDS), round(self._error * 100))
