@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Each of many processes would translate every file of ours again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types tests format bench soak clean
+.PHONY: demo test types tests format bench corpus soak clean
 
 demo: $(READY)
 	$(BIN)/python -m node demo
@@ -31,6 +31,11 @@ format: $(READY)
 
 bench: $(READY)
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+
+# Some hundred architectures of transformers, captured, proved, admitted, cut and trained: half an hour and more; writes
+# docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
+corpus: $(READY)
+	$(BIN)/python benchmarks/corpus.py
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
 # hostile graphs, each refused or really run; a million events each of the step machines, the plan chain and

@@ -166,7 +166,7 @@ class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so i
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs or {}):
             torch.default_generator.manual_seed(seed_of(*self._at, "train", next(self._nodes)))
             return drawn(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -174,6 +174,15 @@ class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so i
     def left(self) -> int:
         """How many random nodes the module did not get to."""
         return sum(1 for _ in self._nodes)
+
+
+def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is a dropout, of attention too, with a rate of zero: it draws nothing then."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("p", "dropout_p") and "dropout" in f"{func}.{argument.name}":
+            rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(rate == 0)
+    return False
 
 
 def run_module(case: Case, graph: Graph, trial: Trial) -> History:

@@ -1,0 +1,336 @@
+"""Models that nobody here wrote: architectures of transformers, small, captured, proved, admitted and cut.
+
+A model that `torch.export` takes should be captured, be proved equal to itself, pass a peer's admission at
+capture, and train in two and in four stages as in one process: gradients and one step in float64. What is
+refused is shown with its reason. With `--quick` 7 of them, with PEERLOOM_CORPUS=sample 25; the full run
+writes docs/corpus.md, and PEERLOOM_CORPUS_LOG=FILE gets each row as it is known.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _figures import Goal, arguments, leave, report
+
+from partition.capture import CaptureRefused, Task
+from partition.capture.task import captured_and_proved
+from partition.execute.admit import admit
+from partition.model.cut import cut
+from partition.stage import StageSpecification
+from tests.zoo.case import Case, Tensors
+from tests.zoo.equivalence import (
+    FLOAT64_MAX,
+    Trial,
+    errors,
+    random_cut,
+    run_module,
+    run_stages,
+    stages_possible,
+)
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
+MODEL_SECONDS_MAX = 150
+CAPTURED_MIN, TRAINABLE_MIN = 0.95, 0.90
+"""Shares of what torch exports."""
+FLOAT32_STEP_MAX = 1e-4
+"""Where a model of float64 computes in float32 on its way, such as its softmax or its loss."""
+BATCH, LENGTH, CLASSES, VOCABULARY = 4, 8, 5, 99
+
+FAMILIES = {
+    "causal": """
+        apertus arcee bart bert bert-generation big_bird biogpt bitnet blenderbot bloom camembert
+        codegen cohere cohere2 cpmant ctrl data2vec-text deepseek_v2 deepseek_v3 diffllama electra ernie
+        ernie4_5 exaone4 falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2
+        gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe helium internlm3 jamba jetmoe lfm2 llama
+        longcat_flash mamba marian mbart megatron-bert minimax mistral mixtral modernbert-decoder mpt
+        mvp nemotron_h olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe plbart qwen2
+        qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma rembert roberta roformer rwkv seed_oss
+        smollm3 stablelm starcoder2 trocr whisper xglm xlm xmod
+    """,
+    "masked": """
+        albert convbert deberta deberta-v2 distilbert eurobert flaubert fnet gte ibert
+        jina_embeddings_v3 layoutlm longformer mobilebert modernbert mpnet mra nomic_bert nystromformer
+        squeezebert tapas ultrabert yoso
+    """,
+    "seq2seq": """
+        fsmt led longt5 m2m_100 mt5 nllb-moe pegasus_x seamless_m4t seamless_m4t_v2 switch_transformers
+        t5 umt5
+    """,
+    "image": """
+        beit convnext convnextv2 data2vec-vision deit dinov2 dinov2_with_registers ijepa imagegpt
+        mobilenet_v2 pp_lcnet segformer vit vit_msn
+    """,
+    "audio": """
+        audio-spectrogram-transformer sew sew-d wav2vec2-bert
+    """,
+}
+"""By kind of task, as transformers calls their configurations."""
+
+SAMPLE = """
+    bert gpt2 llama bloom gemma2 qwen3 mistral phi opt t5 mt5 albert deberta distilbert fnet mobilebert
+    modernbert vit beit deit dinov2 convnextv2 whisper mamba gpt_neox
+"""
+
+QUICK = 7
+"""Of the sample, where there is less than a minute."""
+
+_SIZES: dict[Any, str] = {
+    32: """hidden_size d_model n_embd dim embedding_size emb_dim embed_dim word_embed_proj_dim image_size
+        moe_intermediate_size shared_expert_intermediate_size""",
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
+        num_encoder_layers num_experts_per_tok num_key_value_heads eos_token_id decoder_start_token_id""",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
+        num_experts num_local_experts n_routed_experts attention_window rotary_dim""",
+    64: """intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim n_inner hidden_dim d_ff ffn_hidden_size
+        max_position_embeddings n_positions n_ctx max_source_positions max_target_positions""",
+    8: "d_kv head_dim patch_size qk_nope_head_dim qk_rope_head_dim v_head_dim state_size",
+    16: "kv_lora_rank q_lora_rank",
+    0.0: "layerdrop encoder_layerdrop decoder_layerdrop",
+}
+SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()}
+SMALL |= {"num_channels": 3, "num_labels": CLASSES, "vocab_size": VOCABULARY}
+SMALL |= {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "convnext": {"hidden_sizes": [16, 24, 32, 40], "depths": [1, 1, 2, 1], "drop_path_rate": 0.2},
+    "convnextv2": {"hidden_sizes": [16, 24, 32, 40], "depths": [1, 1, 2, 1], "drop_path_rate": 0.2},
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4},
+    "deepseek_v3": {"head_dim": 8, "num_key_value_heads": 4},
+    "beit": {"drop_path_rate": 0.2},
+}
+_MAPPINGS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+}
+
+
+def tokens_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the ids that count, and how many those are."""
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def class_loss(output: Any, labels: Tensor) -> Tensor:
+    """Cross entropy over classes."""
+    return functional.cross_entropy(output.logits, labels, reduction="sum")
+
+
+class Named(nn.Module):
+    """A model with its inputs by place, as a case of the zoo has them."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.model(**dict(zip(self.names, tensors, strict=True)))
+
+
+def case_of(kind: str, name: str) -> Case:
+    """A small model of an architecture, with noise to train it on."""
+    found = _MAPPINGS[kind][name]
+    model_class = getattr(transformers, found[0] if isinstance(found, list | tuple) else found)
+    configuration = CONFIG_MAPPING[name]
+    usual = configuration()
+    plain = (int, float, bool, type(None))
+    fields = {
+        key: value
+        for key, value in SMALL.items()
+        if hasattr(usual, key) and getattr(usual, key) is not None and type(getattr(usual, key)) in plain
+    }
+    # Dropout itself is the zoo's matter (tests/zoo).
+    fields |= {
+        key: 0.0 for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)
+    }
+    config = configuration(**{**fields, **SPECIAL.get(name, {})})
+    vocabulary = min(getattr(config, "vocab_size", VOCABULARY) or VOCABULARY, VOCABULARY)
+    side = getattr(config, "image_size", 32)
+    picture = (getattr(config, "num_channels", 3), *((side, side) if isinstance(side, int) else (32, 32)))
+    names = {
+        "causal": ("input_ids",),
+        "masked": ("input_ids", "attention_mask"),
+        "seq2seq": ("input_ids", "decoder_input_ids"),
+        "image": ("pixel_values",),
+        "audio": ("input_values",),
+    }[kind]
+
+    def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
+        def ids() -> Tensor:
+            return torch.randint(3, vocabulary, (batch, LENGTH), generator=generator)
+
+        if kind in ("image", "audio"):
+            shape = picture if kind == "image" else (3_200,)
+            given = torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+            return (given,), (torch.randint(CLASSES, (batch,), generator=generator),)
+        inputs = [ids(), torch.ones(batch, LENGTH, dtype=torch.int64) if kind == "masked" else ids()]
+        labels = ids()
+        labels[:, ::3] = -100
+        return tuple(inputs[: len(names)]), (labels,)
+
+    loss: Any = class_loss if kind in ("image", "audio") else tokens_loss
+    return Case(name, lambda: Named(model_class(config), names), sample, loss, batch=BATCH)
+
+
+def exportable(case: Case) -> str:
+    """Why torch itself cannot export the model; empty where it can."""
+    inputs, _ = case.data(0, BATCH, torch.float64)
+    try:
+        torch.export.export(case.model(torch.float64), inputs, strict=False)
+    except Exception as error:  # whatever torch raises
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def examine(kind: str, name: str) -> dict[str, Any]:
+    """One row. `silent`: it was proved, and its stages do not compute what the module does."""
+    row: dict[str, Any] = {"model": name, "kind": kind, "captured": False, "trained": False, "silent": False}
+    try:
+        case = case_of(kind, name)
+        case.model(torch.float64)
+    except Exception as error:  # a configuration that is too small for this architecture
+        return row | {"exported": False, "why": f"not built: {type(error).__name__}: {str(error)[:120]}"}
+    begun = time.perf_counter()
+    row["why"] = exportable(case)
+    row["exported"] = not row["why"]
+    row["export_seconds"] = round(time.perf_counter() - begun, 1)
+    begun = time.perf_counter()
+    inputs, labels = case.data(0, BATCH, torch.float64)
+    task = Task(case.model(torch.float64), inputs, labels, loss=case.loss, name=name)
+    try:
+        captured, proof = captured_and_proved(task)
+        row["capture_seconds"] = round(time.perf_counter() - begun, 1)
+        sizes = tuple(symbol.maximum for symbol in captured.graph.symbols[1:])
+        admit(StageSpecification(b"corpus", cut(captured.graph, captured.hash, ())[0], (BATCH, *sizes)))
+    except (CaptureRefused, ValueError) as error:
+        return row | {"why": " ".join(str(error).split())[:400]}
+    row |= {"captured": True, "layers": len(captured.graph.layers), "entries": " ".join(proof.entries)}
+    trial = Trial(steps=1, batches=(BATCH, BATCH) if captured.graph.symbols[0].minimum == BATCH else (3, 2))
+    limit = FLOAT64_MAX if proof.tolerance < 1e-6 else FLOAT32_STEP_MAX
+    try:
+        expected = run_module(case, captured.graph, trial)
+        worst = 0.0
+        for stages in (2, 4):
+            count = min(stages, stages_possible(captured.graph))
+            parts = random_cut(captured.graph, captured.hash, count, stages)
+            worst = max(
+                worst, errors(run_stages(case, captured.graph, parts, trial), expected, trial.dtype).worst
+            )
+    except (AssertionError, ValueError, RuntimeError, KeyError, IndexError, StopIteration) as error:
+        return row | {"why": f"cut: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    row |= {"error": float(f"{worst:.1e}"), "trained": worst <= limit, "silent": not worst <= limit}
+    return row
+
+
+class Late(Exception):
+    """A model takes too long."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise Late after so many seconds."""
+
+    def ring(*_: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def document(rows: Sequence[dict[str, Any]], goals: Sequence[Goal]) -> str:
+    """docs/corpus.md."""
+    lines = [
+        "# Models of others",
+        "",
+        "Made by `make corpus`; do not edit. transformers " + transformers.__version__,
+    ]
+    lines += [
+        "with small configurations, float64. `error`: the worst of losses, gradients, one step, evaluation,"
+    ]
+    lines += ["in two and in four stages against one process.", ""]
+    lines += [f"- {goal.name}: {goal.value:g} (goal {goal.operator} {goal.bound:g})" for goal in goals]
+    lines += [
+        "",
+        "| model | kind | torch exports | captured | layers | error | why not |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        marks = ["yes" if row[key] else "no" for key in ("exported", "captured")]
+        why = "" if row["trained"] else str(row["why"]).replace("|", "/")[:240]
+        cells = [row["model"], row["kind"], *marks, row.get("layers", ""), row.get("error", ""), why]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Examine every model."""
+    flags = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    is_sample = os.environ.get("PEERLOOM_CORPUS", "") == "sample"
+    wanted = [(kind, name) for kind, names in FAMILIES.items() for name in names.split()]
+    if flags.quick or is_sample:
+        chosen = SAMPLE.split()[:QUICK] if flags.quick else SAMPLE.split()
+        wanted = [(kind, name) for kind, name in wanted if name in chosen]
+    log = os.environ.get("PEERLOOM_CORPUS_LOG", "")
+    rows = []
+    for kind, name in wanted:
+        try:
+            # torch writes its own pages to both.
+            with limited(MODEL_SECONDS_MAX), contextlib.redirect_stdout(io.StringIO()):
+                row = examine(kind, name)
+        except Late:
+            row = {"model": name, "kind": kind, "exported": False, "captured": False, "trained": False}
+            row |= {"silent": False, "why": f"not done in {MODEL_SECONDS_MAX} s"}
+        rows.append(row)
+        if log:
+            with Path(log).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(name, "yes" if row["trained"] else row["why"][:100], file=sys.stderr)
+    goals = goals_of(rows)
+    if not flags.quick and not is_sample:
+        DOCUMENT.write_text(document(rows, goals))
+    return report("corpus", rows, goals, as_json=flags.json)
+
+
+def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Shares of what torch exports."""
+    exported = [row for row in rows if row["exported"]]
+    count = max(1, len(exported))
+    return [
+        Goal(
+            "captured, proved, admitted", sum(row["captured"] for row in exported) / count, ">=", CAPTURED_MIN
+        ),
+        Goal("trainable", sum(row["trained"] for row in exported) / count, ">=", TRAINABLE_MIN),
+        Goal("silently wrong", sum(row["silent"] for row in rows), "<=", 0),
+    ]
+
+
+if __name__ == "__main__":
+    leave(main())
