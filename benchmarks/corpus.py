@@ -273,6 +273,8 @@ def document(rows: Sequence[dict[str, Any]], goals: Sequence[Goal]) -> str:
         "with small configurations, float64. `error`: the worst of losses, gradients, one step, evaluation,"
     ]
     lines += ["in two and in four stages against one process.", ""]
+    known = sum(len(names.split()) for names in FAMILIES.values())
+    lines += [f"{len(rows)} of the {known} architectures that are listed were examined in this run.", ""]
     lines += [f"- {goal.name}: {goal.value:g} (goal {goal.operator} {goal.bound:g})" for goal in goals]
     lines += [
         "",
