@@ -28,6 +28,7 @@ from node.services import membership, reach
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.plan import Plan
+from partition.plan.rates import Calibration
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -95,7 +96,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, copies.Offer, membership.Metadata),
+    "value": (Change, copies.Offer, membership.Metadata, Calibration),
     "links": (Change,),
     "metadata": (membership.Metadata,),
     "data": (checkpoint_format.StatePart,),
