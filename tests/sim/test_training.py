@@ -120,7 +120,9 @@ def test_without_a_checkpoint_the_run_fails_and_says_what_is_lost() -> None:
     played.play()
     reasons = {row.event.reason for row in played.story.of(RunEnded)}
     assert set(played.story.outcomes.values()) == {"failed"}
-    assert reasons == {"stage 2 of 2 lost its last replica, and no checkpoint holds its parameters"}
+    # What is known of those that are lost may stand behind.
+    lost = "stage 2 of 2 lost its last replica, and no checkpoint holds its parameters"
+    assert {reason[: len(lost)] for reason in reasons} == {lost}
 
 
 @pytest.mark.parametrize("remembers", [True, False])
