@@ -324,8 +324,11 @@ class Swim:
         target = PeerId(request.target)
         # Not for strangers, or they could let us ping for them; but for those who may list us all the same.
         known = self._table.is_live(sender) or not self.scope.holds(sender)
-        if target == self.peer or not known or not self._table.is_live(target):
+        if target == self.peer or not known or target not in self._table.rows:
             return []
+        if not self._table.is_live(target):
+            # As good as silent, and said at once: a mute relay makes its prober doubt itself.
+            return [(sender, Nack(request.number, self._beliefs.facts_for(sender)))]
         patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
         number = self._flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]

@@ -396,3 +396,11 @@ def test_members_measure_their_round_trips_by_probes() -> None:
         known = [seconds for seconds in others if seconds is not None]
         assert len(known) == 7
         assert all(0.001 <= seconds <= 0.005 for seconds in known)  # each way takes 0.5 to 2.5 ms
+
+
+def test_a_relay_says_at_once_that_it_holds_the_target_for_dead() -> None:
+    swarm = settled(4)
+    swarm.kill(3)
+    swarm.run_until(lambda: swarm.all_see(3, Status.DEAD), at_most=4)
+    sends = swarm.cores[0].receive(swarm.now, peer_of(1), PingRequest(77, peer_of(3)))
+    assert [(receiver, type(message).__name__) for receiver, message in sends] == [(peer_of(1), "Nack")]
