@@ -79,9 +79,9 @@ def cnn() -> Model:
     digits, draws = load_digits(), np.random.default_rng(0)
 
     def batches(count: int) -> tuple[Payload, Payload]:
-        chosen = draws.integers(0, len(digits.train_labels), count)
-        images = np.kron(digits.train_inputs[chosen], np.ones((1, 1, 4, 4))).astype(np.float32)
-        return bundle(images, sizes=(count,)), bundle(digits.train_labels[chosen], sizes=(count,))
+        chosen = draws.integers(0, len(digits.train["y"]), count)
+        images = np.kron(digits.train["x"][chosen], np.ones((1, 1, 4, 4))).astype(np.float32)
+        return bundle(images, sizes=(count,)), bundle(digits.train["y"][chosen], sizes=(count,))
 
     model = Model("cnn", row, batches, 1)
     activation, _ = crossing(model, 1)

@@ -22,7 +22,7 @@ from partition.codec import Codec
 from partition.codecs.choice import Cost
 
 T = TypeVar("T")
-Arrays = tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]
+Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 class Clock(Protocol):
@@ -201,8 +201,8 @@ class Executor(Protocol):
         """What every codec takes on this machine, tried on float32 numbers like those that travel."""
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """x and y of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they outlive
-        it. Raises `node.runs.npz.BadArchive`, or OSError: the disk is full."""
+        """The arrays of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they
+        outlive it. Raises `node.runs.npz.BadArchive`, or OSError: the disk is full."""
 
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""

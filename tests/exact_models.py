@@ -52,7 +52,7 @@ class Job:
             "model": self.name,
             "data": self.dataset.digest,
             "window": self.dataset.window,
-            "test_samples": min(HELD_OUT, len(self.dataset.test_labels)),
+            "test_samples": min(HELD_OUT, self.dataset.test_samples),
             "optimizer": OptimizerSettings(
                 kind="sgd", learning_rate=self.learning_rate, momentum=0.9, clip_norm=self.clip_norm
             ),

@@ -250,7 +250,8 @@ def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
         samples, diverged = 0, False
         for number in range(step * wanted.microbatches, (step + 1) * wanted.microbatches):
             inputs, labels = (
-                pack([typed(array)], "raw", (len(array), *wanted.sizes)) for array in batches.train(number)
+                pack([typed(array) for array in arrays], "raw", (len(arrays[0]), *wanted.sizes))
+                for arrays in batches.train(number)
             )
             forwarded = executor.handle(api.Forward(step, number, True, inputs, labels))
             if wanted.on_divergence == "continue" and isinstance(forwarded, api.Refused):

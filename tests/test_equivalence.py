@@ -218,7 +218,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
         model,
         model="small-gpt",
         data=data.digest,
-        test_samples=len(data.test_labels),
+        test_samples=data.test_samples,
         window=WINDOW,
         optimizer=CLIPPED,
         stages=3,
@@ -230,7 +230,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
             await group.nodes["g"].runs.learn_data(data.digest, path)
             run, events = await train_with_a_death(group, wanted, stage)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
-            assert evaluated.samples == len(data.test_labels) * WINDOW, "a sample is a token here"
+            assert evaluated.samples == data.test_samples * WINDOW, "a sample is a token here"
             assert evaluated.accuracy == evaluated.metrics[0] / evaluated.samples
             results.append(weights(group, "g", run))
             assert_equal(results[0], reference(run, data), "float64")

@@ -43,7 +43,7 @@ def spoil(
 ) -> None:
     """Sixty-four digits, one of them with this label, or number, or an image of nothing else."""
     digits = load_digits()
-    x, y = digits.train_inputs[:64].astype("f4"), digits.train_labels[:64].copy()
+    x, y = digits.train["x"][:64].astype("f4"), digits.train["y"][:64].copy()
     if label is not None:
         y[SPOILED] = label
     if number is not None:
@@ -51,7 +51,7 @@ def spoil(
     if image is not None:
         x[SPOILED] = image
     np.savez(folder / "train.npz", x=x, y=y)
-    np.savez(folder / "test.npz", x=digits.test_inputs[:8].astype("f4"), y=digits.test_labels[:8])
+    np.savez(folder / "test.npz", x=digits.test["x"][:8].astype("f4"), y=digits.test["y"][:8])
 
 
 async def learn(group: Swarm, folder: Path) -> str:

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crypto.errors import RemoteProtocolError
 from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX
 from node.errors import UsageError
 from node.nearest import did_you_mean
 from node.runs import data as datasets
 from node.runs.manifest import RunFile
 from node.runs.submission import WINDOW
+from partition.model.graph import decode_graph, encode_graph
+from partition.model.groups import with_groups
 
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
@@ -34,18 +37,34 @@ def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str
             raise UsageError(
                 f"{name}: model: there is no file {graph}", "make it: python -m node model capture"
             )
-        yield _arguments(graph)
+        with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
+            yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
         return
     with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
         graph = Path(folder) / _GRAPH_NAME
         capture_to(graph, run_file, path, name)
-        yield _arguments(graph)
+        yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
 
 
 def _arguments(graph: Path) -> dict[str, str]:
     values = graph.with_suffix(VALUES_SUFFIX)
     found = {"graph": str(graph.absolute())}
     return found | ({"values": str(values.absolute())} if values.is_file() else {})
+
+
+def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[str, str]:
+    """The graph with its parameters in the groups of the run, where it has some. Raises UsageError."""
+    if not run_file.train.groups:
+        return {}
+    try:
+        found = with_groups(
+            decode_graph(graph.read_bytes()), [table.match for table in run_file.train.groups]
+        )
+    except (RemoteProtocolError, ValueError) as error:
+        raise UsageError(f"{name}: train.groups: {error}") from None
+    target = folder / f"grouped{GRAPH_SUFFIX}"
+    target.write_bytes(encode_graph(found))
+    return {"graph": str(target.absolute())}
 
 
 def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:

@@ -98,7 +98,7 @@ def capture(
     from node.cli.portrait import portrait, portrait_lines
 
     if captured.unused:
-        show([f"not in the graph, because nothing uses them: {', '.join(captured.unused)[:300]}"], sys.stderr)
+        show([f"not trained, because nothing uses them: {', '.join(captured.unused)[:300]}"], sys.stderr)
     document = portrait(target, captured.graph, captured.hash)
     if as_json:
         show_json({**document, "schema": "peerloom/model-capture/1", "proof": _proof_document(proven)})

@@ -73,10 +73,6 @@ def train_entry(graph: Graph) -> Entry:
 def check_model(manifest: Manifest, graph: Graph) -> None:
     """Whether a graph is what a manifest says beside its hash; else RemoteProtocolError."""
     entry = train_entry(graph)
-    if len(entry.inputs) != 1 or len(entry.labels) != 1:
-        raise RemoteProtocolError(
-            f"the model takes {len(entry.inputs)} inputs and {len(entry.labels)} labels; data has one of each"
-        )
     if not graph.symbols:
         raise RemoteProtocolError("the model was captured for a batch of one size only")
     check_sizes(graph.symbols, manifest.sizes_max)

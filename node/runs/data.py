@@ -25,6 +25,9 @@ from node.errors import UsageError
 from node.runs.npz import BadArchive, unpack_here
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = dict[str, Array]
+Columns = Sequence[tuple[str, str]]
+"""(name of an array, numpy's name of a type) for each port."""
 
 FileName = Literal["text", "train.npz", "test.npz"]
 TEXT: FileName = "text"
@@ -46,31 +49,58 @@ _DIGITS_SCALE = 16.0
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs (N, *sample_shape) and labels (N, *label_shape) of whole numbers, for training and held out.
+    """Samples by the names of their arrays, each (N, ...), for training and held out.
 
-    `window` is how many bytes make a sample, where it is text.
+    Where there is one input and one label they are called x and y. `window` is how many bytes make a sample,
+    where it is text.
     """
 
     digest: str
-    train_inputs: Array
-    train_labels: Array
-    test_inputs: Array
-    test_labels: Array
+    train: Arrays
+    test: Arrays
     label_values: int = 0
     window: int = 0
 
     @property
+    def train_samples(self) -> int:
+        return len(next(iter(self.train.values())))
+
+    @property
+    def test_samples(self) -> int:
+        return len(next(iter(self.test.values())))
+
+    @property
     def sample_shape(self) -> tuple[int, ...]:
-        return tuple(self.train_inputs.shape[1:])
+        """Of x, for a model that is built in. Raises UsageError: there is none."""
+        return tuple(self._named("x").shape[1:])
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        return tuple(self.train_labels.shape[1:])
+        return tuple(self._named("y").shape[1:])
 
     @property
     def classes(self) -> int:
         """How many different labels a model must tell apart."""
-        return self.label_values or int(max(self.train_labels.max(), self.test_labels.max())) + 1
+        largest = max(int(self._named("y").max()), int(self.test["y"].max()))
+        return self.label_values or largest + 1
+
+    def _named(self, name: str) -> Array:
+        if name not in self.train:
+            raise UsageError(f"a built-in model wants arrays x and y; the data has {', '.join(self.train)}")
+        return self.train[name]
+
+
+def labelled(
+    digest: str,
+    train: tuple[Array, Array],
+    test: tuple[Array, Array],
+    *,
+    label_values: int = 0,
+    window: int = 0,
+) -> Dataset:
+    """Data of one input and one label."""
+    arrays = [dict(zip(("x", "y"), part, strict=True)) for part in (train, test)]
+    return Dataset(digest, arrays[0], arrays[1], label_values, window)
 
 
 def load(data: str, base: Path, *, window: int) -> Dataset:
@@ -109,11 +139,12 @@ def load_digits() -> Dataset:
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))
     held_out = len(labels) // HELD_OUT + 1
     test, train = order[:held_out], order[held_out:]
-    return Dataset(DIGITS_NAME, inputs[train], labels[train], inputs[test], labels[test])
+    return labelled(DIGITS_NAME, (inputs[train], labels[train]), (inputs[test], labels[test]))
 
 
 def load_folder(folder: Path) -> Dataset:
-    """`train.npz` and `test.npz`, each with `x` (N, ...) numbers and `y` (N,) or (N, ...) class numbers.
+    """`train.npz` and `test.npz`, each with `x` and `y` (N, ...), or arrays of the names that the model's
+    inputs and labels have.
 
     In this process: a node has strangers' read elsewhere (`node.runs.data_files`).
 
@@ -122,11 +153,11 @@ def load_folder(folder: Path) -> Dataset:
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(file) for name, file in open_files(folder).items()}
-        arrays: list[Array] = []
+        arrays: list[Arrays] = []
         for name in FOLDER:
             out = stack.enter_context(tempfile.TemporaryFile(buffering=0))
             try:
-                arrays += unpack_here(files[name], out)
+                arrays.append(unpack_here(files[name], out))
             except BadArchive as error:
                 raise UsageError(f"{folder / name}: {error}") from None
         return from_arrays(arrays, digest_of(files, 0), str(folder))
@@ -189,16 +220,18 @@ def read_text(file: IO[bytes], *, may_map: bool) -> Array:
     return np.frombuffer(file.read(), np.uint8)
 
 
-def from_arrays(arrays: Sequence[Array], digest: str, where: str) -> Dataset:
-    """Data of x and y for training, x and y held out. Raises UsageError: they do not go together."""
-    train_x, train_y, test_x, test_y = arrays
-    for name, train, test in (("x", train_x, test_x), ("y", train_y, test_y)):
-        if train.shape[1:] != test.shape[1:]:
+def from_arrays(arrays: Sequence[Arrays], digest: str, where: str) -> Dataset:
+    """Data of the arrays for training, and of those held out. Raises UsageError: they do not go together."""
+    train, test = arrays
+    if set(train) != set(test):
+        raise UsageError(f"{where}: train.npz has {', '.join(train)}, and test.npz {', '.join(test)}")
+    for name, array in train.items():
+        if array.shape[1:] != test[name].shape[1:]:
             raise UsageError(
-                f"{where}: {name} of train.npz holds samples of {train.shape[1:]}, "
-                f"of test.npz {test.shape[1:]}"
+                f"{where}: {name} of train.npz holds samples of {array.shape[1:]}, "
+                f"of test.npz {test[name].shape[1:]}"
             )
-    return Dataset(digest, train_x, train_y, test_x, test_y)
+    return Dataset(digest, train, test)
 
 
 def from_text(data: Array, digest: str, window: int, where: str) -> Dataset:
@@ -209,45 +242,54 @@ def from_text(data: Array, digest: str, window: int, where: str) -> Dataset:
     inputs = data[: count * window].reshape(count, window)
     labels = data[1 : count * window + 1].reshape(count, window)
     kept = count - max(1, count // TEXT_HELD_OUT)
-    return Dataset(digest, inputs[:kept], labels[:kept], inputs[kept:], labels[kept:], TEXT_VALUES, window)
+    return labelled(
+        digest,
+        (inputs[:kept], labels[:kept]),
+        (inputs[kept:], labels[kept:]),
+        label_values=TEXT_VALUES,
+        window=window,
+    )
 
 
 class Batches:
     """Micro-batches of a dataset by number, the same for everyone with the same seed.
 
-    `input_type` and `label_type` are numpy's names of what the model takes.
+    `inputs` and `labels` are names of arrays in the order of the model's ports, each with numpy's name of
+    the type that the model takes.
     """
 
     def __init__(
-        self, dataset: Dataset, *, microbatch: int, seed: int, input_type: str, label_type: str
+        self, dataset: Dataset, *, microbatch: int, seed: int, inputs: Columns, labels: Columns
     ) -> None:
         self._dataset = dataset
         self._microbatch = microbatch
         self._seed = seed
-        self._types = np.dtype(input_type), np.dtype(label_type)
+        self._columns = inputs, labels
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
 
-    def train(self, number: int) -> tuple[Array, Array]:
+    def train(self, number: int) -> tuple[list[Array], list[Array]]:
         """Inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
-        rows = self.rows(number, train=True)
-        return self._cast(self._dataset.train_inputs[rows], self._dataset.train_labels[rows])
+        return self._taken(self._dataset.train, self.rows(number, train=True))
 
     def rows(self, number: int, *, train: bool) -> list[int]:
         """Which samples make a micro-batch, in its order."""
         positions = range(number * self._microbatch, (number + 1) * self._microbatch)
         if not train:
-            return [position for position in positions if position < len(self._dataset.test_labels)]
-        total = len(self._dataset.train_labels)
+            return [position for position in positions if position < self._dataset.test_samples]
+        total = self._dataset.train_samples
         return [int(self._permutation(p // total)[p % total]) for p in positions]
 
-    def test(self, number: int) -> tuple[Array, Array]:
+    def test(self, number: int) -> tuple[list[Array], list[Array]]:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
-        return self._cast(self._dataset.test_inputs[part], self._dataset.test_labels[part])
+        return self._taken(self._dataset.test, part)
 
-    def _cast(self, inputs: Array, labels: Array) -> tuple[Array, Array]:
-        input_type, label_type = self._types
-        return np.ascontiguousarray(inputs, input_type), np.ascontiguousarray(labels, label_type)
+    def _taken(self, arrays: Arrays, rows: "list[int] | slice") -> tuple[list[Array], list[Array]]:
+        inputs, labels = (
+            [np.ascontiguousarray(arrays[name][rows], kind) for name, kind in columns]
+            for columns in self._columns
+        )
+        return inputs, labels
 
     def _make_permutation(self, epoch: int) -> Array:
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset.train_labels))
+        return np.random.default_rng((self._seed, epoch)).permutation(self._dataset.train_samples)

@@ -9,6 +9,7 @@ import numpy as np
 from node.errors import UsageError
 from node.runs.admission import train_entry
 from node.runs.data import Array, Dataset
+from node.runs.submission import columns_of
 from partition.model.graph import Graph
 from partition.model.ranges import Bound, bounds
 
@@ -24,15 +25,14 @@ def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: s
     """
     entry = train_entry(graph)
     found = bounds(graph, entry, sizes)
-    ports = [("x", entry.inputs[0], 0), ("y", entry.labels[0], len(entry.inputs))]
-    parts = [(dataset.train_inputs, dataset.train_labels), (dataset.test_inputs, dataset.test_labels)]
-    for part, arrays in enumerate(parts):
-        for (what, port, number), array in zip(ports, arrays, strict=True):
+    inputs, labels = columns_of(graph, dataset, name)
+    ports = list(enumerate(zip((*inputs, *labels), (*entry.inputs, *entry.labels), strict=True)))
+    for part, arrays in enumerate((dataset.train, dataset.test)):
+        for number, (what, port) in ports:
             file = where if dataset.window else f"{where}/{_FILES[part]}"
             held_out = " held out" if dataset.window and part else ""
-            _check(
-                array, graph.types[port.type].dtype, found.get(number), f"{name}: {file}: {what}", held_out
-            )
+            kind = graph.types[port.type].dtype
+            _check(arrays[what], kind, found.get(number), f"{name}: {file}: {what}", held_out)
 
 
 def _check(array: Array, dtype: str, bound: Bound | None, what: str, held_out: str) -> None:

@@ -126,7 +126,7 @@ class DataFiles:
             Unreachable: it is other data. UsageError: it is none.
         """
         run, storage = self._seams.executor.run, self._seams.storage
-        arrays: list[datasets.Array] = []
+        arrays: list[datasets.Arrays] = []
         with files:
             try:
                 digest = await run(partial(datasets.digest_of, files.by_name, window))
@@ -137,8 +137,10 @@ class DataFiles:
                     return datasets.from_text(data, digest, window, files.where)
                 for name in datasets.FOLDER:
                     with await run(storage.temporary) as out:
-                        arrays += await self._seams.executor.unpack(
-                            files.by_name[name], out, allow_unfenced=allow_unfenced
+                        arrays.append(
+                            await self._seams.executor.unpack(
+                                files.by_name[name], out, allow_unfenced=allow_unfenced
+                            )
                         )
             except BadArchive as error:
                 raise UsageError(f"{files.where}/{name}: {error}") from None

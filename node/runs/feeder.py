@@ -4,7 +4,7 @@ Frames of a step are kept until the next one opens, so that a replay sends the s
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
@@ -94,7 +94,8 @@ class FeederShell:
     def _make(self, feed: core.FeedReady) -> tuple[Payload, Payload]:
         source = self.batches.train if feed.train else self.batches.test
         inputs, labels = source(feed.microbatch)
-        return self._pack(inputs), self._pack(labels)
+        samples = len(inputs[0])
+        return self._pack(inputs, samples), self._pack(labels, samples)
 
     async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
         """What this node would have sent in the place of a trainer's frame: sizes, tensors, codec, digest."""
@@ -107,9 +108,9 @@ class FeederShell:
         payload = labels if header.direction == "labels" else inputs
         return payload.sizes, payload.tensors, payload.codec, payload.digest
 
-    def _pack(self, array: Array) -> Payload:
+    def _pack(self, arrays: Sequence[Array], samples: int) -> Payload:
         manifest = self._run.manifest
-        return pack([typed(array)], "zstd", (len(array), *manifest.sizes))
+        return pack([typed(array) for array in arrays], "zstd", (samples, *manifest.sizes))
 
     def _send_frame(
         self, peer: PeerId, feed: core.FeedReady, payload: Payload, stage: int, direction: Direction

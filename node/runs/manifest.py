@@ -20,7 +20,14 @@ from node.errors import UsageError
 from partition.codecs.choice import Frames
 from partition.model.graph import SYMBOLS_MAX
 from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
-from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings, Schedule
+from partition.stage import (
+    GROUPS_MAX,
+    IN_FLIGHT_MAX,
+    METRICS_MAX,
+    GroupSettings,
+    OptimizerSettings,
+    Schedule,
+)
 
 MANIFEST_PURPOSE = "run-manifest"
 MANIFEST_BYTES_MAX = 900
@@ -29,6 +36,15 @@ MANIFEST_BYTES_MAX = 900
 Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
 HexHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class GroupTable(msgspec.Struct, frozen=True):
+    """`[[train.groups]]`: parameters whose names are like one of `match` (`*.bias`, `*norm*`); the first
+    table that has them counts. `rate_factor` multiplies the learning rate."""
+
+    match: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    rate_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
 
 class TrainTable(msgspec.Struct, frozen=True):
@@ -61,6 +77,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     dtype: Literal["float32", "float64"] = "float32"
     frames: Frames = "exact"
     on_divergence: Literal["stop", "continue"] = "stop"
+    groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -85,7 +102,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
     of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
-    test.npz, or a file of text.
+    test.npz (arrays x and y, or as the model's inputs and labels are called), or a file of text.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
@@ -105,7 +122,17 @@ class RunFile(msgspec.Struct, frozen=True):
             weight_decay=train.weight_decay,
             schedule=Schedule(train.schedule, train.warmup_steps, train.steps),
             clip_norm=train.clip_norm,
+            groups=self._groups,
         )
+
+    @property
+    def _groups(self) -> tuple[GroupSettings, ...]:
+        """The first is of all parameters that no table has."""
+        tables = self.train.groups
+        if not tables:
+            return ()
+        rest = GroupSettings(weight_decay=self.train.weight_decay)
+        return (rest, *(GroupSettings(table.rate_factor, table.weight_decay) for table in tables))
 
 
 def check_run_file(run: RunFile, where: str) -> None:

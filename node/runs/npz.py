@@ -1,13 +1,14 @@
-"""The arrays x and y of an npz file, read as a stranger's bytes: entries and headers first, then the numbers.
+"""The arrays of an npz file, read as a stranger's bytes: entries and headers first, then the numbers.
 
 An npz is a zip of npy files (numpy.lib.format, NEP 1; APPNOTE.TXT of PKWARE). What it will take is known, and
-bounded, from its directory and two short headers; only then is there room for the numbers, outside of
-anybody's heap: they are unpacked into a file that is mapped. Labels become int64. Nothing is unpickled.
+bounded, from its directory and short headers; only then is there room for the numbers, outside of
+anybody's heap: they are unpacked into a file that is mapped. Nothing is unpickled.
 
 Whoever reads a stranger's does so in a fenced process (`node.runs.unpacking`).
 """
 
 import mmap
+import re
 import struct
 import tokenize
 import zipfile
@@ -21,15 +22,18 @@ import msgspec
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = dict[str, Array]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]{0,255}\Z")
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+/:@-]{0,255}\Z")]
 
 ENTRIES_MAX = 64
-"""Arrays of one archive; two of them are read."""
+"""Arrays of one archive."""
 DIMENSIONS_MAX = 8
 HEADER_LENGTH_MAX = 1_024
 """Of an npy file: numpy writes 128 bytes for numbers."""
 ITEM_BYTES_MAX = 16
 UNPACKED_BYTES_MAX = 1 << 38
-"""Of both arrays, on the disk."""
+"""Of all arrays, on the disk."""
 RATIO_MAX = 64
 """How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; what
 shrinks more holds little but one value, and is better generated."""
@@ -37,7 +41,6 @@ RATIO_FREE_BYTES = 64 << 20
 """So much is unpacked of any archive."""
 CHUNK_BYTES = 1 << 20
 _ALIGNMENT = 64
-_LABEL_BYTES = 8
 _READABLE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
@@ -62,18 +65,22 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """Both arrays. Unpacked, x lies at the beginning and y, as int64, behind it."""
+    """The arrays of an archive by name. Unpacked, they lie in this order, each at a multiple of 64 bytes."""
 
-    x: Layout
-    y: Layout
+    arrays: Annotated[dict[Name, Layout], msgspec.Meta(max_length=ENTRIES_MAX)]
 
     @property
-    def labels_begin(self) -> int:
-        return -(-self.x.size_bytes // _ALIGNMENT) * _ALIGNMENT
+    def begins(self) -> dict[str, int]:
+        """Where each array begins."""
+        found, place = {}, 0
+        for name, layout in self.arrays.items():
+            found[name] = place
+            place += -(-layout.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        return found
 
     @property
     def unpacked_bytes(self) -> int:
-        return self.labels_begin + self.y.count * _LABEL_BYTES
+        return sum(-(-layout.size_bytes // _ALIGNMENT) * _ALIGNMENT for layout in self.arrays.values())
 
 
 def read_layouts(file: IO[bytes]) -> Layouts:
@@ -83,28 +90,32 @@ def read_layouts(file: IO[bytes]) -> Layouts:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > ENTRIES_MAX:
-                raise BadArchive(f"{len(entries)} arrays, at most {ENTRIES_MAX} are looked at")
-            layouts = Layouts(_read_layout(archive, "x"), _read_layout(archive, "y"))
+                raise BadArchive(f"{len(entries)} arrays, at most {ENTRIES_MAX} are read")
+            names = [entry.filename.removesuffix(".npy") for entry in entries]
+            if len(set(names)) != len(names) or not all(map(_NAME.match, names)):
+                raise BadArchive("arrays without a name of their own")
+            layouts = Layouts({name: _read_layout(archive, name) for name in names})
     check_layouts(layouts, archive_bytes)
     return layouts
 
 
 def check_layouts(layouts: Layouts, archive_bytes: int) -> None:
-    """Raise BadArchive where two arrays are no data, or take more room than an archive so long may."""
-    x, y = layouts.x, layouts.y
-    for layout in (x, y):
+    """Raise BadArchive where arrays are no data, or take more room than an archive so long may."""
+    if not layouts.arrays:
+        raise BadArchive("want arrays x and y")
+    for name, layout in layouts.arrays.items():
         try:
             kind = np.dtype(layout.dtype)
         except TypeError:
             raise BadArchive("numbers of a type that is not known") from None
-        if kind.hasobject or kind.itemsize > ITEM_BYTES_MAX or kind.kind not in "biufc":
-            raise BadArchive("want numbers in x and class numbers from 0 in y")
+        if kind.hasobject or kind.itemsize > ITEM_BYTES_MAX or kind.kind not in "biuf":
+            raise BadArchive(f"want numbers in {name}")
         if any(not 0 <= side < 2**48 for side in layout.shape):
             raise BadArchive("a side of an impossible length")
-    if np.dtype(y.dtype).kind not in "iu" or np.dtype(x.dtype).kind not in "biuf":
-        raise BadArchive("want numbers in x and class numbers from 0 in y")
-    if len(y.shape) < 1 or len(x.shape) < 2 or x.shape[0] != y.shape[0] or not y.count or not x.count:
-        raise BadArchive(f"want x (N, ...) and y (N,) or (N, ...), got {x.shape} and {y.shape}")
+    counts = {layout.shape[:1] for layout in layouts.arrays.values()}
+    if len(counts) != 1 or () in counts or not all(layout.count for layout in layouts.arrays.values()):
+        shapes = ", ".join(f"{name} {layout.shape}" for name, layout in list(layouts.arrays.items())[:8])
+        raise BadArchive(f"want arrays of as many samples each (N, ...), got {shapes}")
     size = layouts.unpacked_bytes
     if size > UNPACKED_BYTES_MAX:
         raise BadArchive(f"{size} bytes of numbers, at most {UNPACKED_BYTES_MAX} are read")
@@ -116,20 +127,13 @@ def check_layouts(layouts: Layouts, archive_bytes: int) -> None:
 
 
 def unpack(file: IO[bytes], layouts: Layouts, target: memoryview) -> None:
-    """Put both arrays into `target`, `unpacked_bytes` long. Raises BadArchive."""
+    """Put the arrays into `target`, `unpacked_bytes` long. Raises BadArchive."""
     with _understood(), zipfile.ZipFile(file) as archive:
-        begin = 0
-        for chunk in _chunks(archive, "x", layouts.x):
-            target[begin : begin + len(chunk)] = chunk
-            begin += len(chunk)
-        begin, kind = layouts.labels_begin, np.dtype(layouts.y.dtype)
-        for chunk in _chunks(archive, "y", layouts.y):
-            labels = np.frombuffer(chunk, kind)
-            if int(labels.min()) < 0 or int(labels.max()) >= 2**63:
-                raise BadArchive("want numbers in x and class numbers from 0 in y")
-            found = labels.astype(np.int64).data.cast("B")
-            target[begin : begin + len(found)] = found
-            begin += len(found)
+        for name, begin in layouts.begins.items():
+            place = begin
+            for chunk in _chunks(archive, name, layouts.arrays[name]):
+                target[place : place + len(chunk)] = chunk
+                place += len(chunk)
 
 
 def unpack_into(file: IO[bytes], layouts: Layouts, out: IO[bytes]) -> None:
@@ -138,26 +142,28 @@ def unpack_into(file: IO[bytes], layouts: Layouts, out: IO[bytes]) -> None:
         unpack(file, layouts, target)
 
 
-def unpack_here(file: IO[bytes], out: IO[bytes]) -> tuple[Array, Array]:
-    """x and y, read in this process where it needs no fence; `out` is an empty file. Raises BadArchive."""
+def unpack_here(file: IO[bytes], out: IO[bytes]) -> Arrays:
+    """The arrays, read in this process where it needs no fence; `out` is an empty file. Raises BadArchive."""
     layouts = read_layouts(file)
     out.truncate(layouts.unpacked_bytes)
     unpack_into(file, layouts, out)
     return map_arrays(layouts, out)
 
 
-def map_arrays(layouts: Layouts, out: IO[bytes]) -> tuple[Array, Array]:
-    """x and y of an unpacked file, read-only; they outlive `out`."""
+def map_arrays(layouts: Layouts, out: IO[bytes]) -> Arrays:
+    """The arrays of an unpacked file, read-only; they outlive `out`."""
     mapping = mmap.mmap(out.fileno(), layouts.unpacked_bytes, access=mmap.ACCESS_READ)
     return arrays_of(layouts, mapping)
 
 
-def arrays_of(layouts: Layouts, mapping: mmap.mmap) -> tuple[Array, Array]:
+def arrays_of(layouts: Layouts, mapping: mmap.mmap) -> Arrays:
     """The same of a file that is mapped."""
-    x, y = layouts.x, layouts.y
-    inputs = np.frombuffer(mapping, np.dtype(x.dtype), x.count)
-    labels = np.frombuffer(mapping, np.int64, y.count, layouts.labels_begin)
-    return inputs.reshape(x.shape, order=_order(x)), labels.reshape(y.shape, order=_order(y))
+    found = {}
+    for name, begin in layouts.begins.items():
+        layout = layouts.arrays[name]
+        flat: Array = np.frombuffer(mapping, np.dtype(layout.dtype), layout.count, begin)
+        found[name] = flat.reshape(layout.shape, order=_order(layout))
+    return found
 
 
 def _order(layout: Layout) -> Any:
@@ -188,7 +194,7 @@ def _read_header(stream: IO[bytes]) -> tuple[Layout, int]:
         raise BadArchive("an array of a version that is not known")
     shape, is_fortran, kind = read(stream, max_header_size=HEADER_LENGTH_MAX)
     if kind.hasobject or kind.subdtype or kind.names or len(shape) > DIMENSIONS_MAX:
-        raise BadArchive("want numbers in x and class numbers from 0 in y")
+        raise BadArchive("want plain numbers")
     return Layout(kind.str, tuple(map(int, shape)), bool(is_fortran)), stream.tell()
 
 

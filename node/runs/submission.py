@@ -11,7 +11,7 @@ from node.errors import UsageError
 from node.runs.admission import check_model, train_entry
 from node.runs.data import Array, Batches, Dataset
 from node.runs.manifest import Manifest, RunFile
-from partition.model.graph import Graph, Port, Size, TensorType
+from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
 
 WINDOW = 64
@@ -23,8 +23,9 @@ def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
     """How long a sample of text is: as the person says, else as the model takes it. Raises UsageError."""
     if run_file.train.window:
         return run_file.train.window
-    shape = _input_type(graph, name).shape
-    if len(shape) != 2:
+    entry = _trained(graph, name)
+    shape = graph.types[entry.inputs[0].type].shape
+    if len(shape) != 2 or len(entry.inputs) != 1:
         return WINDOW  # no text then, or what does not fit is said when it is bound
     side = shape[1]
     if not isinstance(side, Size):
@@ -44,7 +45,7 @@ def make_manifest(
         model=word(graph.name),
         graph=graph_name.hex(),
         data=dataset.digest,
-        test_samples=len(dataset.test_labels),
+        test_samples=_held_out(dataset, graph, train.microbatch),
         steps=train.steps,
         microbatch=train.microbatch,
         microbatches=train.batch // train.microbatch,
@@ -72,22 +73,59 @@ def make_manifest(
     return manifest
 
 
+def _held_out(dataset: Dataset, graph: Graph, microbatch: int) -> int:
+    """How many samples are judged: a rest that is no batch to the model is left out."""
+    count = dataset.test_samples
+    rest = count % microbatch
+    return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
+
+
+def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
+    """The arrays that become inputs and labels, in the order of the model's ports: those of their names, or x
+    and y where there is one of each. Raises UsageError."""
+    entry = _trained(graph, name)
+    found: tuple[list[str], list[str]] = ([], [])
+    for ports, alone, names in ((entry.inputs, "x", found[0]), (entry.labels, "y", found[1])):
+        for port in ports:
+            wanted = port.name if port.name in dataset.train else alone if len(ports) == 1 else ""
+            if wanted not in dataset.train:
+                takes = ", ".join(each.name for each in (*entry.inputs, *entry.labels))
+                raise UsageError(
+                    f"{name}: the model takes {takes}; the data has {', '.join(dataset.train)}",
+                    "name the arrays of train.npz and test.npz as the model's inputs and labels",
+                )
+            names.append(wanted)
+    return found
+
+
 def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tuple[int, ...]:
     """The graph's symbols for micro-batches of this data. Raises UsageError where they do not fit."""
-    kinds = [_input_type(graph, name), _label_type(graph, name)]
-    arrays = [dataset.train_inputs, dataset.train_labels]
-    shapes = [(microbatch, *array.shape[1:]) for array in arrays]
-    for what, kind, array in zip(("x", "y"), kinds, arrays, strict=True):
+    entry = _trained(graph, name)
+    kinds = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
+    inputs, labels = columns_of(graph, dataset, name)
+    named = [(what, dataset.train[what]) for what in (*inputs, *labels)]
+    shapes = []
+    for (what, array), kind in zip(named, kinds, strict=True):
         if array.dtype.kind == "f" and not kind.dtype.startswith("float"):
             raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, the data's are {array.dtype}")
-        if kind.dtype == "bfloat16":
-            raise UsageError(f"{name}: the model takes {what} of bfloat16, which no data is made of")
+        if kind.dtype == "bfloat16" or kind.dtype.startswith("complex"):
+            raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, which no data is made of")
         if len(kind.shape) != array.ndim:
             raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}")
+        shapes.append((microbatch, *array.shape[1:]))
+    batch = graph.symbols[0]
+    if not batch.minimum <= microbatch <= batch.maximum:
+        bounds = (
+            f"{batch.minimum} to {batch.maximum}" if batch.minimum < batch.maximum else f"{batch.minimum}"
+        )
+        raise UsageError(
+            f"{name}: train.microbatch {microbatch}: the model takes {bounds} samples at once",
+            f"train.microbatch = {min(max(microbatch, batch.minimum), batch.maximum)}",
+        )
     try:
         return bind(graph.symbols, graph.expressions, kinds, shapes)
     except RemoteProtocolError as error:
-        for what, kind, array in zip(("x", "y"), kinds, arrays, strict=True):
+        for (what, array), kind in zip(named, kinds, strict=True):
             pairs = zip(kind.shape[1:], array.shape[1:], strict=True)
             if any(not isinstance(side, Size) and side != given for side, given in pairs):
                 raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}") from None
@@ -110,23 +148,11 @@ def _shape(sides: Sequence[str]) -> str:
     return "x".join(sides) or "one number"
 
 
-def _input_type(graph: Graph, name: str) -> TensorType:
-    return _only_type(graph, name, "input")
-
-
-def _label_type(graph: Graph, name: str) -> TensorType:
-    return _only_type(graph, name, "label")
-
-
-def _only_type(graph: Graph, name: str, what: str) -> TensorType:
+def _trained(graph: Graph, name: str) -> Entry:
     try:
-        entry = train_entry(graph)
+        return train_entry(graph)
     except RemoteProtocolError as error:
         raise UsageError(f"{name}: model: {error}", "capture it with a loss") from None
-    ports: tuple[Port, ...] = entry.inputs if what == "input" else entry.labels
-    if len(ports) != 1:
-        raise UsageError(f"{name}: the model takes {len(ports)} {what}s; data has one x and one y")
-    return graph.types[ports[0].type]
 
 
 def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
@@ -135,19 +161,21 @@ def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
         sizes = bind_data(graph, dataset, manifest.microbatch, manifest.model)
     except UsageError:
         return False
-    return (dataset.digest, sizes) == (manifest.data, manifest.sizes_max) and len(
-        dataset.test_labels
-    ) >= manifest.test_samples
+    is_same = (dataset.digest, sizes) == (manifest.data, manifest.sizes_max)
+    return is_same and dataset.test_samples >= manifest.test_samples
 
 
 def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
     """Micro-batches of data that `fits`, in the types that the model takes."""
+    entry = train_entry(graph)
+    columns = [
+        [(name, graph.types[port.type].dtype) for name, port in zip(names, ports, strict=True)]
+        for names, ports in zip(
+            columns_of(graph, dataset, manifest.model), (entry.inputs, entry.labels), strict=True
+        )
+    ]
     return Batches(
-        dataset,
-        microbatch=manifest.microbatch,
-        seed=manifest.seed,
-        input_type=_only_type(graph, manifest.model, "input").dtype,
-        label_type=_only_type(graph, manifest.model, "label").dtype,
+        dataset, microbatch=manifest.microbatch, seed=manifest.seed, inputs=columns[0], labels=columns[1]
     )
 
 

@@ -25,7 +25,7 @@ from node.runs import sandbox
 from node.runs.npz import (
     RATIO_FREE_BYTES,
     RATIO_MAX,
-    Array,
+    Arrays,
     BadArchive,
     Layouts,
     arrays_of,
@@ -42,7 +42,7 @@ START_SECONDS = 30.0
 """Python and numpy take a third of a second; a machine may be busy."""
 SLOW_BYTES_PER_SECOND = 1e7
 """Of numbers unpacked and written: a slow disk."""
-LINE_BYTES_MAX = 4_096
+LINE_BYTES_MAX = 65_536
 """Of what the process says."""
 _REASON_LENGTH_MAX = 200
 _ROOT = str(Path(__file__).parents[2])
@@ -57,8 +57,8 @@ class _Said(msgspec.Struct, frozen=True):
 
 async def unpack_fenced(
     archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool, budget: ScratchBudget | None = None
-) -> tuple[Array, Array]:
-    """x and y of an npz, unpacked into `out`, an empty file of this node's, and mapped.
+) -> Arrays:
+    """The arrays of an npz, unpacked into `out`, an empty file of this node's, and mapped.
 
     They count in `budget` until nobody looks at them any more.
 

@@ -28,7 +28,16 @@ from partition.capture.steps import data_type
 from partition.capture.trees import Inputs, Labels, form_of
 from partition.capture.whole import BATCH, BATCH_MAX, Dynamic, Example, Request
 from partition.model.check import check_graph
-from partition.model.graph import EVALUATE, Graph, Symbol, decode_graph, encode_graph, graph_hash
+from partition.model.graph import (
+    EVALUATE,
+    Graph,
+    ParameterValue,
+    Symbol,
+    arguments_of,
+    decode_graph,
+    encode_graph,
+    graph_hash,
+)
 from partition.model.layers import with_layers
 from partition.model.operators import OPERATORS
 
@@ -46,8 +55,8 @@ class Captured:
 
     `data` are the bytes of `graph` and `hash` their name. `stored` are the tensors whose values stand in the
     safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
-    they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not in
-    the graph. `functions` say which backward passes of the model's own the graph has left out: only a proof
+    they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not
+    trained. `functions` say which backward passes of the model's own the graph has left out: only a proof
     can say whether it is the same without them.
     """
 
@@ -130,7 +139,14 @@ def capture(
         check_graph(decode_graph(data))
     except RemoteProtocolError as error:
         raise CaptureRefused(f"no stage would accept this model: {error}") from error
-    used = {path for parameter in graph.parameters for path in parameter.names}
+    rows = {
+        argument.row
+        for entry in graph.entries
+        for node in entry.nodes
+        for argument in arguments_of(node)
+        if isinstance(argument, ParameterValue)
+    }
+    used = {path for row in rows for path in graph.parameters[row].names}
     unused = tuple(path for path in contents.parameters if path not in used)
     functions = tuple(dict.fromkeys(each for exported, _ in parts for each in exported.functions))
     return Captured(graph, data, graph_hash(data), stored, unused, functions)

@@ -23,6 +23,8 @@ class Contents:
     keys: dict[str, Key]
     names: dict[Key, tuple[str, ...]]
     parameters: tuple[str, ...]
+    kept: tuple[str, ...]
+    """What is in the state dict."""
 
     def key(self, path: str) -> Key:
         """Equal for tied tensors."""
@@ -40,10 +42,13 @@ def contents_of(model: nn.Module) -> Contents:
             raise CaptureRefused(f"'{path}' has no shape yet: run the model once before it is captured")
     tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
     keys = {path: _key(tensor) for path, tensor in tensors.items()}
+    kept = tuple(path for path in model.state_dict(keep_vars=True) if path in tensors)
     names: dict[Key, list[str]] = {}
     for path, key in keys.items():
         names.setdefault(key, []).append(path)
-    return Contents(tensors, keys, {key: tuple(paths) for key, paths in names.items()}, tuple(parameters))
+    return Contents(
+        tensors, keys, {key: tuple(paths) for key, paths in names.items()}, tuple(parameters), kept
+    )
 
 
 def _key(tensor: Tensor) -> Key:

@@ -12,8 +12,9 @@ from partition.capture.clean import Cleaned
 from partition.capture.contents import Contents, Store, bytes_of, check_parameter
 from partition.capture.export import Exported
 from partition.capture.refused import CaptureRefused
-from partition.capture.steps import Leaf, Made, Reference, Step, Symbolic, data_type
-from partition.capture.whole import Example
+from partition.capture.skeleton import recipe_of
+from partition.capture.steps import DATA_TYPES, Leaf, Made, Reference, Step, Symbolic, data_type
+from partition.capture.whole import COUNTER, Example
 from partition.model.graph import (
     GRAPH_BYTES_MAX,
     GRAPH_VERSION,
@@ -42,6 +43,8 @@ from partition.model.graph import (
 T = TypeVar("T")
 Groups = Callable[[str, Tensor], int]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.+/:@-]")
+UNUSED_BYTES_MAX = 1 << 20
+"""Of all constants, once buffers that nothing uses are among them."""
 _FACTORS_MAX = 8
 """The largest power of a size: more sides than a tensor has."""
 
@@ -123,10 +126,36 @@ class Tables:
             self.parameters[key] = len(self.parameters), parameter
         return ParameterValue(self.parameters[key][0])
 
+    def keep_unused(self) -> None:
+        """Rows for parameters and buffers of the state dict that no entry point uses: a result has them too.
+
+        They are frozen, as torch.optim leaves alone what has no gradient.
+        """
+        kinds = {parameter.type.dtype for _, parameter in self.parameters.values()}
+        for path in self.contents.kept:
+            key, tensor = self.contents.key(path), self.contents.tensors[path]
+            if any(key in table for table in (self.parameters, self.constants, self.states)):
+                continue
+            if tensor.is_meta and recipe_of(tensor) is None:
+                continue
+            if path not in self.contents.parameters:
+                if path.split(".")[-1] != COUNTER and self._fits(tensor):
+                    self.buffer(path)
+            elif tensor.numel() and (kinds or {"float32"}) == {DATA_TYPES.get(tensor.dtype)}:
+                names = self.contents.names_of(path)
+                kind = TensorType(data_type(tensor.dtype), tuple(tensor.shape))
+                source = self.store.source(names[0], tensor)
+                self.parameters[key] = len(self.parameters), Parameter(names, kind, "frozen", source)
+
+    def _fits(self, tensor: Tensor) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        plain = tensor.dtype in DATA_TYPES and not tensor.is_complex() and not tensor.is_meta
+        return plain and self.constant_bytes + size <= UNUSED_BYTES_MAX
+
     def buffer(self, path: str) -> ConstantValue:
-        return self.constant(
-            self.contents.key(path), self.contents.tensors[path], self.contents.names_of(path)
-        )
+        # What is not persistent is in no state dict, and so in no result.
+        names = tuple(name for name in self.contents.names_of(path) if name in self.contents.kept)
+        return self.constant(self.contents.key(path), self.contents.tensors[path], names)
 
     def constant(self, key: Any, tensor: Tensor, names: tuple[str, ...]) -> ConstantValue:
         if key not in self.constants:
@@ -295,6 +324,7 @@ def lower(
     statistics = frozenset(path for _, cleaned in parts for path in cleaned.statistics)
     tables = Tables(contents, symbols, groups, statistics)
     entries = tuple(_Lowering(tables, exported, cleaned).entry() for exported, cleaned in parts)
+    tables.keep_unused()
     counters: dict[str, None] = {}
     for _, cleaned in parts:
         for path in cleaned.counters:

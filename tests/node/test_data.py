@@ -19,8 +19,9 @@ def test_a_folder_may_hold_whole_numbers_and_a_label_for_every_place(tmp_path: P
         save(tmp_path, name, np.ones((count, 3), np.uint8), np.full((count, 3), 6, np.int32))
     data = load(str(tmp_path), tmp_path, window=0)
     assert (data.sample_shape, data.label_shape, data.classes) == ((3,), (3,), 7)
-    batches = Batches(data, microbatch=2, seed=1, input_type="int64", label_type="int64")
-    inputs, labels = batches.train(7)
+    columns = [("x", "int64")], [("y", "int64")]
+    batches = Batches(data, microbatch=2, seed=1, inputs=columns[0], labels=columns[1])
+    (inputs,), (labels,) = batches.train(7)
     assert inputs.shape == (2, 3)
     assert (inputs.dtype.name, labels.dtype.name) == ("int64", "int64")
 
@@ -28,11 +29,10 @@ def test_a_folder_may_hold_whole_numbers_and_a_label_for_every_place(tmp_path: P
 @pytest.mark.parametrize(
     ("x", "y", "words"),
     [
-        (np.zeros((2, 3)), np.zeros(3, int), r"want x \(N, ...\)"),
-        (np.zeros((2, 3)), np.zeros(2), "class numbers from 0"),
-        (np.zeros((2, 3)), np.array([0, -1]), "class numbers from 0"),
+        (np.zeros((2, 3)), np.zeros(3, int), r"want arrays of as many samples each \(N, ...\)"),
+        (np.zeros((2, 3)), np.array(["a", "b"]), "want numbers in y"),
         (np.zeros((2, 3), complex), np.zeros(2, int), "want numbers in x"),
-        (np.zeros(2), np.zeros(2, int), r"want x \(N, ...\)"),
+        (np.zeros(()), np.zeros(2, int), r"want arrays of as many samples each"),
     ],
 )
 def test_arrays_that_are_no_data_are_named(tmp_path: Path, x: Any, y: Any, words: str) -> None:
@@ -62,11 +62,11 @@ def test_a_text_is_its_bytes_and_each_is_followed_by_the_next(tmp_path: Path) ->
     path.write_bytes("äbcdefghijklmnopqrstuvwxyz".encode())
     data = load("text.txt", tmp_path, window=4)
     assert data.classes == TEXT_VALUES
-    whole = np.concatenate([data.train_inputs.ravel(), data.test_inputs.ravel()])
+    whole = np.concatenate([data.train["x"].ravel(), data.test["x"].ravel()])
     assert bytes(whole) == path.read_bytes()[:24]
-    nexts = np.concatenate([data.train_labels.ravel(), data.test_labels.ravel()])
+    nexts = np.concatenate([data.train["y"].ravel(), data.test["y"].ravel()])
     assert bytes(nexts) == path.read_bytes()[1:25]
-    assert len(data.test_inputs) == 1
+    assert len(data.test["x"]) == 1
     assert load_text(path, window=4).digest == data.digest
     assert load_text(path, window=5).digest != data.digest, "other samples are other data"
 

@@ -11,7 +11,7 @@ from node import toml
 from node.commands import Commands
 from node.errors import UsageError
 from node.events import RunAccepted
-from node.runs.data import Dataset, load_digits, load_text
+from node.runs.data import Dataset, labelled, load_digits, load_text
 from node.runs.data_check import check_values
 from node.runs.manifest import RunFile
 from node.runs.submission import bind_data
@@ -41,7 +41,8 @@ def check(graph: Graph, data: Dataset) -> None:
 
 
 def data(x: Any, y: Any, test_x: Any = None, test_y: Any = None) -> Dataset:
-    return Dataset("0" * 64, x, y, x if test_x is None else test_x, y if test_y is None else test_y)
+    held_out = x if test_x is None else test_x, y if test_y is None else test_y
+    return labelled("0" * 64, (x, y), held_out)
 
 
 def test_the_range_of_labels_and_inputs_is_read_off_the_graph() -> None:

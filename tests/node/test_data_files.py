@@ -65,8 +65,8 @@ def test_data_is_handed_over_whole_and_kept(tmp_path: Path) -> None:
         here = load_folder(tmp_path)
         await b.runs.learn_data(here.digest, tmp_path)
         there = await a.runs.data.load(manifest(data=here.digest), [b.peer])
-        np.testing.assert_array_equal(there.train_inputs, here.train_inputs)
-        np.testing.assert_array_equal(there.test_labels, here.test_labels)
+        np.testing.assert_array_equal(there.train["x"], here.train["x"])
+        np.testing.assert_array_equal(there.test["y"], here.test["y"])
         assert here.digest in a.runs.guests.labels
         assert a.runs.guests.bytes_here == sum(map(len, files_of(tmp_path).values()))
         assert b.runs.guests.labels == ()  # its own
@@ -126,7 +126,7 @@ async def test_a_person_s_own_folder_is_read_in_a_process_of_its_own(tmp_path: P
     seams = Seams(nothing, RealClock(), nothing, nothing, RealExecutor(), storage)
     found = await DataFiles(seams).learn(tmp_path, window=0)
     assert found.digest == expected.digest
-    np.testing.assert_array_equal(found.train_inputs, expected.train_inputs)
+    np.testing.assert_array_equal(found.train["x"], expected.train["x"])
     await trio.Path(tmp_path / "test.npz").write_bytes(NO_DATA["labels that are raw bytes"])
     with pytest.raises(UsageError, match=r"test\.npz: want numbers"):
         await DataFiles(seams).learn(tmp_path, window=0)

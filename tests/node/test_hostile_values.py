@@ -92,7 +92,7 @@ X, Y = npy(np.zeros((4, 2))), npy(np.zeros(4, np.int64))
 def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes, tmp_path: Path) -> None:
     for name in ("train.npz", "test.npz"):
         (tmp_path / name).write_bytes(npz(x_npy=X, y_npy=Y))
-    assert len(datasets.load_folder(tmp_path).train_labels) == 4
+    assert len(datasets.load_folder(tmp_path).train["y"]) == 4
     (tmp_path / "train.npz").write_bytes(file)
     with pytest.raises(UsageError):
         datasets.load_folder(tmp_path)

@@ -21,7 +21,7 @@ from node.commands import Commands
 from node.errors import StageFailed, Unreachable, UsageError
 from node.runs import models
 from node.runs import requests as wire
-from node.runs.data import Dataset, load_digits, load_text
+from node.runs.data import Dataset, labelled, load_digits, load_text
 from node.runs.manifest import MANIFEST_BYTES_MAX, RunFile, check_run_file, make_run
 from node.runs.models import graph_name, values_name
 from node.runs.submission import WINDOW, bind_data, make_manifest, window_of
@@ -335,7 +335,7 @@ def test_the_draws_of_a_run_follow_from_what_it_computes_and_not_from_how_many_c
 
 
 def data_of(x: Any, y: Any) -> Dataset:
-    return Dataset("0" * 64, x, y, x, y)
+    return labelled("0" * 64, (x, y), (x, y))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def data_of(x: Any, y: Any) -> Dataset:
         (classifier(8), np.zeros((4, 1, 8, 8)), "takes samples x of 8, the data's are 1x8x8"),
         (classifier(3, 8, 8), np.zeros((4, 1, 8, 8)), "takes samples x of 3x8x8, the data's are 1x8x8"),
         (classifier(8, dtype="int64"), np.zeros((4, 8)), "takes x of int64, the data's are float64"),
-        (classifier(8, second_input=True), np.zeros((4, 8)), "takes 2 inputs; data has one x"),
+        (classifier(8, second_input=True), np.zeros((4, 8)), "takes x, more, y; the data has x, y"),
     ],
     ids=["dimensions", "sides", "types", "inputs"],
 )
@@ -354,7 +354,7 @@ def test_data_that_does_not_fit_the_model_is_explained(graph: Graph, x: Any, wor
 
 
 def test_a_micro_batch_beyond_what_the_model_was_captured_for_is_explained() -> None:
-    with pytest.raises(UsageError, match="batch is 65, allowed are 1 to 64"):
+    with pytest.raises(UsageError, match="the model takes 1 to 64 samples at once"):
         bind_data(classifier(8), data_of(np.zeros((99, 8)), np.zeros(99, np.int64)), 65, NAME)
 
 

@@ -58,9 +58,9 @@ def archive(entries: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) ->
     return file.getvalue()
 
 
-def unpacked(data: bytes) -> tuple[Array, Array]:
+def unpacked(data: bytes) -> tuple[Array, ...]:
     with tempfile.TemporaryFile(buffering=0) as out:
-        return unpack_here(io.BytesIO(data), out)
+        return tuple(unpack_here(io.BytesIO(data), out).values())
 
 
 def zeros(count: int) -> bytes:
@@ -76,14 +76,12 @@ NO_DATA: dict[str, bytes] = {
     "objects": archive({"x": npy(X), "y": npy(np.array([1, None, 2, 3], object), allow_pickle=True)}),
     "records": archive({"x": npy(X), "y": npy(np.zeros(4, [("a", "i4"), ("b", "i4")]))}),
     "dates": archive({"x": npy(X), "y": npy(np.zeros(4, "M8[s]"))}),
-    "labels too large": archive({"x": npy(X), "y": npy(np.full(4, 2**63, np.uint64))}),
-    "negative labels": archive({"x": npy(X), "y": npy(np.array([0, 1, -1, 2]))}),
-    "labels that are no whole numbers": archive({"x": npy(X), "y": npy(np.array([0, np.nan, 1, 2]))}),
     "complex inputs": archive({"x": npy(X.astype(complex)), "y": npy(Y)}),
     "nothing": archive({"x": npy(X[:0]), "y": npy(Y[:0])}),
     "samples without numbers": archive({"x": npy(X[:, :0]), "y": npy(Y)}),
     "fewer labels than inputs": archive({"x": npy(X), "y": npy(Y[:3])}),
-    "no labels": archive({"x": npy(X)}),
+    "no arrays": archive({}),
+    "a name that no array may have": archive({"x": npy(X), "../y": npy(Y)}),
     "one array": npy(X),
     "no bytes": b"",
     "a bomb": archive(BOMB),
@@ -125,7 +123,7 @@ def test_arrays_come_out_as_numpy_reads_them(x: Array, y: Array, method: int) ->
     found_x, found_y = unpacked(archive({"x": npy(x), "y": npy(y)}, method))
     np.testing.assert_array_equal(found_x, x)
     np.testing.assert_array_equal(found_y, y)
-    assert (found_x.dtype.str, found_y.dtype.name) == (x.dtype.str, "int64")
+    assert (found_x.dtype.str, found_y.dtype.str) == (x.dtype.str, y.dtype.str)
     assert not found_x.flags.writeable
 
 
@@ -142,7 +140,7 @@ def test_two_arrays_of_one_name_are_refused() -> None:
 
 def test_numbers_may_take_so_many_times_their_file_and_no_more() -> None:
     sides = RATIO_FREE_BYTES // 8
-    layouts = Layouts(Layout("<f8", (4, sides), False), Layout("<i8", (4,), False))
+    layouts = Layouts({"x": Layout("<f8", (4, sides), False), "y": Layout("<i8", (4,), False)})
     needed = -(-layouts.unpacked_bytes // RATIO_MAX)
     check_layouts(layouts, needed)
     with pytest.raises(BadArchive, match="MiB of numbers"):
@@ -160,16 +158,16 @@ def test_whatever_bytes_change_it_is_data_or_refused(changes: list[tuple[int, in
         data[place] = value
     try:
         layouts = read_layouts(io.BytesIO(bytes(data)))
-        x, y = unpacked(bytes(data))
+        found = unpacked(bytes(data))
     except BadArchive:
         return
-    assert (x.shape, y.shape) == (layouts.x.shape, layouts.y.shape)
+    assert [array.shape for array in found] == [layout.shape for layout in layouts.arrays.values()]
 
 
-async def read_fenced(path: Path, data: bytes) -> tuple[Array, Array]:
+async def read_fenced(path: Path, data: bytes) -> tuple[Array, ...]:
     await trio.Path(path).write_bytes(data)
     with path.open("rb", buffering=0) as file, tempfile.TemporaryFile(buffering=0) as out:
-        return await RealExecutor().unpack(file, out, allow_unfenced=True)
+        return tuple((await RealExecutor().unpack(file, out, allow_unfenced=True)).values())
 
 
 async def test_a_process_of_its_own_unpacks_what_is_mapped_here(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ async def test_what_is_unpacked_counts_on_the_disk_until_nobody_looks_at_it(tmp_
     budget = ScratchBudget(Memory(bytes=1 << 20), tmp_path)
     small = ScratchBudget(Memory(bytes=10), tmp_path)
     with (tmp_path / "a.npz").open("rb") as file, tempfile.TemporaryFile(buffering=0) as out:
-        x, y = await RealExecutor(scratch=budget).unpack(file, out, allow_unfenced=True)
+        x, y = (await RealExecutor(scratch=budget).unpack(file, out, allow_unfenced=True)).values()
         assert budget.held_bytes >= x.nbytes + y.nbytes
         del x
         assert budget.held_bytes

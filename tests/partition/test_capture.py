@@ -264,13 +264,13 @@ def test_a_skeleton_is_captured_by_its_recipes() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_no_entry_point_uses_is_left_out_and_told() -> None:
+def test_what_no_entry_point_uses_is_frozen_and_told() -> None:
     model = nn.Sequential(nn.Linear(4, 5))
     model.register_parameter("spare", nn.Parameter(torch.zeros(3)))
     inputs, labels = vectors(3)
     graph = capture(model, (inputs[0].float(),), labels=labels, loss=class_loss)
     assert graph.unused == ("spare",)
-    assert len(graph.graph.parameters) == 2
+    assert [row.kind for row in graph.graph.parameters] == ["parameter", "parameter", "frozen"]
 
 
 def test_equal_constants_are_one_row() -> None:

@@ -27,9 +27,9 @@ def trained(frames: Frames | None) -> tuple[list[float], Row]:
     for step in range(STEPS):
         total = 0.0
         for number in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
-            chosen = draws.integers(0, len(digits.train_labels), MICROBATCH)
-            inputs = bundle(digits.train_inputs[chosen].astype(np.float32), sizes=(MICROBATCH,))
-            labels = bundle(digits.train_labels[chosen], sizes=(MICROBATCH,))
+            chosen = draws.integers(0, len(digits.train["y"]), MICROBATCH)
+            inputs = bundle(digits.train["x"][chosen].astype(np.float32), sizes=(MICROBATCH,))
+            labels = bundle(digits.train["y"][chosen], sizes=(MICROBATCH,))
             total += row.forward(step, number, inputs, labels, train=True).loss
         samples = MICROBATCH * MICROBATCHES
         row.apply(step, samples)

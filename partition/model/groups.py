@@ -1,0 +1,30 @@
+"""Which of the optimizer's groups each parameter is in, by patterns of its names. No torch."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from partition.model.graph import Graph, Parameter
+
+
+def with_groups(graph: Graph, patterns: Sequence[Sequence[str]]) -> Graph:
+    """The graph with every parameter in the first group one of whose patterns is like one of its names.
+
+    Groups count from 1; what no pattern is like is in group 0. Raises ValueError: a pattern is like none.
+    """
+    used: set[str] = set()
+
+    def grouped(parameter: Parameter) -> Parameter:
+        for number, group in enumerate(patterns, start=1):
+            hits = [each for each in group if any(fnmatchcase(name, each) for name in parameter.names)]
+            used.update(hits)
+            if hits:
+                return msgspec.structs.replace(parameter, group=number)
+        return msgspec.structs.replace(parameter, group=0)
+
+    parameters = tuple(map(grouped, graph.parameters))
+    for each in (each for group in patterns for each in group):
+        if each not in used:
+            raise ValueError(f"no parameter is called like '{each}', or all are in an earlier group")
+    return msgspec.structs.replace(graph, parameters=parameters)
