@@ -23,10 +23,11 @@ from node.runs.checkpoint_store import document
 from node.runs.checkpoints import Checkpoints
 from node.runs.copies import Copies
 from node.runs.data_check import check_values
-from node.runs.manifest import Run, RunFile, check_run_file, make_run
+from node.runs.manifest import Run, RunFile, check_run_file, make_run, run_text
 from node.runs.placement import NotPlaced
 from node.runs.runs import Runs
 from node.runs.submission import make_manifest, window_of
+from node.runs.traces import STEPS_ASKED_MAX, trace_document
 from node.runs.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams, Storage
 from node.services.discovery import Discovery
@@ -77,6 +78,7 @@ class Commands:
             "runs.fetch": self._fetch,
             "runs.stop": self._stop,
             "runs.drop": self._drop,
+            "runs.trace": self._trace,
         }
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -205,6 +207,26 @@ class Commands:
 
     async def _drop(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.runs.stopping.drop(self._going(arguments))
+
+    async def _trace(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """The spans of a run's newest steps, from all of its members, on this node's clock."""
+        node = self._node
+        run = find_run(node.state.runs, str(arguments.get("run", "")))
+        plan = node.state.runs[run].plan if run in node.state.runs else None
+        if plan is None:
+            raise RunFailed(f"run {run[:8]} has no plan here, so nobody could be asked")
+        steps = min(int(arguments.get("steps", 4)), STEPS_ASKED_MAX)
+        last = max(0, node.state.runs[run].step - 1)
+        peers = list(dict.fromkeys(peer for stage in plan.stages for peer in stage))
+        known = [*(member.run.id for member in node.runs.members.values()), *node.runs.spans.runs]
+        name = next((name for name in known if run_text(name) == run), None)
+        if name is None:
+            raise RunFailed(f"run {run[:8]} did not go on here since this node started")
+        rows = await node.runs.traces.collect(name, peers, max(0, last - steps + 1), last)
+        names = {peer: member.name for peer, member in node.state.members.items()}
+        if node.state.started is not None:
+            names[node.peer] = node.state.started.name
+        return trace_document(name, rows, names)
 
     def _going(self, arguments: Mapping[str, Any]) -> str:
         known = {*self._node.state.runs, *self._node.runs.stopping.known()}

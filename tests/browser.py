@@ -19,18 +19,26 @@ def find() -> str | None:
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-@contextmanager
-def opened(**context: Any) -> Iterator[Any]:
-    """A page of a browser, with what it complained of as `complaints`; skips the test where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[browser]'")
+def require() -> str:
+    """The program of a Chromium; skips the test where there is none, or nothing to drive it."""
+    pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[browser]'")
     path = find()
     if path is None:
         pytest.skip("no Chromium on this machine: name one by PEERLOOM_CHROMIUM")
-    with playwright.sync_playwright() as driver:
+    return path
+
+
+@contextmanager
+def opened(**context: Any) -> Iterator[Any]:
+    """A page of a browser, with what it complained of as `complaints`; skips the test where there is none."""
+    path = require()
+    from playwright.sync_api import sync_playwright  # an extra that may not be there
+
+    with sync_playwright() as driver:
         flags = [*FLAGS, *os.environ.get("PEERLOOM_CHROMIUM_FLAGS", "").split()]
         browser = driver.chromium.launch(executable_path=path, args=flags)
         try:
-            page = browser.new_page(locale="en-US", **context)
+            page: Any = browser.new_page(locale="en-US", bypass_csp=True, **context)
             page.complaints = []
             page.on("pageerror", lambda error: page.complaints.append(str(error)))
             page.on(

@@ -1,6 +1,7 @@
 """`python -m node runs`: the runs this node knows; `runs fetch` brings a run's weights here, `runs stop` ends
 a run of its own for all, `runs drop` leaves another's."""
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,9 @@ from node.cli.client import ask
 from node.cli.outputs import output_path
 from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
+from node.cli.trace import chrome_trace, send_otlp
 
+TRACE_SECONDS_MAX = 30.0
 STOP_SECONDS_MAX = 30.0
 """A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
 
@@ -51,6 +54,41 @@ def fetch(
     document = fetch_weights(find_data_dir(context, data_dir), run, out)
     if as_json or context.obj["as_json"]:
         show_json(document)
+
+
+@app.command()
+def trace(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="A Chrome trace, for Perfetto.")] = "",
+    otlp: Annotated[str, typer.Option("--otlp", metavar="URL", help="An OTLP collector's /v1/traces.")] = "",
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1_024, help="How many, the newest.")] = 4,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Collect what all machines of a run computed when, in its newest steps."""
+    path = output_path(out) if out else None
+    arguments = {"run": run, "steps": steps}
+    document = ask(find_data_dir(context, data_dir), "runs.trace", arguments, seconds=TRACE_SECONDS_MAX)
+    if path is not None:
+        path.write_text(json.dumps(chrome_trace(document)))
+    if otlp:
+        send_otlp(otlp, document)
+    if as_json or context.obj["as_json"]:
+        show_json(document)
+        return
+    rows = [
+        (
+            peer["name"] or short_id(peer["peer"]),
+            str(len(peer["spans"])),
+            f"{peer['offset_seconds'] * 1e3:+.3f} ms" if "offset_seconds" in peer else "-",
+            f"{peer['round_trip_seconds'] * 1e3:.3f} ms" if "offset_seconds" in peer else peer["error"],
+        )
+        for peer in document["peers"]
+    ]
+    show(table(("PEER", "SPANS", "CLOCK AHEAD", "ROUND TRIP"), rows))
+    if path is not None:
+        show([f"written to {path}; open it in https://ui.perfetto.dev or chrome://tracing"])
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")]

@@ -62,6 +62,7 @@ class Hosting:
         stage = plan.stage_of(self._service.signer.peer)
         if stage == self._stage:
             if self.replica is not None:
+                self._service.spans.admit(plan)
                 self.replica.adopt(plan)
                 return
             if self.is_opening or stage is None:
@@ -169,7 +170,9 @@ class Hosting:
             codecs=LinkCodecs(manifest.frames, service.link_rate, executor),
             save=self._save,
             restore=self._restore,
+            spans=service.spans,
         )
+        service.spans.admit(self._plan)
         self.replica = shell
         self._scope = trio.CancelScope()
         service.start_task(self._host, shell, self._scope, of=self._run)

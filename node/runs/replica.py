@@ -24,6 +24,7 @@ from node.runs.frame_store import FrameStore
 from node.runs.link_codecs import LinkCodecs
 from node.runs.reduction import Reduction, Share
 from node.runs.requests import FetchState, GroupPart
+from node.runs.spans import Kind, Span, Spans
 from node.seams import Seams, Stage
 from partition import stage as api
 from partition.codec import Codec, Payload, Rounding
@@ -65,6 +66,9 @@ class Draft:
     train: bool
 
 
+_SPAN_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward", api.Apply: "apply"}
+
+
 class ReplicaShell:
     """Hosts one stage of one run on this node."""
 
@@ -84,6 +88,7 @@ class ReplicaShell:
         codecs: LinkCodecs,
         save: Save,
         restore: Restore,
+        spans: Spans,
     ) -> None:
         """`save` keeps a copy of the stage as it is after a step, `restore` brings it back to one."""
         entry = specification.graph.entry(TRAIN)
@@ -101,6 +106,7 @@ class ReplicaShell:
         self._stage = stage
         self._seams = seams
         self._send = send
+        self._spans = spans
         self._save = save
         self._restore = restore
         self._parts: deque[tuple[PeerId, Part]] = deque()
@@ -260,12 +266,29 @@ class ReplicaShell:
                 await self._copy(work)
 
     async def _call(self, request: api.Request) -> object:
-        began = self._seams.clock.monotonic()
+        began, begun = self._seams.clock.monotonic(), self._seams.clock.wall()
         reply = await self._stage.call(request)
         # What the process says of itself, where it does: waiting for it is not its being busy.
         busy = getattr(reply, "busy_nanoseconds", 0)
-        self._busy += busy / 1e9 if busy else self._seams.clock.monotonic() - began
+        lasted = self._seams.clock.monotonic() - began
+        self._busy += busy / 1e9 if busy else lasted
+        self._record(request, begun, lasted, busy)
         return reply
+
+    def _record(self, request: api.Request, begun: float, lasted: float, busy: int) -> None:
+        kind = _SPAN_KINDS.get(type(request), "other")
+        microbatch = getattr(request, "microbatch", -1)
+        step = getattr(request, "step", self.core.step)
+        span = Span(
+            step if isinstance(step, int) else -1,
+            self.core.stage,
+            microbatch if isinstance(microbatch, int) else -1,
+            kind,
+            int(begun * 1e9),
+            int(lasted * 1e9),
+            busy,
+        )
+        self._spans.add(self.core.plan.run, span)
 
     async def _pass(self, work: core.ForwardReady | core.BackwardReady) -> None:
         try:

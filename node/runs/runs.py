@@ -38,8 +38,10 @@ from node.runs.placement import NotPlaced, Offer, place, release, start
 from node.runs.service import Membership
 from node.runs.serving import Requests
 from node.runs.slot import Slot
+from node.runs.spans import Spans
 from node.runs.stopping import Stopping
 from node.runs.submission import fits
+from node.runs.traces import Traces
 from node.runs.uploads import Body
 from node.seams import Seams, Stream
 from node.storage.guests import Guests
@@ -107,6 +109,8 @@ class Runs:
         self.refuse = refuse
         self.models = Models(seams, self._graphs_needed, guests)
         self.slot = Slot(seams)
+        self.spans = Spans()
+        self.traces = Traces(seams, self.spans, refuse)
         self.members: dict[bytes, RunMember] = {}
         self._provide = provide
         self._observe = observe

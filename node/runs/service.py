@@ -16,6 +16,7 @@ from node.runs.manifest import Run
 from node.runs.models import Models
 from node.runs.placement import Offer
 from node.runs.requests import Reply, Request
+from node.runs.spans import Spans
 from node.seams import Seams
 from node.storage.guests import Guests
 from partition.plan.plan import Plan
@@ -42,6 +43,7 @@ class Service(Protocol):
     refuse: Callable[[PeerId, RemoteProtocolError], None]
     checkpoints: Checkpoints
     copies: Copies
+    spans: Spans
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

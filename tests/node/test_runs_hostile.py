@@ -27,6 +27,7 @@ from node.runs.placement import NotPlaced
 from node.runs.replica import ReplicaShell
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
 from node.runs.serving import RUNS_MAX
+from node.runs.spans import Spans
 from node.runtime import Node
 from node.seams import Network, RealClock
 from node.state import RUNS_KEPT_MAX, State, apply
@@ -455,6 +456,7 @@ async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_
         codecs=LinkCodecs("exact", lambda _: None, SimExecutor()),
         save=cast("Any", None),
         restore=cast("Any", None),
+        spans=Spans(),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(shell.run)

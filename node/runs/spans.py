@@ -1,0 +1,78 @@
+"""What the stages of this node computed and when: spans of a trace that goes over all machines of a run.
+
+A trace is a step. Its id is a hash of run and step, which every frame carries already, so every member knows
+it without being told and nothing is added to the wire. Always recorded, a tuple a pass, and bounded; handed
+out by `node.runs.traces`.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+
+from partition.plan.plan import Plan
+
+SPANS_KEPT_MAX = 20_000
+"""Some 4 MB: a thousand steps of ten micro-batches."""
+ROSTERS_KEPT_MAX = 16
+TRACE_ID_BYTES = 16
+
+Kind = Literal["forward", "backward", "apply", "other"]
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One request to a stage's process. `begun` is unix time by this node's clock; `busy` is what the process
+    says it computed, the rest of `lasted` is waiting and copying. Micro-batch -1: none."""
+
+    step: _Number
+    stage: Annotated[int, msgspec.Meta(ge=0, le=4_096)]
+    microbatch: _Number
+    kind: Kind
+    begun: _Nanoseconds
+    lasted: _Nanoseconds
+    busy: _Nanoseconds
+
+
+class Spans:
+    """The newest spans of all runs, and who may ask for them."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[bytes, Span]] = deque(maxlen=SPANS_KEPT_MAX)
+        self._rosters: dict[bytes, frozenset[bytes]] = {}
+
+    def add(self, run: bytes, span: Span) -> None:
+        """Keep one, if need be in place of the oldest."""
+        self._spans.append((run, span))
+
+    def admit(self, plan: Plan) -> None:
+        """Let the members of this plan ask for the spans of its run, also when it is over."""
+        self._rosters.pop(plan.run, None)
+        self._rosters[plan.run] = frozenset(plan.roster) | frozenset(plan.members)
+        while len(self._rosters) > ROSTERS_KEPT_MAX:
+            del self._rosters[next(iter(self._rosters))]
+
+    @property
+    def runs(self) -> tuple[bytes, ...]:
+        """The runs whose members may ask."""
+        return tuple(self._rosters)
+
+    def may_ask(self, run: bytes, peer: bytes) -> bool:
+        """Whether a peer is or was a member of a run that this node computed for."""
+        return peer in self._rosters.get(run, frozenset())
+
+    def of(self, run: bytes, first: int, last: int) -> Iterator[Span]:
+        """The spans of steps `first` to `last` of a run, in the order in which they ended."""
+        return (span for name, span in self._spans if name == run and first <= span.step <= last)
+
+    def last_step(self, run: bytes) -> int:
+        """The newest step of a run that is here; -1 for none."""
+        return max((span.step for name, span in self._spans if name == run), default=-1)
+
+
+def trace_id(run: bytes, step: int) -> bytes:
+    """The id of a step's trace, the same on every member."""
+    return blake3(b"peerloom trace" + run + step.to_bytes(8, "big")).digest()[:TRACE_ID_BYTES]

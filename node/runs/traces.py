@@ -1,0 +1,177 @@
+"""Handing out spans to members of a run, and collecting those of all: `/peerloom/traces/1`.
+
+A stream carries many requests. An answer says when the request came and when the answer left by the clock of
+whoever answers; from the round trip that took least the asker works out by how much that clock is off, as NTP
+does (RFC 5905, section 8). So spans of all machines lie on one axis, exact to half of that round trip.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, peer_text
+from node.errors import StreamClosed, Unreachable
+from node.runs.manifest import run_text
+from node.runs.spans import Span, Spans, trace_id
+from node.seams import Seams, Stream
+from partition.plan.plan import Hash
+
+TRACES_PROTOCOL = "/peerloom/traces/1"
+SPANS_ANSWERED_MAX = 4_096
+"""In one answer: some 200 KB."""
+STEPS_ASKED_MAX = 1_024
+REQUESTS_MAX = 64
+"""On one stream. An asker needs a few round trips and some pages."""
+REQUEST_SECONDS_MAX = 5.0
+COLLECT_SECONDS_MAX = 10.0
+ROUND_TRIPS = 5
+REQUEST_BYTES_MAX = 1_024
+ANSWER_BYTES_MAX = 1 << 20
+_WHOLE = 10**9
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Spans of these steps of a run, but for the first `skip`; with `count` 0 only the time."""
+
+    run: Hash
+    first: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    last: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    skip: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    count: Annotated[int, msgspec.Meta(ge=0, le=SPANS_ANSWERED_MAX)] = 0
+
+
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """`received` and `sent` in nanoseconds of unix time. No member of the run gets spans."""
+
+    received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    sent: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=SPANS_ANSWERED_MAX)] = ()
+
+
+class Traces:
+    """Answers for this node, and asks others."""
+
+    def __init__(
+        self, seams: Seams, spans: Spans, refuse: Callable[[PeerId, RemoteProtocolError], None]
+    ) -> None:
+        self._seams = seams
+        self._spans = spans
+        self._refuse = refuse
+        seams.network.handle(TRACES_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer the requests of one stream."""
+        try:
+            for _ in range(REQUESTS_MAX):
+                with trio.move_on_after(REQUEST_SECONDS_MAX) as waiting:
+                    request: Ask = decode(await stream.receive(), Ask, bytes_max=REQUEST_BYTES_MAX)
+                if waiting.cancelled_caught:
+                    return
+                received = self._now()
+                spans = self._answer(stream.peer, request)
+                with trio.move_on_after(REQUEST_SECONDS_MAX):
+                    await stream.send(encode(Told(received, self._now(), spans)))
+        except RemoteProtocolError as error:
+            self._refuse(stream.peer, error)
+        except StreamClosed:
+            return
+
+    def _answer(self, peer: PeerId, request: Ask) -> tuple[Span, ...]:
+        if not request.count or not self._spans.may_ask(request.run, peer):
+            return ()
+        last = min(request.last, request.first + STEPS_ASKED_MAX)
+        found = list(self._spans.of(request.run, request.first, last))
+        return tuple(found[request.skip : request.skip + request.count])
+
+    def _now(self) -> int:
+        return int(self._seams.clock.wall() * _WHOLE)
+
+    async def collect(
+        self, run: bytes, peers: Sequence[PeerId], first: int, last: int
+    ) -> list[dict[str, Any]]:
+        """Of every peer its spans, with how far its clock is ahead of this one's, or why there are none."""
+        rows: dict[PeerId, dict[str, Any]] = {}
+
+        async def visit(peer: PeerId) -> None:
+            try:
+                rows[peer] = await self._visit(run, peer, first, last)
+            except (Unreachable, StreamClosed, RemoteProtocolError) as error:
+                rows[peer] = {"error": str(error)[:200], "spans": []}
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(visit, peer)
+        return [{"peer": peer, **rows[peer]} for peer in peers]
+
+    async def _visit(self, run: bytes, peer: PeerId, first: int, last: int) -> dict[str, Any]:
+        if peer == self._seams.network.peer:
+            spans = list(self._spans.of(run, first, last))
+            return {"offset_seconds": 0.0, "round_trip_seconds": 0.0, "spans": spans}
+        with trio.move_on_after(COLLECT_SECONDS_MAX):
+            stream = await self._seams.network.open(peer, TRACES_PROTOCOL, message_bytes_max=ANSWER_BYTES_MAX)
+            try:
+                timed = [await self._time(stream, run) for _ in range(ROUND_TRIPS)]
+                trip, offset = min(timed)
+                spans = []
+                while len(spans) < SPANS_ANSWERED_MAX * (REQUESTS_MAX - ROUND_TRIPS - 1):
+                    ask = Ask(run, first, last, len(spans), SPANS_ANSWERED_MAX)
+                    told = await self._call(stream, ask)
+                    spans += told.spans
+                    if len(told.spans) < SPANS_ANSWERED_MAX:
+                        break
+                return {
+                    "offset_seconds": offset / _WHOLE,
+                    "round_trip_seconds": trip / _WHOLE,
+                    "spans": spans,
+                }
+            finally:
+                with trio.move_on_after(1, shield=True):
+                    await stream.aclose()
+        raise Unreachable("timeout", f"no answer in {COLLECT_SECONDS_MAX:.0f} s")
+
+    async def _time(self, stream: Stream, run: bytes) -> tuple[int, int]:
+        """(round trip, how far the other clock is ahead), nanoseconds."""
+        asked = self._now()
+        told = await self._call(stream, Ask(run, 0, 0))
+        answered = self._now()
+        trip = max(0, (answered - asked) - (told.sent - told.received))
+        return trip, ((told.received - asked) + (told.sent - answered)) // 2
+
+    async def _call(self, stream: Stream, request: Ask) -> Told:
+        await stream.send(encode(request))
+        return decode(await stream.receive(), Told, bytes_max=ANSWER_BYTES_MAX)
+
+
+def trace_document(
+    run: bytes, rows: Sequence[Mapping[str, Any]], names: Mapping[PeerId, str]
+) -> dict[str, Any]:
+    """Schema `peerloom/trace/1`: spans by peer, all on the asker's clock."""
+    return {
+        "schema": "peerloom/trace/1",
+        "run": run_text(run),
+        "peers": [
+            {
+                **row,
+                "peer": peer_text(row["peer"]),
+                "name": names.get(row["peer"], ""),
+                "spans": [
+                    {
+                        "trace": trace_id(run, span.step).hex(),
+                        "step": span.step,
+                        "stage": span.stage,
+                        "microbatch": span.microbatch,
+                        "kind": span.kind,
+                        "begun_seconds": span.begun / _WHOLE - row.get("offset_seconds", 0.0),
+                        "seconds": span.lasted / _WHOLE,
+                        "busy_seconds": span.busy / _WHOLE,
+                    }
+                    for span in row["spans"]
+                ],
+            }
+            for row in rows
+        ],
+    }

@@ -1,0 +1,169 @@
+"""Every view in a real browser: on five real nodes that train and lose one, and on a thousand members."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from node.cli.client import GoneAway, request
+from node.cli.demo.capture_process import Capturing
+from node.cli.demo.play import run_text
+from node.cli.demo.processes import SwarmProcesses
+from tests.browser import opened, require
+from tests.node.web.world import Told, joined, run_events, served, started
+from tests.source import ROOT
+
+VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
+OUT = ROOT / "demo-out"
+STEPS = 2_000
+
+
+# Playwright leaves pipes of its driver to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[SwarmProcesses]:
+    """Five nodes that train; the page is d's."""
+    require()
+    swarm = SwarmProcesses(tmp_path, "browser", time.sleep, with_page="d")
+    run_file = tmp_path / "RUN.toml"
+    run_file.write_text(run_text(run_file, STEPS))
+    capturing = Capturing(run_file, tmp_path / "model.peerloom")
+    try:
+        capturing.start()
+        swarm.launch("abcde")
+        before = None
+        for name in "abcde":
+            before = swarm.start(name, before).address
+        arguments = capturing.wait(lambda: None)
+        folder = swarm.nodes["e"].data_dir
+
+        def train() -> None:
+            with contextlib.suppress(GoneAway):
+                for _ in request(folder, "train", arguments):
+                    pass
+
+        threading.Thread(target=train, daemon=True).start()
+        yield swarm
+    finally:
+        capturing.close()
+        swarm.close()
+
+
+def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcesses) -> None:
+    with opened(viewport={"width": 1280, "height": 1000}) as page:
+        address = training.status("d")["page"]
+        OUT.mkdir(exist_ok=True)
+        page.goto(f"{address}/run")
+        page.wait_for_function("document.querySelectorAll('.chart canvas').length >= 3", timeout=120_000)
+        plan = training.status("d")["runs"][0]["plan"]
+        names = {node.peer: node.name for node in training.nodes.values()}
+        victim = next(
+            names[peer] for stage in plan["stages"] for peer in stage["replicas"] if names[peer] not in "de"
+        )
+        training.kill(victim)
+        lost_at = event_time(training, "MemberLost")
+        page.wait_for_selector("td span.bad:text-is('death')", timeout=30_000)
+        assert time.time() - lost_at <= 2.0 + LOOK_SECONDS
+        for path in VIEWS:
+            page.goto(address + path)
+            page.wait_for_selector("h1")
+            page.wait_for_function("!document.body.textContent.includes('Loading')")
+            page.screenshot(path=str(OUT / f"page{path.replace('/', '-')}.png"), full_page=True)
+            assert faults(page) == [], path
+        page.goto(f"{address}/")
+        page.wait_for_selector("span.dead")
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            assert faults(page) == [], scheme
+        assert page.complaints == []
+
+
+LOOK_SECONDS = 0.6
+"""Between a death's event and this test's knowing of it, on a busy machine."""
+
+
+def event_time(training: SwarmProcesses, kind: str) -> float:
+    """When d's next event of this kind happened."""
+    for reply in request(training.nodes["d"].data_dir, "events", {"since": 0.0, "kinds": [kind]}):
+        if "event" in reply:
+            return float(reply["event"]["at_seconds"])
+    raise AssertionError("the node went away")
+
+
+def faults(page: Any) -> list[str]:
+    """Serious faults of accessibility, by axe-core where PEERLOOM_AXE names its file; else none is sought."""
+    path = os.environ.get("PEERLOOM_AXE")
+    if not path:
+        return []
+    page.evaluate(Path(path).read_text())
+    found = page.evaluate("axe.run()")
+    return [
+        f"{each['id']}: {each['nodes'][0]['html'][:120]}"
+        for each in found["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("width", [320, 1280])
+def test_a_thousand_members_are_shown_soon_and_narrow_screens_do_not_scroll(width: int) -> None:
+    with opened(viewport={"width": width, "height": 800}) as page, page_of_a_thousand() as address:
+        page.goto(address)
+        page.wait_for_selector("h1")
+        page.wait_for_function("document.querySelectorAll('tbody tr').length >= 100")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.locator("text=100 of").count() == 0
+        page.fill("input[type=search]", "n777")
+        page.wait_for_function("document.querySelectorAll('tbody tr').length === 1")
+        assert page.complaints == []
+
+
+def test_the_page_says_when_its_node_is_gone_and_comes_back_by_keyboard() -> None:
+    with opened() as page:
+        with page_of_a_thousand() as address:
+            page.goto(address)
+            page.wait_for_selector("h1")
+            page.keyboard.press("Tab")
+            assert page.evaluate("document.activeElement.textContent") == "To the content"
+            page.keyboard.press("Tab")
+            page.keyboard.press("Tab")
+            assert page.evaluate("document.activeElement.textContent") == "Run"
+            page.keyboard.press("Enter")
+            page.wait_for_selector("h1:has-text('Run cnn')")
+        page.wait_for_selector("text=link lost")
+
+
+@contextlib.contextmanager
+def page_of_a_thousand() -> Iterator[str]:
+    """The address of a page that shows a thousand members in five regions, served by a thread."""
+    node = Told()
+    for event in [
+        started(),
+        *(joined(n, location=f"region-{n % 5}") for n in range(1, 1_001)),
+        *run_events(),
+    ]:
+        node.publish(event)
+    ready, end = threading.Event(), trio.Event()
+    held: list[Any] = []
+
+    async def serve() -> None:
+        async with served(node) as page:
+            held.extend((f"http://{page.host}", trio.lowlevel.current_trio_token()))
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=trio.run, args=(serve,))
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield held[0]
+    finally:
+        held[1].run_sync_soon(end.set)
+        thread.join()
