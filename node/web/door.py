@@ -162,12 +162,10 @@ class _Connection:
             await self._refuse(request)
             return False
         stranger = refuse_stranger(request.method, request.headers)
-        answer: Response | Streaming
         if stranger is not None:
-            answer = problem(stranger.status, stranger.reason)
-        else:
-            answer = await self._answer(request)
-        await self._send_answer(answer)
+            await self._refuse(stranger)
+            return False
+        await self._send_answer(await self._answer(request))
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     async def _answer(self, request: Request) -> Response | Streaming:
