@@ -17,6 +17,7 @@ from node.cli import (
     model,
     page,
     peers,
+    report,
     runs,
     simulation,
     status,
@@ -41,6 +42,7 @@ app.command("status")(status.status)
 app.command("peers")(peers.peers)
 app.command("page")(page.page)
 app.command("events")(events.events)
+app.command("report")(report.report)
 app.command("top")(top.top)
 app.command("id")(identity.identity)
 app.command("train")(train.train)

@@ -20,12 +20,12 @@ from node.web import views
 from node.web.charts import POINT_COLUMNS, Charts
 from node.web.metrics import Metrics
 
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.5
 """How often open pages are told what is new; a death has to be seen within two seconds."""
 IDLE_TICK_SECONDS = 2.0
 COUNTERS_SECONDS = 1.0
 DELTAS_KEPT_MAX = 1_200
-"""Five minutes of deltas: a laptop that was closed for less goes on where it was."""
+"""Ten minutes of deltas: a laptop that was closed for less goes on where it was."""
 DELTA_BYTES_KEPT_MAX = 4 << 20
 EVENTS_PER_DELTA_MAX = 100
 EVENTS_IN_SNAPSHOT_MAX = 100

@@ -20,7 +20,7 @@ from crypto.contact import CONTACT_PURPOSE, ContactBody
 from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
 from node.averaging import transfer
-from node.runs import blobs, checkpoint_format, copies, manifest
+from node.runs import blobs, checkpoint_format, copies, manifest, traces
 from node.runs import requests as runs
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.runs.weights import WEIGHTS_PURPOSE
@@ -62,6 +62,7 @@ PROTOCOLS = (
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer),
+    Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(reach.PROTOCOL, reach.DialBack, reach.Dialled, datagrams=reach.Echo),
 )
 
