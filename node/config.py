@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
-from node import toml
+from node import eventlog, toml
 from node.errors import UsageError
 from node.nearest import did_you_mean, nearest
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
@@ -120,6 +121,14 @@ class Alerts:
 
 
 @dataclass(frozen=True)
+class Log:
+    """Whether events are written to a file of the data folder, and from which level on, by area."""
+
+    format: eventlog.Format = "off"
+    levels: Mapping[str, int] = field(default_factory=lambda: MappingProxyType(eventlog.read_levels("")))
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a node is told before it starts. An `observer` watches and takes no stage."""
 
@@ -132,6 +141,7 @@ class Config:
     resources: Resources = Resources()
     web: Web = Web()
     alerts: Alerts = Alerts()
+    log: Log = Log()
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -187,6 +197,11 @@ class _AlertsTable(msgspec.Struct, frozen=True):
     command: str | None = None
 
 
+class _LogTable(msgspec.Struct, frozen=True):
+    format: str | None = None
+    levels: str | None = None
+
+
 class _File(msgspec.Struct, frozen=True):
     name: str | None = None
     data_dir: str | None = None
@@ -197,6 +212,7 @@ class _File(msgspec.Struct, frozen=True):
     resources: _ResourcesTable = _ResourcesTable()
     web: _WebTable = _WebTable()
     alerts: _AlertsTable = _AlertsTable()
+    log: _LogTable = _LogTable()
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
@@ -359,6 +375,8 @@ RULES = (
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
     Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
     Rule("web", ("web", "address"), read_web),
+    Rule("log", ("log", "format"), _one_of("off", "text", "json")),
+    Rule("log_levels", ("log", "levels"), eventlog.read_levels),
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
@@ -510,5 +528,6 @@ def _build(values: Mapping[str, Any]) -> Config:
             )
         ),
         web=values.get("web", Web()),
+        log=Log(**dict(section(format="log", levels="log_levels"))),
         alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
     )

@@ -22,7 +22,19 @@ ALLOWED = {
 
 # The floors inside node, lowest first: a file imports its own floor and those below.
 FLOORS = (
-    ("errors", "events", "history", "config", "containment", "seams", "locks", "nearest", "paths", "toml"),
+    (
+        "errors",
+        "events",
+        "eventlog",
+        "history",
+        "config",
+        "containment",
+        "seams",
+        "locks",
+        "nearest",
+        "paths",
+        "toml",
+    ),
     ("state", "transport", "storage"),
     ("services", "planning"),
     ("runs", "averaging"),

@@ -81,6 +81,7 @@ def main(
     cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
     location: Annotated[Text, typer.Option(metavar="PLACE", help="Where this machine stands.")] = None,
     web: Annotated[Text, typer.Option(metavar="ADDR|off", help="Where this machine sees its page.")] = None,
+    log: Annotated[Text, typer.Option(metavar="off|text|json", help="Write events to events.log.")] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
     require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
     as_json: AsJson = False,
@@ -103,6 +104,7 @@ def main(
         "cores": cores,
         "location": location,
         "web": web,
+        "log": log,
         "observer": observer or None,
     }
     if version:

@@ -7,6 +7,7 @@ from typing import Any
 from node.cli.render import show, show_json
 from node.cli.screen import EventScreen
 from node.containment import write_log
+from node.eventlog import EventLog
 
 
 def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) -> int:
@@ -27,8 +28,14 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) 
 
     screen = EventScreen(seeds=len(settings.join.seeds), environ=os.environ)
 
+    log = None
+    if settings.log.format != "off":
+        log = EventLog(settings.data_dir, settings.log.format, settings.log.levels)
+
     def report(event: Any) -> None:
         document = state.event_document(event)
+        if log is not None:
+            log.write(document)
         if as_json:
             show_json({"schema": "peerloom/event/1", **document})
         else:

@@ -19,7 +19,8 @@ POINT_COLUMNS = ("step", "at", "loss", "samples_per_second", "bubble", "utilisat
 
 Point = list[float | None]
 Mark = list[Any]
-"""(unix seconds, step, kind, text): kind is death, join, plan, resume, checkpoint, accuracy or state."""
+"""(unix seconds, step, kind, text): kind is death, dropped, leave, join, plan, resume,
+checkpoint, accuracy or state."""
 
 
 @dataclass
@@ -115,7 +116,7 @@ def _mark_text(event: events.Event) -> tuple[str, str] | None:
         case events.ReplicaDropped():
             replayed = event.microbatches_replayed
             return (
-                "death",
+                "dropped",
                 f"{peer_key(event.peer)} dropped from stage {event.stage + 1}, {replayed} replayed",
             )
         case events.RunResumed():

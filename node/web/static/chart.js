@@ -2,7 +2,7 @@
 import { html, useEffect, useRef } from "/static/vendor/htm-preact.js";
 import { colour } from "/static/parts.js";
 
-const MARKS = { death: "--bad", leave: "--warn", join: "--good", plan: "--mark", resume: "--link" };
+const MARKS = { death: "--bad", leave: "--warn", dropped: "--warn", join: "--good", plan: "--mark", resume: "--link" };
 
 function marksPlugin(read) {
   return { hooks: { draw: [(plot) => {

@@ -55,7 +55,7 @@ export function ThisNode() {
     ${capacity ? html`<${Cards} rows=${[["device", capacity.device], ["cores", capacity.cores], ["free memory", bytes(capacity.memory_free_bytes)],
       ["of", bytes(capacity.memory_total_bytes)], ["measured speed", flops(capacity.flops_per_second)]]} />` : html`<p class="quiet">Not measured yet.</p>`}
     <${Pairs} rows=${Object.entries(limits).map(([name, value]) => [name.replaceAll("_", " "), value === "" ? "-" : String(value)])} />
-    <p class="quiet">Set where the node is started: flags, <code>PEERLOOM_*</code>, config file.</p>
+    <p class="quiet">Set at the start: flags, <code>PEERLOOM_*</code>, file.</p>
     <h2>Checks</h2>
     ${node.fences ? html`<${Notice} kind=${node.fences.unfenced.length ? "warn" : ""}>${node.fences.unfenced.length
       ? `Fences are incomplete: ${node.fences.unfenced.join("; ")}` : "A stage is held to its files, memory and processor, and has no network."}<//>` : ""}

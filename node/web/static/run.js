@@ -24,7 +24,7 @@ export function Run({ id, go }) {
       ["bubble", run.last_step ? share(run.last_step.bubble) : "-"], ["replayed", count(run.microbatches_replayed)],
       ["peers", count(member.size)],
     ]} />
-    ${run.reason || run.detail ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${run.detail || run.reason}<//>` : ""}
+    ${run.detail || (run.status !== "running" && run.reason) ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${run.detail || run.reason}<//>` : ""}
     <h2>Pipeline</h2><${Strip} run=${run} />
     <${Curves} course=${found} />
     <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
@@ -46,7 +46,7 @@ function Strip({ run }) {
         ${last.utilisation[index] == null ? "" : html`<meter min="0" max="1" value=${last.utilisation[index]}
           aria-label=${`stage ${index + 1} computes ${share(last.utilisation[index])} of the step`}></meter>
           <span class="quiet">busy ${share(last.utilisation[index])}</span>`}</li>`)}</ol></div>
-    ${last.seconds == null ? "" : html`<p class="quiet">Last step ${seconds(last.seconds)}; bytes on the arrows are those of that step.</p>`}`;
+    ${last.seconds == null ? "" : html`<p class="quiet">Last step ${seconds(last.seconds)}; bytes are of that step.</p>`}`;
 }
 
 function Peer({ id }) {
