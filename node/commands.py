@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import trio
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
@@ -163,6 +164,9 @@ class Commands:
         )
         window = window_of(run_file, graph, name)
         base = Path(str(arguments.get("path", name))).parent
+        shown = run_file.data
+        if arguments.get("data"):  # the command has converted it
+            run_file = replace(run_file, data=str(arguments["data"]))
         if run_file.data == datasets.DIGITS_NAME:
             dataset = await node.seams.executor.run(datasets.load_digits)
         else:
@@ -170,7 +174,7 @@ class Commands:
             dataset = await node.runs.data.learn(path, window=window)
         created = node.seams.clock.wall()
         manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
-        check = partial(check_values, graph, dataset, manifest.sizes_max, name, run_file.data)
+        check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
         await node.seams.executor.run(check)
         if run_file.data != datasets.DIGITS_NAME:
             try:

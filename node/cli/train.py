@@ -1,6 +1,7 @@
 """`python -m node train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,14 +73,23 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
     Raises:
         UsageError: a text that is no run, or a model that cannot be captured.
     """
+    from msgspec.structs import replace
+
     from node import toml
     from node.cli.capturing import captured
     from node.runs.manifest import RunFile, check_run_file
+    from node.runs.sources import convert, is_source
 
     run_file = toml.parse(text, RunFile, name=name).value
     check_run_file(run_file, name)
-    with captured(run_file, path, name) as files:
-        yield {"text": text, "path": str(path.absolute()), "name": name, **files}
+    with tempfile.TemporaryDirectory(prefix="peerloom-data-") as folder:
+        found: dict[str, object] = {}
+        if is_source(run_file.data, path.parent):
+            convert(run_file.data, path.parent, Path(folder))
+            run_file = replace(run_file, data=folder)
+            found = {"data": folder}
+        with captured(run_file, path, name) as files:
+            yield {"text": text, "path": str(path.absolute()), "name": name, **found, **files}
 
 
 def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_json: bool) -> None:

@@ -102,7 +102,8 @@ class RunFile(msgspec.Struct, frozen=True):
 
     `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
     of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
-    test.npz (arrays x and y, or as the model's inputs and labels are called), or a file of text.
+    test.npz (arrays x and y, or as the model's inputs and labels are called), a file of text, or what
+    `node.runs.sources` makes such a folder of: a table, arrays, images.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
