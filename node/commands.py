@@ -61,6 +61,10 @@ class LocalNode(Protocol):
     def watch(self) -> Any: ...
 
 
+WAIT_SECONDS_MAX = 7 * 24 * 3600.0
+"""A run waits for peers that it lacks; the person who asked has forgotten it by then."""
+
+
 class Commands:
     """The handlers, by command name."""
 
@@ -124,12 +128,16 @@ class Commands:
         check_run_file(run_file, name)
         run = await self._make_run(run_file, arguments, name)
         node.runs.start_task(self._publish_run, run, of=None)
+        seconds = min(max(0.0, float(arguments.get("wait_seconds", 0.0))), WAIT_SECONDS_MAX)
         if not arguments.get("follow", True):
-            await self._submit(run)
+            if seconds:
+                node.runs.start_task(self._submit_watched, run, seconds, of=run)
+                return {"run": run.text, "status": "placing"}
+            await self._submit(run, 0.0)
             return {"run": run.text, "status": "running"}
         with node.watch() as events:
             # Not in this task: a client that hangs up stops watching, never the placing.
-            node.runs.start_task(self._submit_watched, run, of=run)
+            node.runs.start_task(self._submit_watched, run, seconds, of=run)
             async for event in events:
                 if getattr(event, "run", None) != run.text:
                     continue
@@ -142,14 +150,14 @@ class Commands:
         """Put the manifest into the DHT, where it outlives this node's memory of it."""
         await self._node.discovery.publish(RUN_PURPOSE, run.id, run.fact.body)
 
-    async def _submit_watched(self, run: Run) -> None:
+    async def _submit_watched(self, run: Run, wait_seconds: float) -> None:
         with suppress(RunFailed):  # its end is an event, which the watcher sees
-            await self._submit(run)
+            await self._submit(run, wait_seconds)
 
-    async def _submit(self, run: Run) -> None:
+    async def _submit(self, run: Run, wait_seconds: float) -> None:
         node = self._node
         try:
-            await node.runs.submit(run)
+            await node.runs.submit(run, wait_seconds=wait_seconds)
         except NotPlaced as error:
             raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import trio
 
 from crypto.identity import PeerId
 from node.errors import RunFailed, Unreachable, UsageError
-from node.events import CheckpointKept, Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
+from node.events import CheckpointKept, Event, ReplicaDropped, RunChanged, RunEnded, RunPlanned, StepCommitted
 from node.runs import requests as wire
 from node.runs.data import load_digits, load_folder
 from node.runs.manifest import Manifest, Run
+from node.runs.placement import NotPlaced
 from node.runs.stopping import make_stop
 from node.runtime import Node
 from partition.run.failures import PEERS_MAX, ROLLBACKS_MAX, Failures
@@ -359,5 +361,32 @@ def test_a_run_may_be_stopped_while_it_is_placed() -> None:
             await trio.sleep(5)
             assert ends(group) == {"a": ("stopped", "its requester stopped it")}
             assert all(node.runs.has_slot and not node.runs.members for node in group.nodes.values())
+
+    simulate(scenario)
+
+
+def test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group, trio.open_nursery() as nursery:
+            requester = group.nodes["a"]
+            run = prepare(requester, manifest(stages=1, replicas=3, **FEW))
+            nursery.start_soon(partial(requester.runs.submit, run, wait_seconds=600.0))
+            await trio.sleep(100)
+            said = [event for event in group.events["a"] if isinstance(event, RunChanged)]
+            assert [event.reason for event in said if "waiting" in event.reason] == [
+                "waiting for peers: simple-cnn: 3 peers are needed (1 stages x 3), 2 offer a slot"
+            ]
+            assert not ends(group)
+            await nursery.start(_live, group, "c", "b", 1, STAGE_SECONDS)
+            with trio.fail_after(300):
+                while "a" not in ends(group):  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(1.0)
+            assert ends(group)["a"][0] == "done"
+            late = prepare(requester, manifest(stages=1, replicas=4, **FEW))
+            began = trio.current_time()
+            with pytest.raises(NotPlaced):
+                await requester.runs.submit(late, wait_seconds=50.0)
+            assert 50 <= trio.current_time() - began < 80
+            nursery.cancel_scope.cancel()
 
     simulate(scenario)

@@ -25,6 +25,9 @@ def train(
     follow: Annotated[
         bool, typer.Option("--follow/--detach", help="Watch until it ends, or only hand it over.")
     ] = True,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="10m", help="Wait so long for peers that the run lacks.")
+    ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -36,6 +39,7 @@ def train(
         )
     if out:
         output_path(out)  # now, and not when the training is over
+    waits = _seconds(wait)
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
     text = _read(path)
@@ -51,12 +55,18 @@ def train(
     with handed_over(text, path, run_file) as arguments:
         try:
             result: dict[str, Any] = ask(
-                folder, "train", arguments | {"follow": follow}, on_event, seconds=None
+                folder, "train", arguments | {"follow": follow, "wait_seconds": waits}, on_event, seconds=None
             )
         except KeyboardInterrupt:
             show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
             raise
     _finish(folder, result, out, follow=follow, as_json=as_json)
+
+
+def _seconds(wait: str) -> float:
+    from node.config import read_duration, read_setting
+
+    return float(read_setting("--wait", wait, read_duration)) if wait else 0.0
 
 
 def _read(path: Path) -> str:

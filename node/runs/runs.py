@@ -8,6 +8,7 @@ run that nobody speaks of any more is given up by silence, so that a lease canno
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from crypto.identity import PeerId
 from crypto.noise import Data
 from node.containment import contain, describe, place_of
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
-from node.events import Event, ResultEvicted, RunAccepted, RunEnded, RunPlanned, RunReleased, StageLeased
+from node.events import (
+    Event,
+    ResultEvicted,
+    RunAccepted,
+    RunChanged,
+    RunEnded,
+    RunPlanned,
+    RunReleased,
+    StageLeased,
+)
 from node.runs import data as datasets
 from node.runs import requests as wire
 from node.runs.admission import Machine
@@ -43,6 +53,7 @@ from node.runs.stopping import Stopping
 from node.runs.submission import fits
 from node.runs.traces import Traces
 from node.runs.uploads import Body
+from node.runs.waiting import place_in_time
 from node.seams import Seams, Stream
 from node.storage.guests import Guests
 from partition.plan.chain import base_plan
@@ -55,8 +66,6 @@ from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 from partition.steps.messages import CommitterMessage
 
-HEARSAY_SECONDS = 1.0
-"""News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
 RUN_FILE = "run"
@@ -192,13 +201,14 @@ class Runs:
             run.manifest, holders, allow_unfenced=is_own or self.machine.allow_unfenced
         )
 
-    async def submit(self, run: Run) -> None:
-        """Plan a run that this node asks for, and have everybody start. Raises NotPlaced."""
+    async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
+        """Plan a run that this node asks for, and have everybody start. Raises NotPlaced: nobody could be
+        found for a part of it, within `wait_seconds` of the first attempt."""
         member = self.accept(run)
         self.stopping.asked(run)
         member.place()
         try:
-            plan = await self._place(run)
+            plan = await self._place(run, wait_seconds)
         except NotPlaced as error:
             await member.end("failed", str(error), "")
             raise
@@ -212,8 +222,9 @@ class Runs:
         for peer, reason in failures.items():
             member.absent(peer, reason)
 
-    async def _place(self, run: Run) -> Plan:
-        """Place a run; again, where news of a newcomer has only just come. Raises NotPlaced."""
+    async def _place(self, run: Run, wait_seconds: float) -> Plan:
+        """Place a run; again, where news of a newcomer has only just come, or while it waits for others.
+        Raises NotPlaced."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
             dataset = await self.load_data(run, [])
@@ -221,24 +232,18 @@ class Runs:
             raise NotPlaced(error.detail if isinstance(error, Unreachable) else str(error)) from None
         if not fits(dataset, run.manifest, graph):
             raise NotPlaced("the data this node has does not fit the run's manifest; has it changed?")
-        while True:
-            offers = self.offers()
-            try:
-                return await place(
-                    run,
-                    graph,
-                    self.signer,
-                    offers,
-                    self.ask,
-                    self.seams.executor,
-                    decliners=self._decliners,
-                    monotonic=self.seams.clock.monotonic,
-                )
-            except NotPlaced:
-                await trio.sleep(HEARSAY_SECONDS)
-                known = {offer.peer for offer in offers}
-                if all(offer.peer in known for offer in self.offers()):
-                    raise
+        clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
+        change = partial(RunChanged, run=run.text, state="placing")
+        return await place_in_time(
+            lambda offers: place(
+                run, graph, self.signer, offers, ask, executor, decliners=asked, monotonic=clock.monotonic
+            ),
+            self.offers,
+            clock=clock,
+            wait_seconds=wait_seconds,
+            lacks=lambda reason: self.publish(change(at=clock.wall(), reason=reason)),
+            is_over=lambda: self.is_over(run.id),
+        )
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
         """The first plan of a run that this node hears of is in force; `history` is how it came about."""
