@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from crypto.contact import Address
 from crypto.identity import PeerId
+from dht.capabilities import Offer
 from dht.keys import Key
 from dht.records import Record, Refusal
 
@@ -26,12 +27,14 @@ class Joined:
 @dataclass(frozen=True)
 class RecordsFound:
     """The end of a `find`: the newest record of each publisher, in the order of their ids. `rounds`: the
-    longest chain of hints that it followed."""
+    longest chain of hints that it followed; `holders`: how many of those that answered handed out a
+    record."""
 
     request: int
     key: Key
     records: tuple[Record, ...]
     rounds: int = 0
+    holders: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,4 +76,12 @@ class PeerPinged:
     seconds: float | None
 
 
-Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored | PeerPinged
+@dataclass(frozen=True)
+class CapabilitiesFound:
+    """The end of a search by capability: nodes that answered, the nearest first."""
+
+    request: int
+    offers: tuple[Offer, ...]
+
+
+Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored | PeerPinged | CapabilitiesFound

@@ -16,8 +16,11 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht import messages
+from dht.advertising import Advertising
+from dht.capabilities import Advert, Query, estimate_nodes
 from dht.events import Event, Joined, NodesFound, PeerHeard, PeerPinged, RecordsFound
 from dht.groups import Origins
+from dht.hunt import Estimate, Hunts, unknown
 from dht.keys import KEY_BITS, Key, distance, node_key
 from dht.lookup import Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
@@ -43,14 +46,15 @@ class Kademlia:
     """One node of the DHT.
 
     `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may
-    correct it at any time, as it sets `origins.host_of`. Events are to be drained after each call, before its
-    messages are sent: they tell the network where the receivers are.
+    correct it at any time, as it sets `origins.host_of` and `estimate`, which says how long a round trip to
+    given coordinates takes. Events are to be drained after each call, before its messages are sent: they tell
+    the network where the receivers are.
     """
 
     __slots__ = (
-        "_addresses", "_checking", "_rejoin_due", "_requests", "_searches", "_seeds",
-        "_sends", "_tokens", "events", "is_client", "key", "origins", "peer", "records",
-        "replication", "rng", "settings", "signer", "table", "timers", "upkeep", "wall_offset",
+        "_addresses", "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches",
+        "_seeds", "_sends", "estimate", "events", "is_client", "key", "origins", "peer", "records",
+        "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -59,11 +63,7 @@ class Kademlia:
         settings: Settings,
         rng: Random,
         addresses: tuple[Address, ...],
-        *,
-        secret: bytes = b"",
     ) -> None:
-        """`secret` makes this node's write tokens unguessable: SECRET_BYTES from the shell's entropy; without
-        it they come from `rng`, which is enough for an experiment."""
         self.peer = signer.peer
         self.key = node_key(signer.peer)
         self.settings = settings
@@ -77,7 +77,8 @@ class Kademlia:
         self.rng = rng
         self.is_client = False
         self.signer = signer
-        self._tokens = WriteTokens(secret or rng.randbytes(SECRET_BYTES))
+        # The shell puts others in their place, from its entropy; these are enough for an experiment.
+        self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
         self._addresses = address_texts(addresses)
         self._searches: dict[int, Search] = {}
         self._seeds: tuple[PeerId, ...] = ()
@@ -89,6 +90,9 @@ class Kademlia:
             settings, rng, self.timers, send=self._send, slow=self._slow, silent=self._silent
         )
         self.replication = Replication(self)
+        self.estimate: Estimate = unknown
+        self._advertising = Advertising(self)
+        self._hunts = Hunts(self)
         self._rejoin_due = inf
         self.upkeep = Upkeep(self)
 
@@ -109,6 +113,7 @@ class Kademlia:
             "checks": (len(self._checking), self.settings.checks_max),
             **self.replication.sizes,
             **self.upkeep.sizes,
+            **self._hunts.sizes,
         }
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
@@ -197,10 +202,16 @@ class Kademlia:
         """The contacts to begin the next life with: those that answered last."""
         return [(contact.peer, contact.addresses) for contact in self.table if contact.silence is None]
 
-    def find(self, now: float, key: Key, *, paths: int = 1, first: bool = False) -> tuple[int, Sends]:
+    def find(
+        self, now: float, key: Key, *, paths: int = 1, first: bool = False, all_holders: bool = False
+    ) -> tuple[int, Sends]:
         """Look for the records under `key`, over so many disjoint `paths`; `first`: one record is enough, as
-        for an immutable value. Ends in `RecordsFound`, at once if we are alone."""
-        search = self.search(now, key, self._report_records, values=True, paths=paths, first=first)
+        for an immutable value; `all_holders`: go on until the k nearest have answered. Ends in
+        `RecordsFound`, at once if we are alone."""
+        width = self.settings.k if all_holders else None
+        search = self.search(
+            now, key, self._report_records, values=True, paths=paths, first=first, width=width
+        )
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
@@ -219,6 +230,25 @@ class Kademlia:
         """
         return self.replication.store(now, check_record(self.signer, fact)), self._drain()
 
+    def adopt(self, now: float, record: Record) -> None:
+        """Hold a checked record of an earlier life; our own is stored again in time."""
+        if not self.replication.keep(now, record) and record.publisher == self.peer:
+            self.replication.own(now, record)
+
+    def advertise(self, now: float, advert: Advert | None) -> Sends:
+        """Tell the network what this node offers, from now on and in place of what it told before."""
+        self._advertising.advertise(now, advert)
+        return self._drain()
+
+    def hunt(self, now: float, query: Query) -> tuple[int, Sends]:
+        """Search for nodes by what they offer. Ends in `CapabilitiesFound`."""
+        return self._hunts.begin(now, query), self._drain()
+
+    @property
+    def network_size(self) -> float:
+        """How many nodes there are, estimated from how dense those nearest to us are."""
+        return estimate_nodes(self.key, self.table.nearest(self.key, self.settings.k), self.settings.k)
+
     def forget(self, key: Key) -> None:
         """Store our own records under `key` no more; the replicas go when they expire."""
         self.replication.forget(key)
@@ -232,7 +262,7 @@ class Kademlia:
 
         contact = self.table.get(peer) or Contact(peer, address_texts(addresses))
         if self._may_ask(now, peer) and peer != self.peer:
-            self.ask(now, contact, messages.Ping(self.new_id(), self._addresses), Inquiry(tell))
+            self.ask(now, contact, self.ping_message(), Inquiry(tell))
         else:
             tell(now, None, 0.0)
         return number, self._drain()
@@ -240,7 +270,7 @@ class Kademlia:
     # Others.
 
     def _reply(self, now: float, sender: PeerId, message: messages.Request) -> messages.Answer:
-        ours, token = self._addresses, b"" if self.is_client else self._tokens.make(now, sender)
+        ours, token = self._addresses, b"" if self.is_client else self.tokens.make(now, sender)
         match message:
             case messages.Ping():
                 return messages.Pong(message.id, ours, token)
@@ -261,7 +291,7 @@ class Kademlia:
                     settings=self.settings,
                 )
             case messages.Store():
-                is_proven = self._tokens.holds(now, sender, message.token)
+                is_proven = self.tokens.holds(now, sender, message.token)
                 # Before the signature is looked at, which costs a hundred times as much.
                 refusal = self.replication.take(now, sender, message) if is_proven else Refusal.UNPROVEN
                 return messages.Stored(message.id, ours, refusal)
@@ -300,7 +330,7 @@ class Kademlia:
         if contact.peer in self._checking or len(self._checking) >= self.settings.checks_max:
             return
         self._checking[contact.peer] = contact
-        self.ask(now, contact, messages.Ping(self.new_id(), self._addresses), None)
+        self.ask(now, contact, self.ping_message(), None)
 
     def _verify(self, now: float, contact: Contact | None) -> None:
         """Ping a contact, if there is one that nothing was heard of for a while."""
@@ -435,8 +465,9 @@ class Kademlia:
         seeds: Sequence[Contact] = (),
         paths: int = 1,
         first: bool = False,
+        width: int | None = None,
     ) -> Search:
-        """Begin a lookup, which ends in `then`."""
+        """Begin a lookup, which ends in `then`; `width` as in `Lookup`."""
         self.upkeep.touch(now, self.table.bucket_of(key))
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self.table.nearest(key, 2 * self.settings.k)
@@ -448,7 +479,7 @@ class Kademlia:
         if paths > 1:
             lookup = DisjointLookup(key, self.peer, seeded, self.settings, values=values, count=paths)
         else:
-            lookup = Lookup(key, self.peer, seeded, self.settings, values=values, first=first)
+            lookup = Lookup(key, self.peer, seeded, self.settings, values=values, first=first, width=width)
         if values:
             for held in self.records.get(self.wall(now), key):
                 lookup.learn(held)
@@ -519,7 +550,8 @@ class Kademlia:
         self.replication.repair(now, search)
         records = search.lookup.records
         found = tuple(records[publisher] for publisher in sorted(records))
-        self.events.append(RecordsFound(search.number, search.lookup.key, found, search.lookup.rounds))
+        lookup = search.lookup
+        self.events.append(RecordsFound(search.number, lookup.key, found, lookup.rounds, len(lookup.shown)))
 
     def _report_nodes(self, _now: float, search: Search) -> None:
         peers = tuple(contact.peer for contact in search.lookup.nearest)
@@ -550,6 +582,10 @@ class Kademlia:
     def new_id(self) -> int:
         """The number of a request or a search."""
         return self._requests.new_id()
+
+    def ping_message(self) -> messages.Ping:
+        """A Ping from this node."""
+        return messages.Ping(self.new_id(), self._addresses)
 
     def store_message(self, record: Record, token: bytes, *, cached: bool = False) -> messages.Store:
         """A Store from this node."""

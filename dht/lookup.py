@@ -95,8 +95,9 @@ class Lookup:
         first: bool = False,
         taken: "dict[PeerId, Lookup] | None" = None,
     ) -> None:
-        """`width`: how many of the nearest have to answer once there are records, `find_width` unless said.
-        `first`: the first record ends it. `taken`: whom other paths of one lookup have asked (`paths`)."""
+        """`width`: how many of the nearest have to answer; unless said, `find_width` of them once there are
+        records, and k before. `first`: the first record ends it. `taken`: whom other paths of one lookup
+        have asked (`paths`)."""
         self.key = key
         self.values = values
         # What those that answered gave: a token to store with, and the records that they showed.
@@ -108,7 +109,7 @@ class Lookup:
         self.candidates: dict[PeerId, Contact] = {}
         self._own = own
         self._settings = settings
-        self._found_width = settings.find_width if width is None else width
+        self._wanted_width = width
         self._is_first_enough = first
         self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
@@ -247,7 +248,9 @@ class Lookup:
     @property
     def _width(self) -> int:
         """How many of the nearest have to answer before the end: fewer, once there are records."""
-        return self._found_width if self.records else self._settings.k
+        if self._wanted_width is not None:
+            return self._wanted_width
+        return self._settings.find_width if self.records else self._settings.k
 
     @property
     def answers(self) -> list[Contact]:

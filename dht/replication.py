@@ -91,11 +91,11 @@ class Replication:
 
     # Storing.
 
-    def store(self, now: float, record: Record) -> int:
-        """Store a record; the number of the request, which ends in `RecordStored`."""
+    def store(self, now: float, record: Record, *, quiet: bool = False) -> int:
+        """Store a record; the number of the request, which ends in `RecordStored` unless it is `quiet`."""
         if record.publisher in (self._ground.peer, NOBODY):
-            self._remember(now, record)
-        return self._ground.search(now, record.key, partial(self._publish, record, False)).number
+            self.own(now, record)
+        return self._ground.search(now, record.key, partial(self._publish, record, quiet)).number
 
     def forget(self, key: Key) -> None:
         """Store our own records under `key` no more; the replicas go when they expire."""
@@ -140,8 +140,8 @@ class Replication:
             publication.waiting = 1  # nobody at all: said as a silence, so that somebody hears of it
             self.count(publication, None)
 
-    def _remember(self, now: float, record: Record) -> None:
-        """Keep our own record to store it again."""
+    def own(self, now: float, record: Record) -> None:
+        """Remember our own record, to store it again."""
         place = record.key, record.publisher
         if place in self._own:
             self._own.pop(place)[1].call_off()
@@ -153,7 +153,7 @@ class Replication:
     def _republish(self, record: Record, now: float) -> None:
         del self._own[record.key, record.publisher]
         if self._ground.wall(now) < record.expires:
-            self._remember(now, record)
+            self.own(now, record)
             self._ground.search(now, record.key, partial(self._publish, record, True))
 
     # Holding.

@@ -180,12 +180,13 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 class Table:
     """The buckets of one node. It changes only by what peers themselves sent us, or failed to."""
 
-    __slots__ = ("_ends", "_failures_max", "_group_max", "_has_groups", "_k", "_own", "buckets")
+    __slots__ = ("_ends", "_failures_max", "_group_max", "_has_groups", "_k", "_own", "_sizes", "buckets")
 
     def __init__(self, own: Key, *, k: int, failures_max: int, group_max: int = 3) -> None:
         self._group_max = group_max
         # Without any group, as in a local network, nobody needs to be counted.
         self._has_groups = False
+        self._sizes: Counter[bytes | None] | None = None
         self._own = Node(own)
         self._k = k
         self._failures_max = failures_max
@@ -242,6 +243,7 @@ class Table:
         if contact.id == self._own.id:
             return None
         kept = self.get(contact.peer)
+        is_new = kept is None or kept.group != contact.group
         if kept is None and not self._admits(contact.group, self._bucket(contact.peer)):
             return None
         kept = kept or contact
@@ -250,15 +252,18 @@ class Table:
         self._has_groups = self._has_groups or kept.group is not None
         kept.heard = now
         kept.silence = None
-        if self._has_groups:
-            self._trim(kept)
         while not (bucket := self.bucket_of(kept.id)).add_node(kept):
             if not bucket.has_in_range(self._own):
+                self._sizes = None if is_new else self._sizes
                 return bucket.head()
             # It waits among the replacements now, and the split deals those out with the rest.
             index = self.buckets.index(bucket)
             self.buckets[index : index + 1] = bucket.split()
             self._ends.insert(index, self.buckets[index].range[1])
+        if is_new:
+            self._sizes = None
+            if self._has_groups:
+                self._trim(kept)
         return None
 
     def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
@@ -285,6 +290,7 @@ class Table:
         contact = bucket.find(key)
         if contact is None:
             return None
+        self._sizes = None
         before = len(bucket.replacement_nodes)
         was_inside = key in bucket.nodes
         bucket.remove_node(contact)
@@ -328,24 +334,32 @@ class Table:
         """Return whether a newcomer of `group` may stand in this bucket at all."""
         if group is None or not self._has_groups:
             return True
-        groups = Counter(contact.group for contact in self)
-        if groups.total() - groups[group] < self._k:
+        sizes = self._group_sizes
+        of_group = sizes.get(group, 0)
+        if of_group < BUCKET_GROUP_MAX or sizes.total() - of_group < self._k:
             return True
         inside = sum(contact.group == group for contact in bucket.nodes.values())
-        return groups[group] < self._group_max and inside < BUCKET_GROUP_MAX
+        return of_group < self._group_max and inside < BUCKET_GROUP_MAX
 
     def _trim(self, newcomer: Contact) -> None:
         """Drop what a group holds beyond its limit, from before others were known."""
-        groups = Counter(contact.group for contact in self if contact is not newcomer)
-        known = groups.total() + 1
-        del groups[None]
-        for group, size in groups.items():
-            if size > self._group_max and known - size >= self._k:
+        sizes = self._group_sizes
+        for group, size in list(sizes.items()):
+            if group is not None and size > self._group_max and sizes.total() - size >= self._k:
                 of_group = [contact for contact in self if contact.group == group and contact is not newcomer]
                 # The fullest bucket first: there it stands in the way of most.
                 crowds = Counter(id(self._bucket(contact.peer)) for contact in of_group)
                 of_group.sort(key=lambda contact: (-crowds[id(self._bucket(contact.peer))], contact.heard))
                 self.remove(of_group[0].peer)
+
+    @property
+    def _group_sizes(self) -> Counter[bytes | None]:
+        """How many contacts of each group stand in buckets; counted anew only when they have changed."""
+        if self._sizes is None:
+            self._sizes = Counter(
+                contact.group for bucket in self.buckets for contact in bucket.nodes.values()
+            )
+        return self._sizes
 
     def _bucket(self, peer: PeerId) -> Bucket:
         return self.buckets[bisect_left(self._ends, node_number(peer))]

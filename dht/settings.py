@@ -83,6 +83,12 @@ class Settings:
     """The least time between two records that a node stores again for others; above 0. Records of a publisher
     that is gone live on with it: any holder stores them again, whoever finds first that nobody has."""
 
+    advert_seconds: float = 900.0
+    """How long what a node offers stays valid; above `advert_renew_seconds`, for holders go as well."""
+
+    advert_renew_seconds: float = 300.0
+    """How often it is signed anew, up to a fifth sooner; above 0."""
+
     holders_min: int = 3
     """A store that reaches fewer has failed, unless the network or `k` is smaller; 1 or more."""
 
@@ -162,6 +168,8 @@ class Settings:
             "rejoin_seconds": self.rejoin_seconds > self.request_seconds,
             "republish_seconds": self.republish_seconds > 0,
             "republish_gap_seconds": self.republish_gap_seconds > 0,
+            "advert_seconds": self.advert_seconds > self.advert_renew_seconds,
+            "advert_renew_seconds": self.advert_renew_seconds > 0,
             "holders_min": self.holders_min >= 1,
             "handover_max": self.handover_max >= 0,
             "repairs_max": self.repairs_max >= 0,

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunEnded
 from node.history import EventHistory
+from node.library.directory import Directory
 from node.runs import data as datasets
 from node.runs.checkpoint_store import document
 from node.runs.checkpoints import Checkpoints
@@ -57,6 +59,8 @@ class LocalNode(Protocol):
     signer: Any
 
     @property
+    def dht(self) -> Directory: ...
+    @property
     def counters(self) -> dict[str, int]: ...
     def watch(self) -> Any: ...
 
@@ -84,6 +88,10 @@ class Commands:
             "runs.stop": self._stop,
             "runs.drop": self._drop,
             "runs.trace": self._trace,
+            "dht.get": self._dht_get,
+            "dht.put": self._dht_put,
+            "dht.find": self._dht_find,
+            "dht.stat": self._dht_stat,
         }
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
@@ -193,6 +201,35 @@ class Commands:
             return make_run(node.signer, manifest)
         except RemoteProtocolError as error:  # no other node would take it either
             raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
+
+    async def _dht_get(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        dht, key = self._node.dht, str(arguments.get("key", ""))
+        if arguments.get("immutable"):
+            value = await dht.get_immutable(key)
+        else:
+            value = await dht.get(key, str(arguments.get("publisher", "")))
+        return {"key": key, "found": value is not None, "value": (value or b"").hex()}
+
+    async def _dht_put(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        dht, value = self._node.dht, bytes.fromhex(str(arguments.get("value", "")))
+        seconds = float(arguments.get("ttl_seconds", 3600.0))
+        if arguments.get("immutable"):
+            stored = await dht.put_immutable(value, seconds)
+        else:
+            stored = await dht.put(str(arguments.get("key", "")), value, seconds)
+        return {"key": stored.key, "holders": stored.holders, "wanted": stored.wanted}
+
+    async def _dht_find(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        found = await self._node.dht.find(
+            str(arguments.get("device", "")),
+            float(arguments.get("memory_bytes", 0)),
+            str(arguments.get("near", "")),
+            int(arguments.get("count", 20)),
+        )
+        return {"nodes": [asdict(node) for node in found]}
+
+    async def _dht_stat(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return await self._node.dht.stat(str(arguments.get("key", "")))
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """Weights of a run: from this node's own disk, else from any peer that keeps them."""

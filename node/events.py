@@ -357,5 +357,30 @@ class AlertCleared(Event, frozen=True, kw_only=True):
     about: str
 
 
+class RecordShort(Event, frozen=True, kw_only=True):
+    """A record of this node is kept by fewer nodes than others may rely on."""
+
+    purpose: str
+    holders: int
+    wanted: int
+
+
+class TableMeasured(Event, frozen=True, kw_only=True):
+    """This node's part of the DHT is another than it was: contacts, records held, of these its own, how many
+    nodes there seem to be, and how often a record of its own was kept by too few."""
+
+    contacts: int
+    records: int
+    own_records: int
+    nodes_estimated: int
+    records_short: int
+    is_client: bool
+
+    @property
+    def document(self) -> dict[str, int]:
+        """All but when, as `status --json` says it."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "at"}
+
+
 class NodeStopped(Event, frozen=True, kw_only=True):
     """This node said goodbye to the swarm."""

@@ -45,6 +45,7 @@ from node.events import (
 )
 from node.executor import RealExecutor
 from node.history import EventHistory
+from node.library.directory import Directory
 from node.library.surface import Surface
 from node.runs.admission import Machine
 from node.runs.blobs import BlobServer
@@ -54,8 +55,10 @@ from node.runs.fences import try_here
 from node.runs.manifest import Run
 from node.runs.placement import Offer, cap_claims
 from node.runs.runs import Runs
+from node.runs.searching import search_providers
 from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
+from node.services.adverts import keep_advertised
 from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder, calibrate, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
@@ -326,7 +329,10 @@ class Node(Surface):
             refuse=self._refuse,
             observe=self._observe,
             make=self._make_kademlia,
+            seams=self.seams,
+            publish=self._publish,
         )
+        self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._told = self.network.addresses
         self.reach = Reach(self.network, self._clock, counters=self._refused)
         self.joining = Joining(
@@ -363,6 +369,7 @@ class Node(Surface):
             self.seams,
             self.signer,
             offers=self._offers,
+            search=partial(search_providers, self.discovery, self.membership),
             live=lambda: self.membership.live,
             gone=lambda: self.membership.gone,
             accepts=self._accepts,
@@ -387,7 +394,7 @@ class Node(Surface):
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
-            for part in (self.runs.leave, self._save_remembered, self.membership.leave):
+            for part in (self.runs.leave, self._save_remembered, self.discovery.save, self.membership.leave):
                 with contain("leaving"):  # a full disk is no reason to go without a goodbye
                     await part()
                 self.handed_over.set()
@@ -567,11 +574,15 @@ class Node(Surface):
         await self._is_met.wait()  # alone, there is nobody to tell
         await self.copies.start()
 
+    def _has_slot_for_others(self) -> bool:
+        return self._takes_stages_of_others and self.runs.has_slot
+
     async def _advertise(self) -> None:
         """This node's capacity as a signed record in the DHT, for those outside its membership view."""
         await self._is_met.wait()  # alone, there is nobody to tell
         metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages_of_others)
         await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
+        await keep_advertised(self.discovery, self.capacity, self.network, self._has_slot_for_others)
 
 
 def _ignore(event: object) -> None:

@@ -97,6 +97,7 @@ class State:
     reachability: events.ReachabilityFound | None = None
     page: events.PageOpened | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
+    table: events.TableMeasured | None = None
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def alive(self) -> tuple[MemberView, ...]:
@@ -112,6 +113,11 @@ def _fold(_: events.Event, state: State) -> State:
 def apply(state: State, event: events.Event) -> State:
     """The state after `event`; events it has no use for leave it as it is."""
     return _fold(event, state)
+
+
+@_fold.register
+def _(event: events.TableMeasured, state: State) -> State:
+    return replace(state, table=event)
 
 
 @_fold.register
@@ -418,6 +424,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "members_known": len(state.members),
         "runs": [run_document(view) for view in state.runs.values()],
         "averaging": [averaging_document(view) for view in state.averaging.values()],
+        "dht": None if state.table is None else state.table.document,
         "counters": dict(sorted(counters.items())),
     }
 

@@ -77,13 +77,21 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(names: str, *, seed: int = 1, stage_seconds: float = STAGE_SECONDS) -> AsyncIterator[Swarm]:
-    """Nodes called by one letter each; each joins through the one before it."""
+async def swarm(
+    names: str,
+    *,
+    seed: int = 1,
+    stage_seconds: float = STAGE_SECONDS,
+    storages: Mapping[str, MemoryStorage] | None = None,
+) -> AsyncIterator[Swarm]:
+    """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
+    their earlier lives."""
     group = Swarm(medium=Medium(Links(NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
-            await nursery.start(_live, group, name, before, seed, stage_seconds)
+            disk = (storages or {}).get(name)
+            await nursery.start(_live, group, name, before, seed, stage_seconds, disk)
             before = name
         with trio.fail_after(60):
             while any(  # noqa: ASYNC110 - virtual time: waiting costs nothing

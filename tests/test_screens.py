@@ -194,6 +194,16 @@ HISTORY: list[events.Event] = [
     ),
     events.AveragingLeft(at=NOW - 1, run="cifar", peer=peer(2), reason="silent", peers=0),
     events.StrangerRefused(at=NOW - 1, reason="malformed", count=100),
+    events.RecordShort(at=NOW - 1, purpose="weights", holders=1, wanted=3),
+    events.TableMeasured(
+        at=NOW - 1,
+        contacts=123,
+        records=9,
+        own_records=2,
+        nodes_estimated=980,
+        records_short=1,
+        is_client=False,
+    ),
     events.MemberLeft(at=NOW, peer=peer(2)),
     events.AlertRaised(
         at=NOW, alert="disk_nearly_full", about="", level="warn", text="the disk is nearly full"
@@ -267,6 +277,7 @@ def test_the_screen_of_a_node() -> None:
         22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB
         22:13:19   averaging cifar: lab-2 is out (silent; 0 other peers)
         22:13:19   refused 100 times so far: malformed
+        22:13:19   record 'weights' kept by 1 node of 3 wanted
         22:13:20   lab-2 left
         22:13:20   alert: the disk is nearly full
         22:13:20   said goodbye
@@ -285,6 +296,7 @@ def test_the_screen_of_status() -> None:
           fences      incomplete: takes no stages but of its own runs
                       missing: files: no landlock
           members     0 alive of 2 known
+          dht         123 contacts of about 980 nodes, 9 records held, 2 own; 1 stores kept by too few
           join        refused  old-box:9747  10.0.0.6 is up, but no node listens on port 9747
           run         fedcba9876543210  gpt on digits  done  step 100 of 100  loss 0.2500
           run         0123456789abcdef  simple-cnn on digits  done  step 12 of 200  loss 0.1917

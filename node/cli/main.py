@@ -11,6 +11,7 @@ import typer
 
 from node.cli import (
     checkpoint,
+    dht,
     events,
     identity,
     leave,
@@ -49,6 +50,7 @@ app.command("train")(train.train)
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(dht.app, name="dht")
 app.command("leave")(leave.leave)
 app.command("sim", context_settings=simulation.PASSED_ON)(simulation.simulate)
 

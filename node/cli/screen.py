@@ -256,6 +256,10 @@ class EventScreen:
     def _refused(self, event: Event) -> list[str]:
         return [_at(event, f"refused {event['count']} times so far: {event['reason']}")]
 
+    def _short(self, event: Event) -> list[str]:
+        holders = _counted(event["holders"], "node", "s")
+        return [_at(event, f"record '{event['purpose']}' kept by {holders} of {event['wanted']} wanted")]
+
     def _stopped(self, event: Event) -> list[str]:
         return [_at(event, "said goodbye")]
 
@@ -294,6 +298,7 @@ _RENDERERS = {
     "AveragingStepped": EventScreen._stepped,
     "StateFetched": EventScreen._caught_up,
     "StrangerRefused": EventScreen._refused,
+    "RecordShort": EventScreen._short,
     "NodeStopped": EventScreen._stopped,
 }
 

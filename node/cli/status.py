@@ -73,6 +73,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         lines += fence_lines(document["fences"])
     alive, known = document["members_alive"], document["members_known"]
     lines.append(labelled("members", f"{alive} alive" + (f" of {known} known" if known > alive else "")))
+    if document.get("dht") is not None:
+        lines.append(labelled("dht", table_text(document["dht"])))
     for join in document["joins"]:
         if join["outcome"] != "ok":
             lines.append(
@@ -106,6 +108,15 @@ def reachable_text(document: Mapping[str, Any]) -> str:
     if document["reachable"]:
         return "yes"
     return "no: no other node gets through to this one; to others it is a client of the record table"
+
+
+def table_text(document: Mapping[str, Any]) -> str:
+    """Of the `dht` in a status document."""
+    text = f"{document['contacts']} contacts of about {document['nodes_estimated']} nodes, "
+    text += f"{document['records']} records held, {document['own_records']} own"
+    if document["records_short"]:
+        text += f"; {document['records_short']} stores kept by too few"
+    return text
 
 
 def _counted(label: str, counters: Mapping[str, int]) -> list[str]:

@@ -10,8 +10,77 @@ from typing import Any
 from node import state as views
 from node.averaging.once import Averaged
 from node.events import Event, JoinTried
+from node.library.directory import Directory, Entry, FoundNode, StoredEntry
 from node.library.portal import Portal
 from node.library.surface import Surface
+
+
+class BlockingDirectory:
+    """What `Directory` offers, for any other thread. Each call may raise PortalClosed."""
+
+    def __init__(self, portal: Portal[Any], of: Directory) -> None:
+        self._portal = portal
+        self._of = of
+
+    def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
+        """Store this node's value under a key; it is kept alive while this node runs, and expires after that.
+
+        Raises:
+            NotStored: fewer nodes keep it than others may rely on.
+            UsageError: a key, value or time out of bounds.
+        """
+        return self._portal.run(self._of.put, key, value, ttl_seconds)
+
+    def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
+        """Store a value under the hash of itself, which whoever finds it can check; nobody can change it.
+
+        Raises NotStored or UsageError, as `put`; it has at most 900 bytes.
+        """
+        return self._portal.run(self._of.put_immutable, value, ttl_seconds)
+
+    def get(self, key: str, publisher: str = "") -> bytes | None:
+        """Return the newest value under a key, of this publisher if one is named; None where there is none.
+
+        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody handed over.
+        """
+        return self._portal.run(self._of.get, key, publisher)
+
+    def get_all(self, key: str) -> list[Entry]:
+        """Return every node's value under a key, by publisher. A value of more than a record is its name."""
+        return self._portal.run(self._of.get_all, key)
+
+    def get_immutable(self, key: str) -> bytes | None:
+        """Return an immutable value by its key in hexadecimal, None where nobody has it."""
+        return self._portal.run(self._of.get_immutable, key)
+
+    def provide(self, name: str) -> StoredEntry:
+        """Say that this node has the content with this hash (hexadecimal), while it runs.
+
+        Raises NotStored.
+        """
+        return self._portal.run(self._of.provide, name)
+
+    def providers(self, name: str) -> tuple[str, ...]:
+        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        return self._portal.run(self._of.providers, name)
+
+    def find(
+        self,
+        device: str = "",
+        memory_bytes: float = 0,
+        near: str = "",
+        count: int = 20,
+        needs_slot: bool = False,
+    ) -> tuple[FoundNode, ...]:
+        """Search the whole swarm for nodes with at least so much, the nearest first; all of them answered.
+
+        Raises UsageError: a device that no node advertises, or a number out of bounds.
+        """
+        return self._portal.run(self._of.find, device, memory_bytes, near, count, needs_slot)
+
+    def stat(self, key: str = "") -> dict[str, object]:
+        """Return this node's part of the DHT, or how many nodes hold what is under a key."""
+        return self._portal.run(self._of.stat, key)
 
 
 class BlockingSurface:
@@ -30,6 +99,22 @@ class BlockingSurface:
     def addresses(self) -> tuple[str, ...]:
         """Where other nodes reach this one, as `host:port`: what `join=[...]` takes."""
         return self._portal.call_sync(lambda: self._of.addresses)
+
+    @property
+    def dht(self) -> BlockingDirectory:
+        """The record table of the swarm: put, get, provide, find."""
+        return BlockingDirectory(self._portal, self._portal.call_sync(lambda: self._of.dht))
+
+    def provide(self, name: str) -> StoredEntry:
+        """Say that this node has the content with this hash (hexadecimal), while it runs.
+
+        Raises NotStored.
+        """
+        return self._portal.run(self._of.provide, name)
+
+    def providers(self, name: str) -> tuple[str, ...]:
+        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        return self._portal.run(self._of.providers, name)
 
     def members(self) -> tuple[views.MemberView, ...]:
         """Return the other members believed alive, by peer id."""

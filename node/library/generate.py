@@ -1,4 +1,5 @@
-"""Write `node/library/blocking.py` from `node/library/surface.py`: its public methods in blocking form.
+"""Write `node/library/blocking.py` from `node/library/surface.py` and what it hands out: public methods in
+blocking form.
 
     python -m node.library.generate
 
@@ -17,32 +18,45 @@ Write it anew with `python -m node.library.generate`.
 '''
 
 
+SURFACES = (("surface", "Surface", "BlockingSurface"), ("directory", "Directory", "BlockingDirectory"))
+"""What has public methods: module, class, and its blocking form. The first may hand out the others."""
+
+
 def generate() -> str:
     """Return the text of `blocking.py`."""
-    text = (FOLDER / "surface.py").read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    surface = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Surface")
+    trees = [ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")) for name, _, _ in SURFACES]
+    classes = [_class(tree, of, form) for tree, (_, of, form) in zip(trees, SURFACES, strict=True)]
+    body = "\n\n".join(reversed(classes))
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    defined = {
+        node.name: name
+        for tree, (name, _, _) in zip(trees, SURFACES, strict=True)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    return f"{HEADER}\n{_imports(trees, used, defined)}\n\n\n{body}"
+
+
+def _class(tree: ast.Module, of: str, form: str) -> str:
+    surface = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of)
     methods = [
         _method(member)
         for member in surface.body
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and not member.name.startswith("_")
     ]
-    body = "\n".join(methods)
-    used = {node.id for node in ast.walk(ast.parse("class _:\n" + body)) if isinstance(node, ast.Name)}
-    imports = _imports(tree, used | {"Iterator"} if "Iterator[" in body else used)
     return (
-        f"{HEADER}\n{imports}\n\n\nclass BlockingSurface:\n"
-        '    """What `Surface` offers, for any other thread. Each call may raise PortalClosed."""\n\n'
-        "    def __init__(self, portal: Portal[Any], of: Surface) -> None:\n"
+        f"class {form}:\n"
+        f'    """What `{of}` offers, for any other thread. Each call may raise PortalClosed."""\n\n'
+        f"    def __init__(self, portal: Portal[Any], of: {of}) -> None:\n"
         "        self._portal = portal\n"
-        f"        self._of = of\n\n{body}"
+        "        self._of = of\n\n" + "\n".join(methods)
     )
 
 
-def _imports(tree: ast.Module, used: set[str]) -> str:
+def _imports(trees: list[ast.Module], used: set[str], defined: dict[str, str]) -> str:
     standard: dict[str, list[str]] = {}
     modules: list[str] = []
-    for node in tree.body:
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names if alias.name in used]
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -55,9 +69,11 @@ def _imports(tree: ast.Module, used: set[str]) -> str:
     if "Iterator" in used:
         standard.setdefault("collections.abc", []).append("Iterator")
     standard["node.library.portal"] = ["Portal"]
-    standard["node.library.surface"] = ["Surface"]
+    for name, module in defined.items():
+        if name in used:
+            standard.setdefault(f"node.library.{module}", []).append(name)
 
-    groups: list[list[str]] = [[f"import {name}" for name in sorted(modules)], [], []]
+    groups: list[list[str]] = [[f"import {name}" for name in sorted(set(modules))], [], []]
     for module in sorted(standard):
         root = module.split(".")[0]
         place = 2 if root in ("crypto", "dht", "gossip", "partition", "node") else 1 if root == "numpy" else 0
@@ -81,7 +97,11 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     if method.args.vararg or method.args.kwarg or method.args.kwonlyargs:
         raise ValueError(f"{method.name}: public methods take plain arguments, so that both forms agree")
     call = "".join(f", {argument.arg}" for argument in taken)
-    if is_property:
+    nested = next((form for _, of, form in SURFACES if of == returns), None)
+    if nested is not None:
+        body = f"return {nested}(self._portal, self._portal.call_sync(lambda: self._of.{method.name}))"
+        returns = nested
+    elif is_property:
         body = f"return self._portal.call_sync(lambda: self._of.{method.name})"
     elif is_stream:
         body = f"return self._portal.iterate(self._of.{method.name}{call})"

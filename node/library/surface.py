@@ -25,6 +25,7 @@ from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
+from node.library.directory import Directory, StoredEntry
 from node.seams import Seams
 from node.services.joining import Joining
 
@@ -45,6 +46,7 @@ class Surface:
     watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
     _found: Callable[[Sequence[PeerId]], None]
     history: EventHistory
+    _directory: Directory
 
     @property
     def id(self) -> str:
@@ -55,6 +57,22 @@ class Surface:
     def addresses(self) -> tuple[str, ...]:
         """Where other nodes reach this one, as `host:port`: what `join=[...]` takes."""
         return tuple(address.short for address in self.seams.network.addresses)
+
+    @property
+    def dht(self) -> Directory:
+        """The record table of the swarm: put, get, provide, find."""
+        return self._directory
+
+    async def provide(self, name: str) -> StoredEntry:
+        """Say that this node has the content with this hash (hexadecimal), while it runs.
+
+        Raises NotStored.
+        """
+        return await self._directory.provide(name)
+
+    async def providers(self, name: str) -> tuple[str, ...]:
+        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        return await self._directory.providers(name)
 
     def members(self) -> tuple[views.MemberView, ...]:
         """Return the other members believed alive, by peer id."""

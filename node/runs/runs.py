@@ -90,6 +90,7 @@ class Runs:
         signer: Signer,
         *,
         offers: Callable[[], Sequence[Offer]],
+        search: Callable[[], Awaitable[Sequence[Offer]]],
         live: Callable[[], Collection[PeerId]],
         gone: Callable[[], Collection[PeerId]],
         accepts: Callable[[Run], str | None],
@@ -114,6 +115,7 @@ class Runs:
         self.copies = copies
         self.guests = guests
         self.offers = offers
+        self.search = search
         self.accepts = accepts
         self.refuse = refuse
         self.models = Models(seams, self._graphs_needed, guests)
@@ -215,16 +217,14 @@ class Runs:
         if self.is_over(run.id):  # it was stopped meanwhile
             await release(run, plan, [PeerId(peer) for row in plan.stages for peer in row.replicas], self.ask)
             return
-        history = first_history(self.signer, plan)
-        self.enter(member, plan, history)
+        self.enter(member, plan, history := first_history(self.signer, plan))
         others = [peer for peer in plan.members if peer != self.signer.peer]
         failures = await start(run, plan, history, others, self.ask)
         for peer, reason in failures.items():
             member.absent(peer, reason)
 
     async def _place(self, run: Run, wait_seconds: float) -> Plan:
-        """Place a run; again, where news of a newcomer has only just come, or while it waits for others.
-        Raises NotPlaced."""
+        """Place a run, again while it waits for others. Raises NotPlaced."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
             dataset = await self.load_data(run, [])
@@ -239,10 +239,11 @@ class Runs:
                 run, graph, self.signer, offers, ask, executor, decliners=asked, monotonic=clock.monotonic
             ),
             self.offers,
+            self.search,
             clock=clock,
             wait_seconds=wait_seconds,
             lacks=lambda reason: self.publish(change(at=clock.wall(), reason=reason)),
-            is_over=lambda: self.is_over(run.id),
+            is_over=partial(self.is_over, run.id),
         )
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:

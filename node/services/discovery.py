@@ -7,17 +7,21 @@ import trio
 
 from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from dht.events import Event, NodesFound, PeerHeard, RecordsFound, RecordStored
+from dht.capabilities import Advert, Offer, Query
+from dht.events import CapabilitiesFound, Event, NodesFound, PeerHeard, RecordsFound, RecordStored
 from dht.kademlia import Kademlia, Sends
 from dht.keys import Key, record_key
-from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message
-from dht.records import Record, sign_record
+from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message, readable_addresses
+from dht.records import Record, make_immutable, sign_record
 from dht.settings import Settings
+from dht.tokens import SECRET_BYTES, WriteTokens
+from node import events
 from node.containment import contain
-from node.seams import Clock, Network
+from node.seams import Clock, Network, Seams
 from node.services.driver import Driver
+from node.storage.records_file import RecordsFile
 
 RECORD_SECONDS = 24 * 3_600
 """How long a record stays valid; the core stores it again meanwhile, where its holders have gone."""
@@ -27,6 +31,10 @@ OWN_RECORDS_MAX = 256
 LOOKUP_SECONDS_MAX = 30.0
 SOUGHT_MAX = 16
 """Searches for neighbours at once; membership asks for one at a time."""
+SAVE_SECONDS = 5.0
+"""What changed in between is lost with a crash; other holders have it."""
+CONTACTS_SAVED_EVERY = 12
+"""Savings of records for one of contacts: a minute."""
 
 
 class Discovery:
@@ -42,18 +50,30 @@ class Discovery:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
         observe: Callable[[Event], None],
         make: Callable[..., Kademlia] = Kademlia,
+        seams: Seams | None = None,
+        settings: Settings | None = None,
+        publish: Callable[[events.Event], None] = lambda _event: None,
     ) -> None:
-        """`observe` is told of every event of the core as it is; `make` makes the core."""
+        """`observe` is told of every event of the core as it is, `publish` of those for people; `make` makes
+        the core. With `seams`, what it holds is kept on the disk, and its tokens are unguessable."""
         self._network = network
         self._clock = clock
         self._signer = signer
         self._observe = observe
-        self._core = make(signer, Settings(), rng, network.addresses)
+        self._publish = publish
+        self._seams = seams
+        self._core = make(signer, settings or Settings(), rng, network.addresses)
         self._core.wall_offset = clock.wall() - clock.monotonic()
         self._core.origins.host_of = network.host_of
+        if seams is not None:
+            self._core.tokens = WriteTokens(seams.entropy(SECRET_BYTES))
+        self._file: RecordsFile | None = None
+        self._saving = trio.Lock()
+        self._told: tuple[int, ...] = ()
+        self._short = 0
         self._waiting: dict[int, _Answer] = {}
         self._sought: dict[int, Callable[[Sequence[PeerId]], None]] = {}
-        self._own: dict[tuple[str, bytes], bytes] = {}
+        self._own: dict[tuple[str, bytes], tuple[bytes, float]] = {}
         self._driver = Driver(
             self._core,
             PROTOCOL,
@@ -66,15 +86,87 @@ class Discovery:
         )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled, signing this node's own records anew before they expire."""
+        """Drive until cancelled, signing this node's own records anew before they expire, and keeping what it
+        holds on the disk."""
         async with trio.open_nursery() as nursery:
+            with contain("reading of kept records"):
+                await self._load()
             await nursery.start(self._driver.run)
+            nursery.start_soon(self._keep)
             task_status.started()
             while True:
                 await trio.sleep(RENEW_SECONDS)
-                for (purpose, name), value in list(self._own.items()):
+                for (purpose, name), (value, seconds) in list(self._own.items()):
                     with contain("renewing of a record"):
-                        await self._store(purpose, name, value)
+                        await self._store(purpose, name, value, seconds)
+
+    # The disk.
+
+    async def _load(self) -> None:
+        if self._seams is None:
+            return
+        storage, wall = self._seams.storage, self._clock.wall()
+        self._file = file = await self._seams.executor.run(lambda: RecordsFile(storage))
+        records, contacts = await self._seams.executor.run(lambda: file.load(self._signer, wall))
+        self._core.records.watch_changes()
+        now = self._clock.monotonic()
+        for record in records:
+            self._core.adopt(now, record)
+        known = [(peer, readable_addresses(texts, peer)) for peer, texts in contacts]
+        self._driver.command(lambda now: self._core.restore(now, known))
+
+    async def _keep(self) -> None:
+        count = 0
+        while True:
+            await trio.sleep(SAVE_SECONDS)
+            count += 1
+            with contain("keeping of records"):
+                await self.save(contacts=count % CONTACTS_SAVED_EVERY == 0)
+            self._tell()
+
+    async def save(self, *, contacts: bool = True) -> None:
+        """Bring to the disk what has changed since the last time."""
+        file = self._file
+        if file is None or self._seams is None:
+            return
+        async with self._saving:
+            changes = self._core.records.take_changes()
+            saved = self._core.saved if contacts else None
+            if changes or saved:
+                await self._seams.executor.run(lambda: file.save(changes, saved))
+
+    def _tell(self) -> None:
+        """Tell people how the DHT is, if that is not as it was."""
+        core = self._core
+        figures = (len(core.table), len(core.records), len(self._own), round(core.network_size), self._short)
+        if figures != self._told:
+            self._told = figures
+            contacts, records, own, nodes, short = figures
+            self._publish(
+                events.TableMeasured(
+                    at=self._clock.wall(),
+                    contacts=contacts,
+                    records=records,
+                    own_records=own,
+                    nodes_estimated=nodes,
+                    records_short=short,
+                    is_client=core.is_client,
+                )
+            )
+
+    def document(self) -> dict[str, object]:
+        """This node's part of the DHT, for `dht stat`."""
+        core = self._core
+        return {
+            "key": core.key.hex(),
+            "contacts": len(core.table),
+            "records": len(core.records),
+            "own_records": len(self._own),
+            "nodes_estimated": round(core.network_size),
+            "records_short": self._short,
+            "is_client": core.is_client,
+            "limits": {name: list(size) for name, size in core.sizes.items()},
+        }
 
     def command(self, order: Callable[[Kademlia, float], Sends]) -> None:
         """Let local code act on the core: `order(core, now)` returns what to send."""
@@ -111,33 +203,84 @@ class Discovery:
         if len(self._sought) < SOUGHT_MAX:
             self._driver.command(begin)
 
+    @staticmethod
+    def key(purpose: str, name: bytes) -> Key:
+        """Where a record of this purpose and name stands."""
+        return record_key(purpose, name)
+
+    def advertise(self, advert: Advert | None) -> None:
+        """Tell the swarm what this node offers, in place of what it told before."""
+        self._driver.command(lambda now: self._core.advertise(now, advert))
+
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
         """Store this node's record under (purpose, name); how many nodes keep it, this one included.
 
-        It is kept alive as long as this node runs, the newest OWN_RECORDS_MAX of them.
+        It is kept alive as long as this node runs, the newest OWN_RECORDS_MAX of them. Too few holders are
+        counted and told to people.
         """
+        return (await self.publish_for(purpose, name, value, None)).acknowledged
+
+    async def publish_for(
+        self, purpose: str, name: bytes, value: bytes, seconds: float | None
+    ) -> RecordStored:
+        """The same for so many seconds, and what came of it; None: as long as this node runs."""
         self._own.pop((purpose, name), None)
-        self._own[purpose, name] = value
+        if seconds is None:
+            self._own[purpose, name] = value, RECORD_SECONDS
         while len(self._own) > OWN_RECORDS_MAX:
             del self._own[next(iter(self._own))]
-        return await self._store(purpose, name, value)
+        return await self._store(purpose, name, value, seconds or RECORD_SECONDS)
 
-    async def _store(self, purpose: str, name: bytes, value: bytes) -> int:
+    async def publish_immutable(self, value: bytes, seconds: float) -> RecordStored:
+        """Store an immutable value for so long."""
+        fact = make_immutable(value, expires=int(self._clock.wall() + seconds))
+        return await self._stored("immutable", fact)
+
+    async def _store(self, purpose: str, name: bytes, value: bytes, seconds: float) -> RecordStored:
         wall = self._clock.wall()
         fact = sign_record(
             self._signer,
             record_key(purpose, name),
             value,
             sequence=int(wall * 1000),
-            expires=int(wall) + RECORD_SECONDS,
+            expires=int(wall + seconds),
         )
-        stored = await self._ask(lambda now: self._core.store(now, fact))
-        return stored.acknowledged if isinstance(stored, RecordStored) else 0
+        return await self._stored(purpose, fact)
 
-    async def find(self, purpose: str, name: bytes) -> tuple[Record, ...]:
-        """The newest record of each publisher under (purpose, name)."""
-        found = await self._ask(lambda now: self._core.find(now, record_key(purpose, name)))
+    async def _stored(self, purpose: str, fact: Fact) -> RecordStored:
+        stored = await self._ask(lambda now: self._core.store(now, fact))
+        if not isinstance(stored, RecordStored):
+            stored = RecordStored(-1, 0, 0, wanted=1)  # no answer in all that time
+        if not stored.is_safe:
+            self._short += 1
+            self._publish(
+                events.RecordShort(
+                    at=self._clock.wall(), purpose=purpose, holders=stored.acknowledged, wanted=stored.wanted
+                )
+            )
+        return stored
+
+    async def find(self, purpose: str, name: bytes, *, careful: bool = False) -> tuple[Record, ...]:
+        """The newest record of each publisher under (purpose, name). `careful`: over disjoint paths."""
+        return await self.find_key(record_key(purpose, name), careful=careful)
+
+    async def find_key(self, key: Key, *, careful: bool = False, first: bool = False) -> tuple[Record, ...]:
+        """The same under a key; `first`: the first record is enough."""
+        paths = self._core.settings.paths if careful else 1
+        found = await self._ask(lambda now: self._core.find(now, key, paths=paths, first=first))
         return found.records if isinstance(found, RecordsFound) else ()
+
+    async def holders(self, purpose: str, name: bytes) -> tuple[tuple[Record, ...], int]:
+        """The records under (purpose, name), and how many of the nearest nodes hold any."""
+        key = record_key(purpose, name)
+        found = await self._ask(lambda now: self._core.find(now, key, all_holders=True))
+        own = bool(self._core.records.get(self._clock.wall(), key))
+        return (found.records, found.holders + own) if isinstance(found, RecordsFound) else ((), int(own))
+
+    async def hunt(self, query: Query) -> tuple[Offer, ...]:
+        """Nodes with what is asked for, the nearest first."""
+        found = await self._ask(lambda now: self._core.hunt(now, query))
+        return found.offers if isinstance(found, CapabilitiesFound) else ()
 
     async def _ask(self, order: Callable[[float], tuple[int, Sends]]) -> Event | None:
         answer = _Answer()

@@ -9,7 +9,7 @@ from typing import TypeVar
 from crypto.contact import Address, make_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, IdentitySigner
+from crypto.facts import Fact, IdentitySigner, Signer
 from crypto.identity import Identity, PeerId
 from dht.events import Event
 from dht.kademlia import Kademlia, Sends
@@ -41,11 +41,20 @@ def record(
 class Swarm:
     """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change what a node sends."""
 
-    def __init__(self, seed: int, *, loss: float = 0.0, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        loss: float = 0.0,
+        settings: Settings | None = None,
+        signer_of: Callable[[int], Signer] = signer,
+    ) -> None:
+        """`signer_of` may make cheaper signatures, for tests of many records."""
         self.rng = Random(seed)
         self.now = 0.0
         self.loss = loss
         self.settings = settings or Settings()
+        self.signer_of = signer_of
         self.nodes: dict[PeerId, Kademlia] = {}
         self.events: dict[PeerId, list[Event]] = {}
         self.refused: list[tuple[PeerId, str]] = []
@@ -56,7 +65,7 @@ class Swarm:
 
     def start(self, number: int, place: Address | None = None) -> Kademlia:
         rng = Random(self.rng.getrandbits(32))
-        node = Kademlia(signer(number), self.settings, rng, (place or address(number),))
+        node = Kademlia(self.signer_of(number), self.settings, rng, (place or address(number),))
         node.wall_offset = WALL
         self.nodes[node.peer] = node
         self.events[node.peer] = []

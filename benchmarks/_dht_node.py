@@ -1,0 +1,169 @@
+"""One node of `benchmarks/dht_sockets.py` in a process of its own: ours, or the plain `kademlia` package's.
+
+    python benchmarks/_dht_node.py ours|package NUMBER K
+
+It prints where it listens, then does what lines of JSON on its stdin say, and answers each with one.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from functools import partial
+from random import Random
+from typing import Any
+
+import trio
+
+VALUE_BYTES = 200
+
+
+def value_of(key: str) -> bytes:
+    """Return the value that belongs to a key."""
+    return Random(key).randbytes(VALUE_BYTES)
+
+
+def say(document: Any) -> None:
+    """Answer the parent."""
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+async def timed(run: Any, work: Any) -> float:
+    """Return how long one operation took; -1 where it failed."""
+    begun = time.perf_counter()
+    is_done = await run(work)
+    return time.perf_counter() - begun if is_done else -1.0
+
+
+async def ours(number: int, k: int) -> None:
+    """Serve as one of our nodes: sessions, signatures and the core, without membership."""
+    from crypto.contact import parse_address
+    from crypto.facts import IdentitySigner
+    from crypto.identity import Identity
+    from dht.events import Joined
+    from dht.settings import Settings
+    from node.seams import RealClock
+    from node.services.discovery import Discovery
+    from node.transport.network import RealNetwork
+
+    joined = trio.Event()
+    identity, clock = Identity(number.to_bytes(32, "big")), RealClock()
+    network = RealNetwork(
+        identity,
+        bytes([number + 1]) * 32,
+        "bench",
+        clock=clock,
+        entropy=Random(number).randbytes,
+        listen=[("127.0.0.1", 0)],
+        announce=(),
+        beacon_port=None,
+        keys=(),
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(network.run)
+        discovery = Discovery(
+            network,
+            clock,
+            Random(number),
+            IdentitySigner(identity, "bench"),
+            refuse=lambda _peer, _error: None,
+            observe=lambda event: joined.set() if isinstance(event, Joined) else None,
+            settings=Settings(k=k, find_width=min(3, k)),
+        )
+        await nursery.start(discovery.run)
+        say({"address": network.addresses[0].short})
+
+        async def store(key: str) -> bool:
+            stored = await discovery.publish_for("bench", key.encode(), value_of(key), 3_600.0)
+            return stored.is_safe
+
+        async def get(key: str) -> bool:
+            records = await discovery.find("bench", key.encode())
+            return any(record.value == value_of(key) for record in records)
+
+        async def fetch(store_or_get: str, keys: list[str], parallel: int) -> list[float]:
+            found: list[float] = []
+            waiting = iter(keys)
+            work = store if store_or_get == "store" else get
+
+            async def one() -> None:
+                for key in waiting:
+                    found.append(await timed(work, key))
+
+            async with trio.open_nursery() as inner:
+                for _ in range(parallel):
+                    inner.start_soon(one)
+            return found
+
+        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+            order = json.loads(line)
+            if order["do"] == "join":
+                begun = time.perf_counter()
+                peer = await network.identify(parse_address(order["address"]))
+                discovery.join([peer])
+                await joined.wait()
+                say({"seconds": time.perf_counter() - begun})
+            elif order["do"] == "end":
+                break
+            else:
+                begun = time.perf_counter()
+                each = await fetch(order["do"], order["keys"], order["parallel"])
+                say({"each": each, "seconds": time.perf_counter() - begun})
+        nursery.cancel_scope.cancel()
+
+
+async def package(k: int) -> None:
+    """Serve as a node of the plain package."""
+    from kademlia.network import Server
+
+    server = Server(ksize=k)
+    await server.listen(0, "127.0.0.1")
+    host, port = server.transport.get_extra_info("sockname")
+    say({"address": f"{host}:{port}"})
+    loop = asyncio.get_running_loop()
+
+    async def store(key: str) -> bool:
+        return bool(await server.set(key, value_of(key)))
+
+    async def get(key: str) -> bool:
+        return bool(await server.get(key) == value_of(key))
+
+    async def some(work: Any, keys: list[str], parallel: int) -> list[float]:
+        found: list[float] = []
+        waiting = iter(keys)
+
+        async def one() -> None:
+            for key in waiting:
+                found.append(await timed(work, key))
+
+        await asyncio.gather(*(one() for _ in range(parallel)))
+        return found
+
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        if order["do"] == "join":
+            begun = time.perf_counter()
+            address, _, to = order["address"].rpartition(":")
+            await server.bootstrap([(address, int(to))])
+            say({"seconds": time.perf_counter() - begun})
+        elif order["do"] == "end":
+            break
+        else:
+            begun = time.perf_counter()
+            each = await some(store if order["do"] == "store" else get, order["keys"], order["parallel"])
+            say({"each": each, "seconds": time.perf_counter() - begun})
+    server.stop()
+
+
+def main() -> None:
+    """Serve until the parent says so."""
+    kind, number, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if kind == "ours":
+        trio.run(partial(ours, number, k))
+    else:
+        asyncio.run(package(k))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A node's own adverts: under which shard they go, and when they are signed anew.
+
+A class begins at a depth where its shards are empty and climbs to where they are not: under a key with fewer
+than SHARD_ADVERTS_MIN adverts it takes one bit less, under one with more than SHARD_ADVERTS_MAX one more, in
+one direction at a time. So every class has the depth its own size asks for, without anybody counting it.
+Adverts are signed anew every `advert_renew_seconds` and expire soon after: what a dead node offered is gone
+in minutes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from dht.capabilities import (
+    DEPTH_MAX,
+    DEVICES,
+    SHARD_ADVERTS_MAX,
+    SHARD_ADVERTS_MIN,
+    Advert,
+    classes_of,
+    encode_advert,
+    first_depth,
+    prefix_of,
+    shard_key,
+)
+from dht.keys import Key
+from dht.records import check_record, sign_record
+from dht.replication import Replication
+from dht.requests import Search
+from dht.settings import Settings
+from dht.timers import Timer, Timers
+
+
+class Ground(Protocol):
+    """What advertising needs of the core that it is a part of."""
+
+    peer: PeerId
+    key: Key
+    settings: Settings
+    replication: Replication
+    timers: Timers
+    rng: Random
+    signer: Signer
+
+    @property
+    def network_size(self) -> float: ...
+    def wall(self, now: float) -> float: ...
+    def search(
+        self, now: float, key: Key, then: Callable[[float, Search], None], *, values: bool = False
+    ) -> Search: ...
+
+
+class Advertising:
+    """The part of one core that tells what its node offers."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._advert: Advert | None = None
+        self._depths: dict[str, int] = {}
+        self._keys: dict[str, Key] = {}
+        self._timer: Timer | None = None
+        # A pass that was begun for an earlier advert finds that it is late.
+        self._turn = 0
+
+    def advertise(self, now: float, advert: Advert | None) -> None:
+        """Offer this from now on, in place of what was offered before; None: nothing any more."""
+        self._advert = advert if advert is not None and advert.device in DEVICES else None
+        self._renew(now)
+
+    @property
+    def depths(self) -> dict[str, int]:
+        """How many bits divide each class that this node stands in."""
+        return dict(self._depths)
+
+    def _renew(self, now: float) -> None:
+        self._turn += 1
+        if self._timer is not None:
+            self._timer.call_off()
+            self._timer = None
+        names = [] if self._advert is None else classes_of(self._advert)
+        for name in [name for name in self._depths if name not in names]:
+            del self._depths[name]
+            self._forget(name)
+        for name in names:
+            depth = self._depths.get(name, first_depth(self._ground.network_size))
+            self._look(now, name, depth, 0)
+        if names:
+            pause = self._ground.settings.advert_renew_seconds * self._ground.rng.uniform(0.8, 1.0)
+            self._timer = self._ground.timers.at(now + pause, self._renew)
+
+    def _look(self, now: float, name: str, depth: int, direction: int) -> None:
+        key = shard_key(name, depth, prefix_of(self._ground.key, depth))
+        then = partial(self._settle, name, depth, direction, self._turn)
+        self._ground.search(now, key, then, values=True)
+
+    def _settle(self, name: str, depth: int, direction: int, turn: int, now: float, search: Search) -> None:
+        """So many stand under a key: stay there, or look one bit further."""
+        if turn != self._turn:
+            return
+        wall, own = self._ground.wall(now), self._ground.peer
+        # Not by `expired`, whose slack for wrong clocks would count the gone for ten minutes more.
+        others = sum(each.publisher != own and wall < each.expires for each in search.lookup.records.values())
+        if others + 1 > SHARD_ADVERTS_MAX and depth < DEPTH_MAX and direction >= 0:
+            self._look(now, name, depth + 1, 1)
+        elif others + 1 < SHARD_ADVERTS_MIN and depth > 0 and direction <= 0:
+            self._look(now, name, depth - 1, -1)
+        else:
+            self._publish(now, name, depth)
+
+    def _publish(self, now: float, name: str, depth: int) -> None:
+        ground = self._ground
+        if self._advert is None:
+            return
+        key = shard_key(name, depth, prefix_of(ground.key, depth))
+        if self._keys.get(name) != key:
+            self._forget(name)
+        self._depths[name], self._keys[name] = depth, key
+        wall = ground.wall(now)
+        fact = sign_record(
+            ground.signer,
+            key,
+            encode_advert(self._advert),
+            sequence=int(wall * 1000),
+            expires=int(wall + ground.settings.advert_seconds),
+        )
+        ground.replication.store(now, check_record(ground.signer, fact), quiet=True)
+
+    def _forget(self, name: str) -> None:
+        key = self._keys.pop(name, None)
+        if key is not None:
+            self._ground.replication.forget(key)

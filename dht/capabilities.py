@@ -1,0 +1,172 @@
+"""What nodes offer, and which keys of the DHT it is found under: adverts, classes and shards.
+
+An advert is a record, signed by the node it describes and valid for minutes. It stands under a key made of a
+class (kind of device, size of memory, perhaps a region) and a shard of that class: the first bits of the
+node's own key. How many bits depends on how many adverts there are, so no key is asked by all and none holds
+more than a page or two; the size of the network, known from how dense the ids nearest to us are, says where
+to begin. Here is what both sides share; `advertising` writes adverts and `hunt` reads them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from dht.keys import KEY_BITS, Key, record_key
+from dht.messages import AddressTexts
+from dht.records import VALUE_BYTES_MAX, Record
+from dht.routing import Contact
+
+ADVERT_VERSION = 1
+PURPOSE = "capability"
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that are classes; a device of another kind is under "cpu" as well as nowhere: it is not
+advertised."""
+NAME_LENGTH_MAX = 32
+COORDINATES_MAX = 9
+"""Dimensions and height of a network coordinate."""
+MEMORY_CLASSES_BYTES = (0, 4 * 10**9, 16 * 10**9, 64 * 10**9, 256 * 10**9)
+"""The least memory of each class: four times that of the one before, so that a search looks into few."""
+
+SHARD_ADVERTS_MAX = 12
+"""More under one key, and its class is split by one more bit: three pages of replies."""
+SHARD_ADVERTS_MIN = 3
+"""Fewer, and it is merged with its neighbour. A split leaves six, so that it does not go to and fro."""
+DEPTH_MAX = 24
+
+Name = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Span = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+
+
+class Advert(msgspec.Struct, frozen=True, array_like=True):
+    """What a node says of itself. `device` is a kind (`cuda`), `region` what its owner calls the place;
+    `coordinates` is where it is in the space of round trips, in seconds, empty where that is not known."""
+
+    version: int
+    device: Name
+    memory_bytes: Size
+    flops_per_second: Rate
+    has_slot: bool
+    region: Name
+    addresses: AddressTexts = ()
+    coordinates: Annotated[tuple[Span, ...], msgspec.Meta(max_length=COORDINATES_MAX)] = ()
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is looked for: `count` nodes with at least so much, those nearest to us first. `near` is a region,
+    empty for anywhere; `needs_slot` leaves out those whose slots are taken."""
+
+    device: str = ""
+    memory_bytes: int = 0
+    near: str = ""
+    count: int = 20
+    needs_slot: bool = False
+
+    def fits(self, advert: Advert) -> bool:
+        """Return whether an advert has what is asked for."""
+        return (
+            (not self.device or advert.device == self.device)
+            and advert.memory_bytes >= self.memory_bytes
+            and (not self.near or advert.region == self.near)
+            and (advert.has_slot or not self.needs_slot)
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """The classes that may hold what fits, the one with the least memory first."""
+        devices = (self.device,) if self.device else DEVICES
+        first = memory_class(self.memory_bytes)
+        return [
+            class_name(device, memory, self.near)
+            for memory in range(first, len(MEMORY_CLASSES_BYTES))
+            for device in devices
+        ]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A node that was found: its advert, and how long its answer to a ping took."""
+
+    peer: PeerId
+    advert: Advert
+    seconds: float
+
+
+def device_kind(device: str) -> str:
+    """Return the class of a device as torch names it: `cuda:0` is `cuda`."""
+    return device.partition(":")[0].lower()
+
+
+def memory_class(memory_bytes: int) -> int:
+    """Return the class that so much memory is in."""
+    return max(place for place, least in enumerate(MEMORY_CLASSES_BYTES) if memory_bytes >= least)
+
+
+def class_name(device: str, memory: int, region: str) -> str:
+    """Return the name of a class; `region` is empty for the class of all regions."""
+    return f"{device}/{memory}/{region}"
+
+
+def classes_of(advert: Advert) -> list[str]:
+    """Return the classes that an advert stands in: that of all regions, and that of its own."""
+    memory = memory_class(advert.memory_bytes)
+    regions = ("", advert.region) if advert.region else ("",)
+    return [class_name(advert.device, memory, region) for region in regions]
+
+
+def shard_key(name: str, depth: int, prefix: int) -> Key:
+    """Return the key of one shard of a class: those nodes whose keys begin with the `depth` bits `prefix`."""
+    return record_key(PURPOSE, f"{name}/{depth}/{prefix:x}".encode())
+
+
+def prefix_of(key: Key, depth: int) -> int:
+    """Return the first `depth` bits of a key."""
+    return int.from_bytes(key, "big") >> (KEY_BITS - depth)
+
+
+def estimate_nodes(own: Key, nearest: Sequence[Contact], k: int) -> float:
+    """Return how many nodes the network has, from how dense those nearest to `own` are.
+
+    With m of them the error is about 1/sqrt(m). A table with fewer than k contacts knows them all.
+    """
+    if len(nearest) < k:
+        return len(nearest) + 1.0
+    place = int.from_bytes(own, "big")
+    farthest = max(contact.long_id ^ place for contact in nearest)
+    return (len(nearest) - 1) * 2.0**KEY_BITS / max(farthest, 1) + 1.0
+
+
+def first_depth(nodes: float) -> int:
+    """Return a depth at which no class of a network of so many nodes is still to be split."""
+    return min(max(0, ceil(log2(max(nodes, 1.0) / SHARD_ADVERTS_MIN)) + 1), DEPTH_MAX)
+
+
+def encode_advert(advert: Advert) -> bytes:
+    """Return an advert as the value of a record."""
+    return encode(advert)
+
+
+def read_advert(record: Record) -> Advert | None:
+    """Return the advert in a record, None where this version cannot read it."""
+    try:
+        advert: Advert = decode(record.value, Advert, bytes_max=VALUE_BYTES_MAX)
+    except RemoteProtocolError:
+        return None
+    return advert if advert.version == ADVERT_VERSION else None
+
+
+def newest(records: Iterable[Record]) -> dict[PeerId, Record]:
+    """Return each publisher's newest record of those found under several keys."""
+    found: dict[PeerId, Record] = {}
+    for record in records:
+        if record.publisher not in found or found[record.publisher].rank < record.rank:
+            found[record.publisher] = record
+    return found

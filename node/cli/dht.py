@@ -1,0 +1,158 @@
+"""`python -m node dht`: the swarm's record table from the command line: get, put, find, stat."""
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.client import ask
+from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.render import bytes_text, labelled, seconds_text, short_id, show, show_json, table
+from node.errors import UsageError
+
+ASK_SECONDS_MAX = 40.0
+"""A lookup of the node takes 30 s at most."""
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Read and write the swarm's record table."
+)
+
+Key = Annotated[str, typer.Argument(metavar="KEY", help="The name of the key.")]
+Immutable = Annotated[bool, typer.Option("--immutable", help="The key is the hash of the value.")]
+
+
+@app.command()
+def get(
+    context: typer.Context,
+    key: Key,
+    publisher: Annotated[
+        str, typer.Option("--publisher", metavar="PEER", help="Only this node's value.")
+    ] = "",
+    immutable: Immutable = False,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print the newest value under a key; exit 1 where there is none."""
+    arguments = {"key": key, "publisher": publisher, "immutable": immutable}
+    result = ask(find_data_dir(context, data_dir), "dht.get", arguments, seconds=ASK_SECONDS_MAX)
+    if as_json:
+        show_json({"schema": "peerloom.dht-get/1"} | result)
+    elif result["found"]:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(bytes.fromhex(result["value"]) + b"\n")
+        sys.stdout.flush()
+    else:
+        show([f"no value under {key}"], sys.stderr)
+    if not result["found"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def put(
+    context: typer.Context,
+    key: Key,
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="The value, as text.")],
+    lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long it lives.")] = "1h",
+    immutable: Immutable = False,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Store a value under a key, as this node's. With --immutable the key is said afterwards; give any."""
+    seconds = _seconds(lifetime)
+    arguments = {"key": key, "value": value.encode().hex(), "ttl_seconds": seconds, "immutable": immutable}
+    result = ask(find_data_dir(context, data_dir), "dht.put", arguments, seconds=ASK_SECONDS_MAX)
+    if as_json:
+        show_json({"schema": "peerloom.dht-put/1"} | result)
+    else:
+        name = result["key"] if immutable else key
+        show([f"{name}: kept by {result['holders']} nodes for {seconds_text(seconds)}"])
+
+
+@app.command()
+def find(
+    context: typer.Context,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps|xpu", help="Kind of device.")] = "",
+    memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "0",
+    near: Annotated[
+        str, typer.Option("--near", metavar="PLACE", help="Where it stands, as its owner says.")
+    ] = "",
+    count: Annotated[int, typer.Option("--count", metavar="N", help="At most so many.")] = 20,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Search the whole swarm for nodes by what they offer, the nearest first."""
+    arguments = {"device": device, "memory_bytes": _bytes(memory), "near": near, "count": count}
+    result = ask(find_data_dir(context, data_dir), "dht.find", arguments, seconds=ASK_SECONDS_MAX)
+    if as_json:
+        show_json({"schema": "peerloom.dht-find/1"} | result)
+    else:
+        show(found_lines(result))
+
+
+@app.command()
+def stat(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A key, to see who holds it.")] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show this node's part of the table, or how many nodes hold what is under a key."""
+    result = ask(find_data_dir(context, data_dir), "dht.stat", {"key": key}, seconds=ASK_SECONDS_MAX)
+    if as_json:
+        show_json({"schema": "peerloom.dht-stat/1"} | result)
+    else:
+        show(stat_lines(result))
+
+
+def found_lines(document: Mapping[str, Any]) -> list[str]:
+    """The screen of a `peerloom.dht-find/1` document."""
+    if not document["nodes"]:
+        return ["no node that answers offers that"]
+    rows = [
+        (
+            short_id(node["peer"]),
+            node["device"],
+            bytes_text(node["memory_bytes"]),
+            f"{node['flops_per_second'] / 1e9:.0f} GFLOP/s",
+            "free" if node["has_slot"] else "taken",
+            node["region"] or "-",
+            f"{node['seconds'] * 1000:.0f} ms",
+        )
+        for node in document["nodes"]
+    ]
+    return table(("PEER", "DEVICE", "MEMORY", "SPEED", "SLOT", "PLACE", "ANSWERED IN"), rows)
+
+
+def stat_lines(document: Mapping[str, Any]) -> list[str]:
+    """The screen of a `peerloom.dht-stat/1` document, of a key or of the node."""
+    if "holders" in document:
+        values, holders = document["values"], document["holders"]
+        return [f"{values} values, held by {holders} of the nodes nearest to the key"]
+    lines = [
+        labelled("contacts", str(document["contacts"])),
+        labelled("nodes", f"about {document['nodes_estimated']}"),
+        labelled("records", f"{document['records']} held, {document['own_records']} own"),
+        labelled("kept by too few", str(document["records_short"])),
+    ]
+    if document["is_client"]:
+        lines.append(labelled("client", "others do not reach this node: it asks, and holds nothing"))
+    return lines
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
+    try:
+        return float(number) * unit
+    except ValueError:
+        raise UsageError(f"--ttl {text}: not a time", "write 90s, 30m, 12h or 2d") from None
+
+
+def _bytes(text: str) -> int:
+    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    number, unit = (text[:-2], units[text[-2:].lower()]) if text[-2:].lower() in units else (text, 1)
+    try:
+        return int(float(number) * unit)
+    except (ValueError, OverflowError):
+        raise UsageError(f"--memory {text}: not an amount of memory", "write 8GB or 8e9") from None

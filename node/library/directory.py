@@ -1,0 +1,288 @@
+"""The DHT in a program's hands: values under keys, providers of content, and nodes by what they offer.
+
+    await me.dht.put("weather/berlin", b"rain", ttl_seconds=3600)
+    print(await me.dht.get("weather/berlin"))
+    await me.dht.find(device="cuda", memory_bytes=8e9, near="eu-west", count=20)
+
+The types of records on the wire, for other programs, stand in `docs/dht.md`. A value that does not fit a
+record is kept here as a blob, and the record names its hash. Nobody owns a key: each node has a value of its
+own under it, so whoever has to rely on one names its publisher.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, parse_peer, peer_text
+from dht.capabilities import DEVICES, Offer, Query
+from dht.keys import Key, content_key
+from dht.records import LIFETIME_SECONDS_MAX, NOBODY, VALUE_BYTES_MAX, Record
+from node.errors import PeerloomError, Unreachable, UsageError
+from node.runs.blobs import fetch_all
+from node.seams import Seams
+from node.services.discovery import Discovery
+from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs, hash_of
+
+USER_PURPOSE = "user"
+PROVIDER_PURPOSE = "provider"
+KEY_BYTES_MAX = 512
+FOUND_MAX = 256
+"""Nodes of one search."""
+_PLAIN, _BLOB = b"\x00", b"\x01"
+_SIZE_BYTES = 8
+
+
+class NotStored(PeerloomError):
+    """Too few nodes keep a record for others to rely on it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One node's value under a key. `expires` is in unix seconds; of two values of one publisher the higher
+    `sequence` is the newer. `publisher` is empty for an immutable value."""
+
+    publisher: str
+    value: bytes
+    sequence: int
+    expires: float
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """What became of a value: its key in hexadecimal, how many nodes keep it, and how many had to."""
+
+    key: str
+    holders: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class FoundNode:
+    """A node by what it offers, as it says itself; `seconds` is how long it took to answer just now."""
+
+    peer: str
+    device: str
+    memory_bytes: int
+    flops_per_second: float
+    has_slot: bool
+    region: str
+    seconds: float
+
+
+class Directory:
+    """A node's part of the DHT. `node.runtime.Node.dht`; in blocking form `node.sync(...).dht`."""
+
+    def __init__(self, discovery: Discovery, seams: Seams, blobs: Blobs, peer: PeerId) -> None:
+        self._discovery = discovery
+        self._seams = seams
+        self._blobs = blobs
+        self._peer = peer
+
+    async def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
+        """Store this node's value under a key; it is kept alive while this node runs, and expires after that.
+
+        Raises:
+            NotStored: fewer nodes keep it than others may rely on.
+            UsageError: a key, value or time out of bounds.
+        """
+        name = _name(key)
+        _check(ttl_seconds)
+        data = _PLAIN + value
+        if len(data) > VALUE_BYTES_MAX:
+            data = await self._put_blob(key, value)
+        stored = await self._discovery.publish_for(USER_PURPOSE, name, data, ttl_seconds)
+        return _told(self._discovery.key(USER_PURPOSE, name), stored.acknowledged, stored.wanted)
+
+    async def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
+        """Store a value under the hash of itself, which whoever finds it can check; nobody can change it.
+
+        Raises NotStored or UsageError, as `put`; it has at most 900 bytes.
+        """
+        _check(ttl_seconds)
+        if len(value) > VALUE_BYTES_MAX:
+            raise UsageError(f"dht: an immutable value has {len(value)} bytes; {VALUE_BYTES_MAX} at most")
+        stored = await self._discovery.publish_immutable(value, ttl_seconds)
+        return _told(content_key(value), stored.acknowledged, stored.wanted)
+
+    async def get(self, key: str, publisher: str = "") -> bytes | None:
+        """Return the newest value under a key, of this publisher if one is named; None where there is none.
+
+        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody handed over.
+        """
+        entries = await self.get_all(key)
+        wanted = peer_text(_peer(publisher)) if publisher else ""
+        entries = [entry for entry in entries if not wanted or entry.publisher == wanted]
+        if not entries:
+            return None
+        newest = max(entries, key=lambda entry: (entry.sequence, entry.publisher))
+        return await self._value(newest)
+
+    async def get_all(self, key: str) -> list[Entry]:
+        """Return every node's value under a key, by publisher. A value of more than a record is its name."""
+        records = await self._discovery.find(USER_PURPOSE, _name(key), careful=True)
+        return [_entry(record) for record in records if record.publisher != NOBODY]
+
+    async def get_immutable(self, key: str) -> bytes | None:
+        """Return an immutable value by its key in hexadecimal, None where nobody has it."""
+        records = await self._discovery.find_key(_content_key(key), first=True)
+        return next((record.value for record in records if record.publisher == NOBODY), None)
+
+    async def provide(self, name: str) -> StoredEntry:
+        """Say that this node has the content with this hash (hexadecimal), while it runs.
+
+        Raises NotStored.
+        """
+        digest = _digest(name)
+        stored = await self._discovery.publish_for(PROVIDER_PURPOSE, digest, b"", None)
+        return _told(self._discovery.key(PROVIDER_PURPOSE, digest), stored.acknowledged, stored.wanted)
+
+    async def providers(self, name: str) -> tuple[str, ...]:
+        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        records = await self._discovery.find(PROVIDER_PURPOSE, _digest(name))
+        return tuple(peer_text(record.publisher) for record in records if record.publisher != NOBODY)
+
+    async def find(
+        self,
+        device: str = "",
+        memory_bytes: float = 0,
+        near: str = "",
+        count: int = 20,
+        needs_slot: bool = False,
+    ) -> tuple[FoundNode, ...]:
+        """Search the whole swarm for nodes with at least so much, the nearest first; all of them answered.
+
+        Raises UsageError: a device that no node advertises, or a number out of bounds.
+        """
+        if device and device not in DEVICES:
+            raise UsageError(f"dht: no device is called '{device}'; there are {', '.join(DEVICES)}")
+        if not 1 <= count <= FOUND_MAX or not 0 <= memory_bytes < 2**62:
+            raise UsageError(f"dht: count is 1 to {FOUND_MAX}, memory_bytes 0 or more")
+        query = Query(device, int(memory_bytes), near, count, needs_slot)
+        return tuple(_found(offer) for offer in await self._discovery.hunt(query))
+
+    async def stat(self, key: str = "") -> dict[str, object]:
+        """Return this node's part of the DHT, or how many nodes hold what is under a key."""
+        if not key:
+            return self._discovery.document()
+        records, holders = await self._discovery.holders(USER_PURPOSE, _name(key))
+        return {
+            "key": self._discovery.key(USER_PURPOSE, _name(key)).hex(),
+            "values": len(records),
+            "holders": holders,
+        }
+
+    async def _put_blob(self, key: str, value: bytes) -> bytes:
+        if len(value) > BLOB_BYTES_MAX:
+            raise UsageError(f"dht: a value has {len(value)} bytes; {BLOB_BYTES_MAX} at most")
+        digest = await self._seams.executor.run(partial(self._keep_blob, key, value))
+        await self.provide(digest.hex())
+        return _BLOB + digest + len(value).to_bytes(_SIZE_BYTES, "big")
+
+    def _keep_blob(self, key: str, value: bytes) -> bytes:
+        with self._blobs.hold():
+            digest = self._blobs.put(value)
+            self._blobs.pin(f"dht-{content_key(key.encode()).hex()}", {digest: len(value)})
+            return digest
+
+    async def _value(self, entry: Entry) -> bytes:
+        kind, data = entry.value[:1], entry.value[1:]
+        if kind != _BLOB:
+            return data
+        digest, size = data[:HASH_BYTES], int.from_bytes(data[HASH_BYTES:], "big")
+        if len(digest) != HASH_BYTES or not 0 < size <= BLOB_BYTES_MAX:
+            raise PeerloomError("dht: the value under this key is malformed")
+        sink = _OneBlob(await self._seams.executor.run(lambda: self._blobs.get(digest)))
+        holders = [_peer(entry.publisher), *(_peer(text) for text in await self.providers(digest.hex()))]
+        try:
+            await fetch_all(self._seams.network, {digest: size}, holders, sink=sink, refuse=_refuse)
+        except Unreachable as error:
+            raise PeerloomError(f"dht: nobody handed over the value: {error.detail}") from None
+        assert sink.data is not None, "a fetch without an error has brought it"
+        return sink.data
+
+
+class _OneBlob:
+    """Where one fetched blob goes."""
+
+    def __init__(self, data: bytes | None) -> None:
+        self.data = data
+
+    def has(self, name: bytes) -> bool:
+        """Whether it is here."""
+        del name
+        return self.data is not None
+
+    async def take(self, name: bytes, data: bytes) -> bool:
+        """Keep it, if it is what it is called."""
+        if hash_of(data) != name:
+            return False
+        self.data = data
+        return True
+
+
+def _refuse(peer: PeerId, error: RemoteProtocolError) -> None:
+    """Another holder is asked."""
+    del peer, error
+
+
+def _told(key: Key, holders: int, wanted: int) -> StoredEntry:
+    if holders < wanted:
+        raise NotStored(
+            f"dht: {holders} nodes keep it, {wanted} at least have to",
+            "is this node connected? look: python -m node status",
+        )
+    return StoredEntry(key.hex(), holders, wanted)
+
+
+def _entry(record: Record) -> Entry:
+    return Entry(peer_text(record.publisher), record.value, record.sequence, float(record.expires))
+
+
+def _found(offer: Offer) -> FoundNode:
+    advert = offer.advert
+    return FoundNode(
+        peer_text(offer.peer),
+        advert.device,
+        advert.memory_bytes,
+        advert.flops_per_second,
+        advert.has_slot,
+        advert.region,
+        offer.seconds,
+    )
+
+
+def _name(key: str) -> bytes:
+    name = key.encode()
+    if not 0 < len(name) <= KEY_BYTES_MAX:
+        raise UsageError(f"dht: a key has 1 to {KEY_BYTES_MAX} bytes")
+    return name
+
+
+def _check(ttl_seconds: float) -> None:
+    if not isfinite(ttl_seconds) or not 1 <= ttl_seconds <= LIFETIME_SECONDS_MAX:
+        raise UsageError(f"dht: a value lives 1 to {LIFETIME_SECONDS_MAX:g} seconds")
+
+
+def _digest(name: str) -> bytes:
+    try:
+        digest = bytes.fromhex(name)
+    except ValueError:
+        digest = b""
+    if not 0 < len(digest) <= KEY_BYTES_MAX:
+        raise UsageError(f"dht: '{name[:40]}' is no hash in hexadecimal")
+    return digest
+
+
+def _content_key(key: str) -> Key:
+    digest = _digest(key)
+    if len(digest) != len(content_key(b"")):
+        raise UsageError(f"dht: the key of an immutable value has {len(content_key(b''))} bytes")
+    return Key(digest)
+
+
+def _peer(text: str) -> PeerId:
+    try:
+        return parse_peer(text)
+    except ValueError as error:
+        raise UsageError(f"dht: '{text[:60]}' is no peer id: {error}") from None

@@ -1,0 +1,142 @@
+"""What a node holds of the DHT, over a restart: its records and contacts in one sqlite file.
+
+A file of a data folder is written in place; any other storage gets the whole database as one blob. What comes
+back is a stranger's data all the same: signatures are checked anew, and a file that is damaged is an empty
+one. It is used by one thread at a time, never the event loop's.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PEER_ID_BYTES, PeerId
+from dht.keys import Key
+from dht.messages import AddressTexts
+from dht.records import Record, check_record
+from node.seams import Storage
+from node.storage.folder import FolderStorage
+from node.storage.ownership import FILE_MODE
+
+NAME = "records.sqlite"
+VERSION = 1
+CONTACTS_MAX = 1_024
+"""Contacts kept, those that answered last; a table of a million nodes has some 400."""
+RECORDS_MAX = 20_000
+"""Records read back: twice what a node holds. 30 MB."""
+TEXTS_BYTES_MAX = 512
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS record (
+    key BLOB NOT NULL, publisher BLOB NOT NULL, body BLOB NOT NULL, signature BLOB NOT NULL,
+    expires INTEGER NOT NULL, PRIMARY KEY (key, publisher)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS contact (
+    peer BLOB PRIMARY KEY, addresses BLOB NOT NULL, place INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+Contact = tuple[PeerId, tuple[str, ...]]
+
+
+class RecordsFile:
+    """The file of one node. Every method may raise OSError or sqlite3.Error where the disk does not do."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._path = storage.path / NAME if isinstance(storage, FolderStorage) else None
+        self._database = self._open()
+
+    def load(self, signer: Signer, wall: float) -> tuple[list[Record], list[Contact]]:
+        """Return the live records whose signatures hold, and the contacts, those that answered last first."""
+        rows = self._database.execute(
+            "SELECT publisher, body, signature FROM record WHERE expires > ? LIMIT ?",
+            (int(wall), RECORDS_MAX),
+        )
+        records = []
+        for row in rows:
+            try:
+                records.append(check_record(signer, Fact(*map(bytes, row))))
+            except (RemoteProtocolError, TypeError):
+                continue
+        rows = self._database.execute(
+            "SELECT peer, addresses FROM contact ORDER BY place LIMIT ?", (CONTACTS_MAX,)
+        )
+        contacts: list[Contact] = []
+        for peer, addresses in rows:
+            with contextlib.suppress(RemoteProtocolError, TypeError):
+                texts: AddressTexts = decode(bytes(addresses), AddressTexts, bytes_max=TEXTS_BYTES_MAX)
+                if len(peer) == PEER_ID_BYTES:
+                    contacts.append((PeerId(bytes(peer)), texts))
+        return records, contacts
+
+    def save(
+        self, changes: Mapping[tuple[Key, PeerId], Record | None], contacts: Iterable[Contact] | None = None
+    ) -> None:
+        """Put records in or, where they are None, out; `contacts` take the place of all that were there."""
+        gone = [place for place, record in changes.items() if record is None]
+        kept = [
+            (record.key, record.publisher, record.fact.body, record.fact.signature, record.expires)
+            for record in changes.values()
+            if record is not None
+        ]
+        with self._database:
+            self._database.executemany("DELETE FROM record WHERE key = ? AND publisher = ?", gone)
+            self._database.executemany("INSERT OR REPLACE INTO record VALUES (?, ?, ?, ?, ?)", kept)
+            if contacts is not None:
+                rows = [
+                    (peer, encode(texts), place)
+                    for place, (peer, texts) in enumerate(list(contacts)[:CONTACTS_MAX])
+                ]
+                self._database.execute("DELETE FROM contact")
+                self._database.executemany("INSERT OR REPLACE INTO contact VALUES (?, ?, ?)", rows)
+        if self._path is None:
+            self._storage.write(NAME, self._database.serialize())
+
+    def close(self) -> None:
+        """Nothing more is kept."""
+        self._database.close()
+
+    def _open(self) -> sqlite3.Connection:
+        with contextlib.suppress(sqlite3.DatabaseError):
+            return self._connect()
+        # Damaged, or of a later version: what others hold as well is no reason not to start.
+        if self._path is not None:
+            for path in _files(self._path):
+                path.unlink(missing_ok=True)
+        else:
+            self._storage.delete(NAME)
+        return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._path is not None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+            os.close(descriptor)
+        database = sqlite3.connect(self._path or ":memory:", check_same_thread=False)
+        try:
+            data = self._storage.read(NAME) if self._path is None else None
+            if data:
+                database.deserialize(data)
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"version {version}")
+            if self._path is not None:
+                # Whole after a crash of the process; the machine's may cost the last seconds.
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_TABLES)
+            database.execute(f"PRAGMA user_version = {VERSION}")
+            database.execute("SELECT count(*) FROM record").fetchone()
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+
+def _files(path: Path) -> Sequence[Path]:
+    """The file and those that sqlite puts beside it."""
+    return path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

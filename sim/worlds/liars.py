@@ -1,0 +1,93 @@
+"""Kademlia cores that lie, for `sim.worlds.table_only`: false neighbours, false values, and silence.
+
+They act in concert: each knows all other liars, answers a lookup with those nearest to its key, hands out no
+record that it was given, and hands out forged ones instead. Signatures of the simulation are keyed hashes
+that any simulated peer could make, so a forgery here carries a wrong one, as it would with real keys.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from crypto.contact import Address
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from dht.kademlia import Kademlia, Sends
+from dht.keys import Key, node_number
+from dht.messages import FindNode, FindValue, Hint, Message, Nodes, Store, Stored, Values
+from dht.records import sign_record
+from dht.settings import Settings
+
+NAMED = 8
+"""Liars named in an answer: as many as honest nodes have room for."""
+
+
+class FalseNeighbours(Kademlia):
+    """Names the liars nearest to each key, and no records."""
+
+    liars: Sequence[PeerId] = ()
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Lie about everything but being alive."""
+        sends = super().receive(now, sender, message)
+        if isinstance(message, FindNode | FindValue | Store):
+            return [(peer, self.lie(message, answer) if peer == sender else answer) for peer, answer in sends]
+        return sends
+
+    def lie(self, message: Message, answer: Message) -> Message:
+        """The answer that is sent in place of the right one."""
+        match answer:
+            case Nodes():
+                return Nodes(answer.id, answer.addresses, self.named(message), answer.token)
+            case Values():
+                return Values(answer.id, answer.addresses, (), False, self.named(message), answer.token)
+            case Stored():
+                return Stored(answer.id, answer.addresses, "")
+        return answer
+
+    def named(self, message: Message) -> tuple[Hint, ...]:
+        """The liars nearest to what is sought."""
+        place = int.from_bytes(getattr(message, "key", b""), "big")
+        nearest = sorted(self.liars, key=lambda peer: node_number(peer) ^ place)[:NAMED]
+        return tuple(Hint(peer, ()) for peer in nearest)
+
+
+class FalseValues(FalseNeighbours):
+    """Hands out a forged record for every key, and ghosts for neighbours."""
+
+    def named(self, message: Message) -> tuple[Hint, ...]:
+        """Peers that do not exist, as near to what is sought as one likes."""
+        del message
+        return tuple(Hint(PeerId(self.rng.randbytes(32)), ()) for _ in range(NAMED))
+
+    def lie(self, message: Message, answer: Message) -> Message:
+        """A record with somebody else's name under it, where records are asked for."""
+        told = super().lie(message, answer)
+        if isinstance(told, Values) and isinstance(message, FindValue):
+            own = sign_record(self.signer, Key(message.key), b"forged", sequence=2**40, expires=2**40)
+            forged = Fact(self.rng.randbytes(32), own.body, own.signature)
+            return Values(told.id, told.addresses, (forged,), False, told.hints, told.token)
+        return told
+
+
+class Silent(FalseNeighbours):
+    """Answers pings, so that it stands in tables, and nothing else."""
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """Take requests, and say nothing to whoever looks or stores."""
+        sends = Kademlia.receive(self, now, sender, message)
+        if isinstance(message, FindNode | FindValue | Store):
+            return [(peer, answer) for peer, answer in sends if peer != sender]
+        return sends
+
+
+KINDS = (FalseNeighbours, FalseValues, Silent)
+
+
+def liar_of(kinds: Sequence[type[FalseNeighbours]] = KINDS) -> Callable[..., Kademlia]:
+    """Return what makes a liar, each of the kinds in turn by its id."""
+
+    def make(signer: Signer, settings: Settings, rng: Random, addresses: tuple[Address, ...]) -> Kademlia:
+        kind = kinds[node_number(signer.peer) % len(kinds)]
+        return kind(signer, settings, rng, addresses)
+
+    return make
