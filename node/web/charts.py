@@ -32,6 +32,8 @@ class Course:
     stride: int = 1
     step: int = 0
     peers: frozenset[bytes] = frozenset()
+    former: frozenset[bytes] = frozenset()
+    """Those of the plan before: news of a death may come after the plan that does without the dead."""
 
     def document(self) -> dict[str, Any]:
         """For the page."""
@@ -59,7 +61,9 @@ class Charts:
             case events.MemberLost(peer=peer) | events.MemberLeft(peer=peer):
                 kind = "death" if isinstance(event, events.MemberLost) else "leave"
                 reason = event.reason if isinstance(event, events.MemberLost) else "left"
-                touched = [run for run, course in self.courses.items() if peer in course.peers]
+                touched = [
+                    run for run, course in self.courses.items() if peer in course.peers | course.former
+                ]
                 return [], [self._mark(run, event, kind, f"{peer_key(peer)}: {reason}") for run in touched]
             case events.RunPlanned(run=run):
                 return [], self._planned(event)
@@ -75,7 +79,7 @@ class Charts:
         peers = frozenset(bytes(peer) for stage in event.stages for peer in stage)
         peers |= {bytes(peer) for peer in event.trainers}
         joined = [] if not course.peers else sorted(peers - course.peers)
-        course.peers = peers
+        course.former, course.peers = course.peers, peers
         marks = [self._mark(event.run, event, "plan", f"plan {event.height}: {len(event.stages)} stages")]
         for peer in joined:
             marks.append(self._mark(event.run, event, "join", f"{peer_key(PeerId(peer))} takes part"))

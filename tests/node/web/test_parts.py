@@ -5,6 +5,7 @@ import tomllib
 from hashlib import sha256
 from itertools import pairwise
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,16 @@ def test_a_newcomer_of_a_later_plan_is_a_join() -> None:
     _, marks = course.take(changed)
     assert [mark[2] for _, mark in marks] == ["plan", "join"]
     assert peer_key(peer(7)) in marks[1][1][3]
+
+
+def test_a_death_is_marked_though_the_plan_without_the_dead_came_first() -> None:
+    course = charts.Charts()
+    for event in run_events():
+        course.take(event)
+    plan = next(event for event in run_events() if isinstance(event, events.RunPlanned))
+    course.take(msgspec.structs.replace(plan, height=1, stages=((peer(2),), (peer(3), peer(4)))))
+    _, marks = course.take(events.MemberLost(at=STARTED + 20, peer=peer(1), reason="no ack"))
+    assert [(run, mark[2]) for run, mark in marks] == [(RUN, "death")]
 
 
 def test_without_one_of_two_equal_replicas_the_slowest_stage_takes_twice_as_long() -> None:
