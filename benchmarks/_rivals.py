@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from node.runs.sandbox import NICE
+from node.stages.sandbox import NICE
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
 from partition.codec import Payload, pack, typed
 from partition.execute import StageExecutor, prepare_process

@@ -21,7 +21,7 @@ from _figures import Goal, leave, report
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from node.runs.manifest import make_run
+from node.protocols.manifest import make_run
 from node.storage.blobs import GUEST_BYTES_MAX
 from node.transport.doorway import HALF_OPEN_MAX
 from tests.hostile.attack import Attack

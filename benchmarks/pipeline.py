@@ -35,8 +35,8 @@ from _rivals import STAGES
 from node.cli.capturing import capture_to
 from node.cli.client import request
 from node.cli.demo.processes import SwarmProcesses
-from node.runs.data import TEXT_VALUES
-from node.runs.manifest import RunFile, TrainTable
+from node.content.datasets import TEXT_VALUES
+from node.protocols.manifest import RunFile, TrainTable
 from partition.capture.models.gpt import GPTConfiguration
 
 FULL: dict[str, int] = {"layers": 8, "heads": 8, "width": 512, "window": 128, "samples": 2}

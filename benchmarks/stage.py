@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _figures import Goal, arguments, leave, report
 
 from crypto.encoding import encode
-from node.runs.host import StageHost
+from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
 from partition.codec import Payload, pack, typed

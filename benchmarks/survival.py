@@ -33,7 +33,7 @@ from node.cli.client import ask, request
 from node.cli.demo.processes import SwarmProcesses
 from node.cli.stopping import Stopped, StopSign
 from node.errors import EXIT_FORCED, PeerloomError, RunFailed
-from node.runs.manifest import RunFile
+from node.protocols.manifest import RunFile
 
 STAGES, REPLICAS, SPARES = 3, 2, 2
 CHECKPOINT_EVERY = 6

@@ -48,7 +48,7 @@ from crypto.contact import make_address
 from crypto.encoding import decode, encode
 from crypto.facts import IdentitySigner, Signer
 from crypto.identity import Identity
-from node.runs.requests import PIPELINE_BYTES_MAX, PipelineMessage
+from node.protocols.runs import PIPELINE_BYTES_MAX, PipelineMessage
 from node.seams import RealClock, Stream
 from node.transport.network import RealNetwork
 from partition.codec import Array, pack, unpack

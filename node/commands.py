@@ -16,22 +16,22 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
 from node import toml
+from node.checkpoints.replication import Copies
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.store import document
+from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
+from node.content import datasets as datasets
 from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunEnded
 from node.history import EventHistory
 from node.library.directory import Directory
-from node.runs import data as datasets
-from node.runs.checkpoint_store import document
-from node.runs.checkpoints import Checkpoints
-from node.runs.copies import Copies
+from node.placement.leases import NotPlaced
+from node.protocols.manifest import Run, RunFile, check_run_file, make_run, run_text
 from node.runs.data_check import check_values
-from node.runs.manifest import Run, RunFile, check_run_file, make_run, run_text
-from node.runs.placement import NotPlaced
+from node.runs.manifest_builder import make_manifest, window_of
 from node.runs.runs import Runs
-from node.runs.submission import make_manifest, window_of
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
-from node.runs.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.seams import Seams, Storage
 from node.services.discovery import Discovery
 from node.services.membership import Membership

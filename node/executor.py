@@ -8,9 +8,9 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import trio
 
-from node.runs.host import StageHost
-from node.runs.unpacking import unpack_fenced
+from node.content.unpacking import unpack_fenced
 from node.seams import Arrays
+from node.stages.host import StageHost
 from node.storage.budget import ScratchBudget
 from partition.codec import Codec
 from partition.codecs.choice import Cost, calibrate
@@ -45,7 +45,7 @@ class RealExecutor:
         return await self.run(lambda: calibrate(time.thread_time, sample))
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """Have a fenced process read an npz; see `node.runs.unpacking` for what it raises."""
+        """Have a fenced process read an npz; see `node.content.unpacking` for what it raises."""
         return await unpack_fenced(archive, out, allow_unfenced=allow_unfenced, budget=self._scratch)
 
     async def open_stage(self, specification: bytes) -> StageHost:

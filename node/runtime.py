@@ -28,9 +28,13 @@ from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
 from node.averaging.service import Averaging
+from node.checkpoints.replication import Copies
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
 from node.containment import contain, failures, keep_running, note
+from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
     CapacityMeasured,
@@ -47,16 +51,11 @@ from node.executor import RealExecutor
 from node.history import EventHistory
 from node.library.directory import Directory
 from node.library.surface import Surface
-from node.runs.admission import Machine
-from node.runs.blobs import BlobServer
-from node.runs.checkpoints import Checkpoints
-from node.runs.copies import Copies
-from node.runs.fences import try_here
-from node.runs.manifest import Run
-from node.runs.placement import Offer, cap_claims
+from node.placement.admission import Machine
+from node.placement.leases import Offer, cap_claims
+from node.placement.searching import search_providers
+from node.protocols.manifest import Run
 from node.runs.runs import Runs
-from node.runs.searching import search_providers
-from node.runs.weights import WEIGHTS_PURPOSE
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
 from node.services.adverts import keep_advertised
 from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder, calibrate, corrected
@@ -67,6 +66,7 @@ from node.services.membership import Membership, encode_metadata, read_metadata
 from node.services.neighbours import Neighbours
 from node.services.reach import Reach
 from node.services.reachability import OTHERS
+from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage, locked_folder

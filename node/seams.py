@@ -202,7 +202,7 @@ class Executor(Protocol):
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
         """The arrays of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they
-        outlive it. Raises `node.runs.npz.BadArchive`, or OSError: the disk is full."""
+        outlive it. Raises `node.content.npz.BadArchive`, or OSError: the disk is full."""
 
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""

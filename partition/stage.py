@@ -9,8 +9,8 @@ stage's process share:
     moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
 
 All have one element type and one layout (`parameter_layout`), without gaps; `gradients` and `totals` end
-before what is frozen, and `moments` repeats them. `partition.execute` computes; `node.runs.host` keeps it in
-a process.
+before what is frozen, and `moments` repeats them. `partition.execute` computes; `node.stages.host` keeps it
+in a process.
 """
 
 from math import isfinite, prod

@@ -13,11 +13,11 @@ import trio
 
 from crypto.encoding import decode
 from crypto.errors import LocalProtocolError
+from node.content.npz import unpack_here
 from node.errors import StageFailed
-from node.runs.exchange import refusal
-from node.runs.host_process import SPECIFICATION_BYTES_MAX
-from node.runs.npz import unpack_here
 from node.seams import Arrays, Stage
+from node.stages.framing import refusal
+from node.stages.process import SPECIFICATION_BYTES_MAX
 from partition.codec import Codec
 from partition.codecs.choice import Cost
 from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes, timed
@@ -85,7 +85,7 @@ class SimExecutor:
 
 
 class SimStage:
-    """`node.seams.Stage` without a process of its own; fails and queues as `node.runs.host.StageHost`."""
+    """`node.seams.Stage` without a process of its own; fails and queues as `node.stages.host.StageHost`."""
 
     def __init__(
         self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: Pace

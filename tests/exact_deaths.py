@@ -14,9 +14,9 @@ import trio
 
 from crypto.identity import PeerId
 from gossip.allreduce import Part
-from node.runs.committer import CommitterShell
-from node.runs.feeder import FeederShell
-from node.runs.replica import ReplicaShell
+from node.pipeline.committer import CommitterShell
+from node.pipeline.feeder import FeederShell
+from node.pipeline.replica import ReplicaShell
 from partition import stage as api
 from partition.plan.plan import Plan
 from partition.plan.schedule import feeder_of

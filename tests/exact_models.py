@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from node.runs.data import Dataset, load_digits, load_folder, load_text
+from node.content.datasets import Dataset, load_digits, load_folder, load_text
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
 from partition.capture.requested import default_dtype
 from partition.capture.skeleton import skeleton

@@ -12,9 +12,9 @@ from typing import Any
 import trio
 
 from crypto.identity import PeerId
+from node.checkpoints.weights import weights_name
 from node.events import RunEnded, RunPlanned, StepCommitted
-from node.runs.manifest import Manifest, Run
-from node.runs.weights import weights_name
+from node.protocols.manifest import Manifest, Run
 from partition.plan.chain import Chain
 from partition.plan.plan import NOTHING, Plan, committee, plan_hash
 from sim.seams import SimClock

@@ -20,13 +20,13 @@ import trio
 
 from crypto.identity import Identity, PeerId
 from node import config
+from node.checkpoints.weights import weights_name
+from node.content.datasets import Dataset, load_digits
+from node.content.graphs import graph_name, values_name
 from node.events import Event, RunEnded
-from node.runs.admission import Machine, make_specification
-from node.runs.data import Dataset, load_digits
-from node.runs.manifest import Manifest, Run, make_run
-from node.runs.models import graph_name, values_name
-from node.runs.submission import make_batches
-from node.runs.weights import weights_name
+from node.placement.admission import Machine, make_specification
+from node.protocols.manifest import Manifest, Run, make_run
+from node.runs.manifest_builder import make_batches
 from node.runtime import Node
 from node.services.capacity import Capacity
 from partition import stage as api

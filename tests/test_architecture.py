@@ -36,8 +36,10 @@ FLOORS = (
         "toml",
     ),
     ("state", "transport", "storage"),
-    ("services", "planning"),
-    ("runs", "averaging"),
+    ("services", "planning", "protocols", "stages"),
+    ("content",),
+    ("placement",),
+    ("checkpoints", "pipeline", "runs", "averaging"),
     ("control", "executor", "commands", "library", "optimizer", "runtime", "alerts", "web", "process"),
     ("cli", "__main__"),
 )
@@ -59,7 +61,7 @@ COMPUTING = {
 }
 # Who may import it, in a function, once it runs in such a process.
 COMPUTERS = {
-    "node.runs.host_process": "the stage's process",
+    "node.stages.process": "the stage's process",
     "node.library.sync": "me.optimizer, which a script calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.plan": "the command `plan`, which captures what it is to plan",

@@ -29,8 +29,8 @@ from gossip.averaging import messages as averaging
 from gossip.swim import PROTOCOL
 from node.averaging import transfer
 from node.averaging.runner import read_message
-from node.runs import requests as wire
-from node.runs.manifest import check_run
+from node.protocols import runs as wire
+from node.protocols.manifest import check_run
 from node.services.membership import read_metadata
 from partition import codec
 from partition import stage as api

@@ -13,9 +13,9 @@ import torch
 import trio
 from torch import nn
 
+from node.content.datasets import Dataset, load_text
 from node.events import Event, ReplicaDropped, RunEnded, RunEvaluated, StepCommitted
-from node.runs.data import Dataset, load_text
-from node.runs.manifest import Manifest, Run
+from node.protocols.manifest import Manifest, Run
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
 from partition.capture.requested import Precision, default_dtype
 from partition.capture.skeleton import skeleton

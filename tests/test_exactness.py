@@ -23,7 +23,7 @@ import pytest
 import trio
 
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
-from node.runs.manifest import Run
+from node.protocols.manifest import Run
 from partition.codecs.choice import Frames
 from tests.exact_deaths import COMMITTED, PHASES, CommitterDeath, Death, FeedingDeath, ReplicaDeath, watch
 from tests.exact_models import JOBS, Job, characters_job, digits_job

@@ -30,11 +30,11 @@ from crypto.facts import IdentitySigner, Signer
 from crypto.identity import Identity
 from gossip.allreduce import Part
 from node import config
+from node.checkpoints.weights import weights_name
 from node.events import Event, RunEnded, RunPlanned, StepCommitted, StrangerRefused
-from node.runs import requests as wire
-from node.runs.manifest import Run
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
 from node.runs.runs import EARLY_BYTES_MAX, EARLY_MAX
-from node.runs.weights import weights_name
 from node.runtime import REFUSALS_SHOWN, Node
 from node.seams import Network
 from node.services.capacity import Capacity

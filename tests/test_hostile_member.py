@@ -17,8 +17,8 @@ import trio
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.events import Event, RunChanged, RunEnded, RunPlanned, StepCommitted
-from node.runs.manifest import Manifest, Run
-from node.runs.placement import NotPlaced
+from node.placement.leases import NotPlaced
+from node.protocols.manifest import Manifest, Run
 from tests.hostile.own_run import learn_run, take_in
 from tests.hostile.virtual import NAME, Hostile, hostile_in
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, train, weights

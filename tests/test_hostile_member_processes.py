@@ -8,7 +8,7 @@ import pytest
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from node.runs.manifest import make_run
+from node.protocols.manifest import make_run
 from node.storage.blobs import GUEST_BYTES_MAX
 from tests.hostile.member_scene import member_run, member_scene
 from tests.hostile.wire import PROTOCOLS, structs

@@ -25,20 +25,20 @@ from tests.source import Source, sources
 PROTOCOL_NAME = re.compile(r"/peerloom/[a-z]+/[0-9]+")
 BY_CALLERS = {
     ("node.services.driver", "self._message_type"): "the datagrams of membership and records",
-    ("node.runs.checkpoint_format", "kind"): "a checkpoint or a list of chunks",
+    ("node.protocols.checkpoint", "kind"): "a checkpoint or a list of chunks",
 }
 """What is decoded is said by whoever calls; both are in the registry."""
 ELSEWHERE = {
     "partition.model.graph": "a graph: tests.partition.hostile",
     "partition.plan.chain": "this node's own disk",
     "node.storage.blobs": "this node's own disk",
-    "node.runs.slot": "this node's own disk",
+    "node.placement.slots": "this node's own disk",
     "node.runs.archive": "this node's own disk",
     "node.storage.guests": "this node's own disk",
     "node.runs.chain": "this node's own disk",
-    "node.runs.models": "this node's own disk",
-    "node.runs.host": "answers of a stage's process: tests.partition.hostile_stage",
-    "node.runs.host_process": "requests to a stage's process, by its own node",
+    "node.content.graphs": "this node's own disk",
+    "node.stages.host": "answers of a stage's process: tests.partition.hostile_stage",
+    "node.stages.process": "requests to a stage's process, by its own node",
     "node.transport.router": "hellos: tests.hostile.guests",
     "node.transport.beacon": "beacons: tests.hostile.packets",
 }

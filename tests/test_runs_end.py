@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
+from node.content.datasets import load_digits, load_folder
 from node.errors import RunFailed, Unreachable, UsageError
 from node.events import CheckpointKept, Event, ReplicaDropped, RunChanged, RunEnded, RunPlanned, StepCommitted
-from node.runs import requests as wire
-from node.runs.data import load_digits, load_folder
-from node.runs.manifest import Manifest, Run
-from node.runs.placement import NotPlaced
+from node.placement.leases import NotPlaced
+from node.protocols import runs as wire
+from node.protocols.manifest import Manifest, Run
 from node.runs.stopping import make_stop
 from node.runtime import Node
 from partition.run.failures import PEERS_MAX, ROLLBACKS_MAX, Failures

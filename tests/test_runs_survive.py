@@ -11,9 +11,9 @@ import trio
 
 from crypto.identity import PeerId
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
-from node.runs import requests as wire
-from node.runs.manifest import Manifest
-from node.runs.placement import NotPlaced
+from node.placement.leases import NotPlaced
+from node.protocols import runs as wire
+from node.protocols.manifest import Manifest
 from partition.plan.agreement import PlanDecided
 from partition.plan.change import Change, successor
 from partition.run.member import Member

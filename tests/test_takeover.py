@@ -23,7 +23,7 @@ from node.events import (
     RunResumed,
     StepCommitted,
 )
-from node.runs.manifest import Manifest
+from node.protocols.manifest import Manifest
 from node.seams import Stage
 from partition.plan.reach import FORK_SECONDS
 from partition.run.timeouts import LOST_SECONDS_MAX

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
 from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX
+from node.content import datasets as datasets
 from node.errors import UsageError
 from node.nearest import did_you_mean
-from node.runs import data as datasets
-from node.runs.manifest import RunFile
-from node.runs.submission import WINDOW
+from node.protocols.manifest import RunFile
+from node.runs.manifest_builder import WINDOW
 from partition.model.graph import decode_graph, encode_graph
 from partition.model.groups import with_groups
 

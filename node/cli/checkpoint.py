@@ -19,7 +19,7 @@ from node.errors import RunFailed, UsageError
 from node.paths import short_path
 
 if TYPE_CHECKING:
-    from node.runs.checkpoint_store import CheckpointStore
+    from node.checkpoints.store import CheckpointStore
 
 LIST_SECONDS_MAX = 60.0
 """The node asks others who has copies."""
@@ -47,7 +47,7 @@ def list_checkpoints(context: typer.Context, data_dir: DataDir = "", as_json: As
     if is_running(folder):
         found = ask(folder, "checkpoint.list", seconds=LIST_SECONDS_MAX)["checkpoints"]
     else:
-        from node.runs.checkpoint_store import document
+        from node.checkpoints.store import document
 
         found = [document(kept, None) for kept in _store(folder).all()]
     if as_json or context.obj["as_json"]:
@@ -137,7 +137,7 @@ def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _store(folder: Path) -> "CheckpointStore":
     """What lies in a data folder that no node holds. Raises UsageError."""
-    from node.runs.checkpoint_store import CheckpointStore
+    from node.checkpoints.store import CheckpointStore
     from node.storage.blobs import Blobs
     from node.storage.folder import FolderStorage
 

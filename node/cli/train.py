@@ -87,8 +87,8 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
 
     from node import toml
     from node.cli.capturing import captured
-    from node.runs.manifest import RunFile, check_run_file
-    from node.runs.sources import convert, is_source
+    from node.content.sources import convert, is_source
+    from node.protocols.manifest import RunFile, check_run_file
 
     run_file = toml.parse(text, RunFile, name=name).value
     check_run_file(run_file, name)

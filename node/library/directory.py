@@ -18,8 +18,8 @@ from crypto.identity import PeerId, parse_peer, peer_text
 from dht.capabilities import DEVICES, Offer, Query
 from dht.keys import Key, content_key
 from dht.records import LIFETIME_SECONDS_MAX, NOBODY, VALUE_BYTES_MAX, Record
+from node.content.blobs import fetch_all
 from node.errors import PeerloomError, Unreachable, UsageError
-from node.runs.blobs import fetch_all
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs, hash_of

@@ -16,11 +16,11 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from node.checkpoints.weights import digest_of
 from node.events import RunRemembered
-from node.runs.manifest import Run, run_text
-from node.runs.requests import NUMBER_MAX, End, Stop
-from node.runs.telling import Shown
-from node.runs.weights import digest_of
+from node.protocols.manifest import Run, run_text
+from node.protocols.runs import NUMBER_MAX, End, Stop
+from node.runs.progress import Shown
 from node.seams import Seams, Storage
 from partition.plan.plan import Hash, Peer
 from partition.run.messages import REASON_LENGTH_MAX

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from crypto.errors import RemoteProtocolError
 from node.errors import Unreachable
-from node.runs import requests as wire
+from node.placement.leases import lease
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
 from node.runs.chain import ChainShell
-from node.runs.manifest import Run
-from node.runs.placement import lease
-from node.runs.service import Service
+from node.runs.context import Service
 from partition.plan.plan import encode_plan, plan_hash
 from partition.run.asks import (
     Ask,

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.runs.manifest import Run
-from node.runs.service import Service
+from node.protocols.manifest import Run
+from node.runs.context import Service
 from node.seams import Storage, own_rng
 from partition.plan.agreement import Agreement
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change

@@ -1,15 +1,15 @@
 """Whether data holds values that a model takes, said before anything is planned: sample by sample, by name.
 
-Shapes and kinds of numbers are `node.runs.submission.bind_data`'s. A range that the graph does not tell
+Shapes and kinds of numbers are `node.runs.manifest_builder.bind_data`'s. A range that the graph does not tell
 (`partition.model.ranges`) is found by the stage that cannot use a value, and ends the run with its reason.
 """
 
 import numpy as np
 
+from node.content.datasets import Array, Dataset
 from node.errors import UsageError
-from node.runs.admission import train_entry
-from node.runs.data import Array, Dataset
-from node.runs.submission import columns_of
+from node.placement.admission import train_entry
+from node.runs.manifest_builder import columns_of
 from partition.model.graph import Graph
 from partition.model.ranges import Bound, bounds
 

@@ -16,18 +16,18 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.errors import PeerloomError, RunFailed, Unreachable
 from node.events import RunChanged
-from node.runs import requests as wire
+from node.pipeline.committer import CommitterShell
+from node.placement.leases import rounded
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
 from node.runs.asking import AskShell
 from node.runs.chain import ChainShell, Entered
-from node.runs.committer import CommitterShell
-from node.runs.ending import collect_result, fetch_result, with_checkpoint
-from node.runs.hosting import Hosting
-from node.runs.keeping import Keeping
-from node.runs.manifest import Run
-from node.runs.placement import rounded
-from node.runs.service import Service
-from node.runs.telling import Telling
-from node.runs.training import Training
+from node.runs.checkpointing import Keeping
+from node.runs.completion import collect_result, fetch_result, with_checkpoint
+from node.runs.context import Service
+from node.runs.progress import Telling
+from node.runs.stage import Hosting
+from node.runs.trainer import Training
 from partition.plan import agreement
 from partition.plan.change import heirs
 from partition.plan.plan import Plan, plan_hash

@@ -1,7 +1,7 @@
 """All runs this node knows, and the part it plays in each: requester, planner, trainer, replica.
 
 Messages of a step come in here, are checked and go to the run they name; requests come in at
-`node.runs.serving`. Who is gone comes from membership (`member_lost`), never from a timer of our own; only a
+`node.runs.server`. Who is gone comes from membership (`member_lost`), never from a timer of our own; only a
 run that nobody speaks of any more is given up by silence, so that a lease cannot be held for ever.
 """
 
@@ -19,7 +19,12 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
+from node.checkpoints.replication import Copies
+from node.checkpoints.service import Checkpoints
 from node.containment import contain, describe, place_of
+from node.content import datasets as datasets
+from node.content.dataset_store import DataFiles
+from node.content.graphs import Models, graph_label
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import (
     Event,
@@ -31,29 +36,24 @@ from node.events import (
     RunReleased,
     StageLeased,
 )
-from node.runs import data as datasets
-from node.runs import requests as wire
-from node.runs.admission import Machine
+from node.pipeline.links import Links
+from node.pipeline.spans import Spans
+from node.placement.admission import Machine
+from node.placement.leases import NotPlaced, Offer, place, release, start
+from node.placement.slots import Slot
+from node.placement.waiting import place_in_time
+from node.protocols import runs as wire
+from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
+from node.protocols.uploads import Body
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.chain import Entered, chain_name, history_name, read_entered
-from node.runs.checkpoints import Checkpoints
-from node.runs.copies import Copies
-from node.runs.data_files import DataFiles
-from node.runs.keeping import newest_name
-from node.runs.links import Links
-from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
+from node.runs.checkpointing import newest_name
+from node.runs.context import Membership
+from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
-from node.runs.models import Models, graph_label
-from node.runs.placement import NotPlaced, Offer, place, release, start
-from node.runs.service import Membership
-from node.runs.serving import Requests
-from node.runs.slot import Slot
-from node.runs.spans import Spans
+from node.runs.server import Requests
 from node.runs.stopping import Stopping
-from node.runs.submission import fits
 from node.runs.traces import Traces
-from node.runs.uploads import Body
-from node.runs.waiting import place_in_time
 from node.seams import Seams, Stream
 from node.storage.guests import Guests
 from partition.plan.chain import base_plan

@@ -18,11 +18,11 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
+from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
+from node.protocols.runs import Declined, Done, Reply, Request, Stop
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
-from node.runs.manifest import MANIFEST_BYTES_MAX, Run, check_run
 from node.runs.member import RunMember
-from node.runs.requests import Declined, Done, Reply, Request, Stop
-from node.runs.telling import Shown
+from node.runs.progress import Shown
 from node.seams import Seams
 from partition.plan.plan import Hash
 

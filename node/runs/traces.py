@@ -15,8 +15,8 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node.errors import StreamClosed, Unreachable
-from node.runs.manifest import run_text
-from node.runs.spans import Span, Spans, trace_id
+from node.pipeline.spans import Span, Spans, trace_id
+from node.protocols.manifest import run_text
 from node.seams import Seams, Stream
 from partition.plan.plan import Hash
 

@@ -28,7 +28,7 @@ from node.seams import Storage
 HASH_BYTES = 32
 BLOB_BYTES_MAX = 2 << 20
 """One message on a stream, whole in memory at both ends. Chunks of a state have a MiB; the longest list of
-chunks (`node.runs.checkpoint_format`) has 1.5."""
+chunks (`node.protocols.checkpoint`) has 1.5."""
 GUEST_BYTES_MAX = 16 << 30
 """What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
 GUEST_PINS_MAX = 4_096

@@ -1,7 +1,7 @@
 """What the stages of a node may put on its disk besides what is kept: one total for all of them.
 
 Frames of open steps that memory has no room for (`node.storage.spill`) and the files of their processes
-(`node.runs.scratch`) are counted together. A stage that asks for more fails with the reason; the node and
+(`node.stages.scratch`) are counted together. A stage that asks for more fails with the reason; the node and
 the other stages go on. What a process held is given back when it is gone, and a node that is killed leaves
 nothing that counts: its frames had no name, and its folders go at the next start.
 """

@@ -1,6 +1,6 @@
 """Computing a stage with torch: forward, backward and the optimizer step over shared arenas.
 
-It runs in the stage's own process (`node.runs.host_process`), never in the node's. What a request may ask is
+It runs in the stage's own process (`node.stages.process`), never in the node's. What a request may ask is
 `partition.stage`; how a graph is computed is `partition.execute.interpret`.
 
 Torch's parameters are views into the arena `parameters`, their `.grad` views into `gradients`, so sums grow

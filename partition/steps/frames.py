@@ -14,7 +14,8 @@ megabytes are never part of what is encoded or decoded. What copies them on thei
     the receiver's stage   out of it, for a node may be wrong too; into a tensor that may be written to
 
 Nothing else does: packing, digesting, signing, queueing and sending again work on the same bytes, wherever
-they lie. The node's memory for them is bounded (`node.runs.frame_store`); beyond, one more copy, to the disk.
+they lie. The node's memory for them is bounded (`node.pipeline.frame_store`); beyond, one more copy, to the
+disk.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from crypto.identity import PeerId
 from node import events
-from node.runs.manifest import Run
+from node.protocols.manifest import Run
 from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification
 from partition.steps.messages import Reduced, StepCommit

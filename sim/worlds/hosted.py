@@ -1,8 +1,8 @@
 """A stage that a member of a run in a world of cores holds: its replica core, its sums, its all-reduce.
 
-What `node.runs.replica` and `node.runs.filling` are in a node, with a stage that sums integers. One thing is
-computed at a time, in virtual time; what waits for others (a reduction, a filling) ends when they have
-answered.
+What `node.pipeline.replica` and `node.pipeline.state_transfer` are in a node, with a stage that sums
+integers. One thing is computed at a time, in virtual time; what waits for others (a reduction, a filling)
+ends when they have answered.
 """
 
 from collections import deque

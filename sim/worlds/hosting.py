@@ -1,6 +1,6 @@
 """The stage of a run that a peer in a world of cores holds: opened, kept under plan after plan, closed.
 
-As `node.runs.hosting`, where opening takes a while; what is open is a `sim.worlds.hosted.Hosted`.
+As `node.runs.stage`, where opening takes a while; what is open is a `sim.worlds.hosted.Hosted`.
 """
 
 from collections.abc import Callable

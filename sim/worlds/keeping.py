@@ -1,12 +1,12 @@
 """Checkpoints of a run in a world of cores: stages copied to other members, and put back. As
-`node.runs.keeping`."""
+`node.runs.checkpointing`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from crypto.identity import PeerId
-from node.runs.copies import CONCLUDE_SECONDS_MAX, keepers
-from node.runs.keeping import COPIES_MIN, RESTORE_AGAIN_SECONDS
+from node.checkpoints.replication import CONCLUDE_SECONDS_MAX, keepers
+from node.runs.checkpointing import COPIES_MIN, RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Done
 from partition.run.messages import Checkpointed

@@ -14,8 +14,8 @@ from functools import lru_cache
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from node.errors import StageFailed
-from node.runs.host_process import SPECIFICATION_BYTES_MAX
 from node.seams import Stage
+from node.stages.process import SPECIFICATION_BYTES_MAX
 from partition import stage as api
 from partition.plan.cost import BACKWARD_FLOPS_RATIO
 from sim.executor import SimExecutor, SimStage

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import trio
 
 from node.cli.capturing import capture_to
-from node.runs import data as datasets
-from node.runs.manifest import PlanTable, Run, RunFile, TrainTable, check_run_file, make_run
-from node.runs.placement import NotPlaced
-from node.runs.submission import make_manifest, window_of
+from node.content import datasets as datasets
+from node.placement.leases import NotPlaced
+from node.protocols.manifest import PlanTable, Run, RunFile, TrainTable, check_run_file, make_run
+from node.runs.manifest_builder import make_manifest, window_of
 from node.runtime import Node
 from sim.scenario import Training
 
@@ -29,7 +29,7 @@ KNOWN_MODELS_MAX = 8
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as `node.runs.models` takes it: a graph, and first values where it has any."""
+    """A model as `node.content.graphs` takes it: a graph, and first values where it has any."""
 
     graph: bytes
     values: bytes | None

@@ -1,6 +1,6 @@
 """What a trainer of a run in a world of cores does under one plan: it feeds and, as the first, commits.
 
-As `node.runs.training`, `committer` and `feeder`; the next plan begins with another.
+As `node.runs.trainer`, `committer` and `feeder`; the next plan begins with another.
 """
 
 from collections.abc import Callable, Sequence

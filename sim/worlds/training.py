@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
+from node.protocols.runs import PIPELINE_PROTOCOL
 from node.runs.member import LEAVE_SECONDS_MAX
-from node.runs.requests import PIPELINE_PROTOCOL
 from partition.plan.plan import NOTHING, Plan, StagePlan
 from sim.happenings import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant

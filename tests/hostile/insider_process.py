@@ -15,12 +15,12 @@ from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import PeerId
+from node.content.graphs import graph_name
 from node.errors import StreamClosed, Unreachable
 from node.events import RunEnded
-from node.runs import requests as wire
-from node.runs.manifest import Manifest, check_run, make_run
-from node.runs.models import graph_name
-from node.runs.placement import NotPlaced
+from node.placement.leases import NotPlaced
+from node.protocols import runs as wire
+from node.protocols.manifest import Manifest, check_run, make_run
 from node.runtime import Node
 from node.seams import RealClock
 from node.storage.folder import FolderStorage

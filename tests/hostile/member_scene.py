@@ -18,7 +18,7 @@ import msgspec
 import safetensors.numpy
 
 from crypto.encoding import encode
-from node.runs.manifest import Manifest
+from node.protocols.manifest import Manifest
 from tests.hostile.insider_process import be_insider
 from tests.hostile.loop_steps import Step
 from tests.hostile.scene import READY_SECONDS, Far, start

@@ -8,8 +8,8 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from node.runs import requests as wire
-from node.runs.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run
+from node.protocols import runs as wire
+from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run
 from partition.plan.history import first_history
 from partition.plan.plan import MICROBATCHES_MAX, NOTHING, Plan, StagePlan, encode_plan, plan_hash
 from tests.hostile.insider import Insider

@@ -17,12 +17,12 @@ import trio
 
 from crypto.encoding import encode
 from node import config, containment
+from node.checkpoints.weights import weights_name
+from node.content.graphs import graph_name
 from node.events import Event, RunEnded
+from node.placement.leases import NotPlaced
 from node.process import spare_imports
-from node.runs.manifest import Manifest, make_run
-from node.runs.models import graph_name
-from node.runs.placement import NotPlaced
-from node.runs.weights import weights_name
+from node.protocols.manifest import Manifest, make_run
 from node.runtime import Node
 from node.services.capacity import Capacity
 from partition.plan.plan import encode_plan

@@ -20,10 +20,13 @@ from crypto.contact import CONTACT_PURPOSE, ContactBody
 from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
 from node.averaging import transfer
-from node.runs import blobs, checkpoint_format, copies, manifest, traces
-from node.runs import requests as runs
+from node.checkpoints import replication
+from node.checkpoints.weights import WEIGHTS_PURPOSE
+from node.content import blobs
+from node.protocols import checkpoint, manifest
+from node.protocols import runs as runs
+from node.runs import traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
-from node.runs.weights import WEIGHTS_PURPOSE
 from node.services import membership, reach
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
@@ -57,7 +60,7 @@ PROTOCOLS = (
     Protocol(runs.RUNS_PROTOCOL, runs.Request, runs.Reply),
     Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True),
     Protocol(blobs.BLOBS_PROTOCOL, blobs.Want, blobs.Reply),
-    Protocol(copies.COPIES_PROTOCOL, copies.Request, copies.Reply),
+    Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True),
@@ -78,7 +81,7 @@ PURPOSES: Mapping[type, str] = {
     averaging.CommitmentBody: averaging.COMMITMENT_PURPOSE,
     averaging.HaveBody: averaging.HAVE_PURPOSE,
     averaging.SealBody: averaging.SEAL_PURPOSE,
-    checkpoint_format.Checkpoint: checkpoint_format.CHECKPOINT_PURPOSE,
+    checkpoint.Checkpoint: checkpoint.CHECKPOINT_PURPOSE,
     ContactBody: CONTACT_PURPOSE,
     Plan: FIRST_PLAN_PURPOSE,
     Segment: SEGMENT_PURPOSE,
@@ -97,10 +100,10 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, copies.Offer, membership.Metadata, Calibration),
+    "value": (Change, replication.Offer, membership.Metadata, Calibration),
     "links": (Change,),
     "metadata": (membership.Metadata,),
-    "data": (checkpoint_format.StatePart,),
+    "data": (checkpoint.StatePart,),
 }
 """Fields of bytes that are decoded once more, and as what."""
 

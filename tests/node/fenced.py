@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from node.runs import sandbox
+from node.stages import sandbox
 
 MEMORY_BYTES = 256 << 20
 TOO_MUCH_BYTES = 1 << 30

@@ -12,9 +12,10 @@ import torch
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from node.runs import checkpoint_format, snapshot
-from node.runs.admission import Machine, make_specification
-from node.runs.manifest import Run, make_run
+from node.checkpoints import chunks
+from node.placement.admission import Machine, make_specification
+from node.protocols import checkpoint
+from node.protocols.manifest import Run, make_run
 from partition.model.cut import cut_layers
 from partition.model.graph import StageGraph
 from partition.plan.plan import Plan, StagePlan
@@ -27,7 +28,7 @@ SMALL_CHUNK_BYTES = 64
 
 def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small model has many."""
-    for module in (checkpoint_format, snapshot):
+    for module in (checkpoint, chunks):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
 
 

@@ -16,10 +16,8 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.errors import StreamClosed, Unreachable
-from node.executor import RealExecutor
-from node.runs import blobs as protocol
-from node.runs.blobs import (
+from node.content import blobs as protocol
+from node.content.blobs import (
     BLOBS_PROTOCOL,
     Absent,
     BlobServer,
@@ -30,6 +28,8 @@ from node.runs.blobs import (
     Want,
     fetch_all,
 )
+from node.errors import StreamClosed, Unreachable
+from node.executor import RealExecutor
 from node.seams import Handler, RealClock, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage

@@ -12,9 +12,9 @@ import trio
 
 from node.cli.main import run
 from node.commands import CheckpointCommands
+from node.content.graphs import graph_name
 from node.control import CommandHandler, Emit
 from node.errors import RunFailed, UsageError
-from node.runs.models import graph_name
 from node.storage.folder import FolderStorage
 from tests.node.saved import SMALL_CHUNK_BYTES, Saved, saved, use_small_chunks
 from tests.node.test_checkpoints import checkpoints_in, save

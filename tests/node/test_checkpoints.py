@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from crypto.encoding import encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
+from node.checkpoints.chunks import ArenaReader, cut_state, restore_state
+from node.checkpoints.export import exporting
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.store import KEPT, CheckpointStore
+from node.checkpoints.weights import _join
+from node.content.blobs import BlobsMissing
+from node.content.graphs import graph_name
 from node.executor import RealExecutor
-from node.runs import checkpoint_format as form
-from node.runs.blobs import BlobsMissing
-from node.runs.checkpoint_export import exporting
-from node.runs.checkpoint_store import KEPT, CheckpointStore
-from node.runs.checkpoints import Checkpoints
-from node.runs.models import graph_name
-from node.runs.snapshot import ArenaReader, cut_state, restore_state
-from node.runs.weights import _join
+from node.protocols import checkpoint as form
 from node.seams import RealClock, Seams, Storage
 from node.storage.blobs import Blobs, NoRoom, hash_of, split
 from node.storage.folder import FolderStorage

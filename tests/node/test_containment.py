@@ -25,8 +25,8 @@ from node.containment import (
 )
 from node.errors import StreamClosed
 from node.events import Event, RunEnded, StepCommitted
-from node.runs.placement import NotPlaced
-from node.runs.telling import Telling
+from node.placement.leases import NotPlaced
+from node.runs.progress import Telling
 from node.runtime import Node
 from node.seams import Stream
 from node.state import rfc3339

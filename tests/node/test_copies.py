@@ -18,12 +18,8 @@ from hypothesis import strategies as st
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.errors import StreamClosed, Unreachable
-from node.runs import copies as protocol
-from node.runs.blobs import BLOBS_PROTOCOL, BlobServer
-from node.runs.checkpoint_format import StageState
-from node.runs.checkpoints import Checkpoints
-from node.runs.copies import (
+from node.checkpoints import replication as protocol
+from node.checkpoints.replication import (
     COPIES,
     COPIES_PROTOCOL,
     Conclude,
@@ -37,7 +33,11 @@ from node.runs.copies import (
     ask,
     keepers,
 )
-from node.runs.manifest import Run, make_run
+from node.checkpoints.service import Checkpoints
+from node.content.blobs import BLOBS_PROTOCOL, BlobServer
+from node.errors import StreamClosed, Unreachable
+from node.protocols.checkpoint import StageState
+from node.protocols.manifest import Run, make_run
 from node.runtime import Node
 from node.storage.blobs import Blobs
 from sim.seams import SimNetwork

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from node.content.datasets import TEXT_VALUES, Batches, load, load_folder, load_text
 from node.errors import UsageError
-from node.runs.data import TEXT_VALUES, Batches, load, load_folder, load_text
 
 
 def save(folder: Path, name: str, x: Any, y: Any) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from node import toml
 from node.commands import Commands
+from node.content.datasets import Dataset, labelled, load_digits, load_text
 from node.errors import UsageError
 from node.events import RunAccepted
-from node.runs.data import Dataset, labelled, load_digits, load_text
+from node.protocols.manifest import RunFile
 from node.runs.data_check import check_values
-from node.runs.manifest import RunFile
-from node.runs.submission import bind_data
+from node.runs.manifest_builder import bind_data
 from partition.model.graph import DataType, Graph
 from partition.model.ranges import bounds
 from tests.node.test_models import NAME, classifier

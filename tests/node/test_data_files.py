@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import trio
 
+from node.content.dataset_store import DataFiles, data_name
+from node.content.datasets import FileName, digest_of, load_folder
 from node.errors import Unreachable, UsageError
 from node.executor import RealExecutor
-from node.runs.data import FileName, digest_of, load_folder
-from node.runs.data_files import DataFiles, data_name
 from node.runtime import Node
 from node.seams import Arrays, RealClock, Seams
 from node.storage.folder import FolderStorage

@@ -5,9 +5,9 @@ from pathlib import Path
 import trio
 
 from gossip.member import MemberForgotten
+from node.checkpoints.weights import WEIGHTS_PURPOSE, weights_name
 from node.commands import Commands
-from node.runs.manifest import Run
-from node.runs.weights import WEIGHTS_PURPOSE, weights_name
+from node.protocols.manifest import Run
 from node.runtime import CAPACITY_PURPOSE
 from node.services.discovery import RECORD_SECONDS, RENEW_SECONDS
 from node.services.membership import read_metadata

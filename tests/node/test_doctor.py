@@ -20,9 +20,9 @@ from node.cli.doctor.steps import Step, Steps
 from node.cli.doctor.there import look_there
 from node.cli.main import run
 from node.errors import CheckFailed
-from node.runs.sandbox import Fenced
 from node.seams import RealClock
 from node.services.reach import Reach
+from node.stages.sandbox import Fenced
 from node.transport.network import RealNetwork
 from tests.node.nets import make_network, running, unused_address
 

@@ -16,8 +16,8 @@ from crypto.noise import Data
 from node.config import Memory
 from node.errors import StageFailed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
-from node.runs import frame_store
-from node.runs.frame_store import FrameStore
+from node.pipeline import frame_store
+from node.pipeline.frame_store import FrameStore
 from node.storage import spill
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage

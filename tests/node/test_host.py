@@ -25,13 +25,13 @@ from crypto.errors import RemoteProtocolError
 from node.config import Memory
 from node.errors import StageFailed
 from node.executor import RealExecutor
-from node.runs import allowance as allowance_module
-from node.runs import host as host_module
-from node.runs.allowance import ANSWER_SECONDS, allowance_of
-from node.runs.exchange import Header, joined, split
-from node.runs.host import StageHost
-from node.runs.scratch import Scratch, remove_forgotten
 from node.seams import Executor
+from node.stages import host as host_module
+from node.stages import limits as allowance_module
+from node.stages.framing import Header, joined, split
+from node.stages.host import StageHost
+from node.stages.limits import ANSWER_SECONDS, allowance_of
+from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
 from partition.codec import pack, typed
 from partition.execute import StageExecutor
@@ -186,7 +186,7 @@ async def test_a_stage_that_is_not_admitted_fails_to_open_with_the_reason() -> N
 OPEN_STRICTLY = """
 import sys, trio
 from node.errors import StageFailed
-from node.runs.host import StageHost
+from node.stages.host import StageHost
 async def main():
     try:
         host = await StageHost.open(bytes.fromhex(sys.argv[1]))
@@ -282,7 +282,7 @@ def test_a_folder_that_a_killed_node_left_is_removed_and_one_in_use_is_not(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import os, signal; from node.runs.scratch import Scratch\n"
+        "import os, signal; from node.stages.scratch import Scratch\n"
         "open(Scratch().path + '/left', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
@@ -420,8 +420,8 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
     activation = pack([typed(draws.random((4, 256, 768), "float32"))], "raw", sizes=(4,))
     program = (
         "import socket, sys\n"
-        "from node.runs.host_process import _Link, _map\n"
-        "from node.runs.exchange import joined, split\n"
+        "from node.stages.process import _Link, _map\n"
+        "from node.stages.framing import joined, split\n"
         "from crypto.encoding import decode\n"
         "from partition.stage import Exported, Ran, Request\n"
         "link = _Link(socket.socket(fileno=int(sys.argv[1])))\n"
@@ -516,7 +516,7 @@ async def test_a_process_that_breaks_says_its_last_line() -> None:
 async def test_a_stage_dies_with_its_node() -> None:
     """Even when the node is killed; then the file descriptors, and so the arenas, are gone as well."""
     program = (
-        "import sys, trio; from node.runs.host import StageHost\n"
+        "import sys, trio; from node.stages.host import StageHost\n"
         "async def main():\n"
         "    host = await StageHost.open(bytes.fromhex(sys.argv[1]))\n"
         "    print(host.pid, flush=True)\n"

@@ -21,15 +21,15 @@ from msgspec.structs import replace
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
+from node.checkpoints.replication import Offer
 from node.cli.screen import EventScreen
+from node.content import datasets as datasets
 from node.errors import UsageError
 from node.events import RunEnded, StepCommitted
-from node.runs import data as datasets
-from node.runs import requests as wire
-from node.runs.committer import _rounding
-from node.runs.copies import Offer
-from node.runs.keeping import Keeping, newest_name
-from node.runs.placement import rounded
+from node.pipeline.committer import _rounding
+from node.placement.leases import rounded
+from node.protocols import runs as wire
+from node.runs.checkpointing import Keeping, newest_name
 from node.runtime import Node
 from node.state import event_document
 from node.storage.folder import FolderStorage

@@ -8,10 +8,10 @@ import trio
 
 from crypto.identity import Identity, PeerId
 from node.executor import RealExecutor
-from node.runs import requests as wire
-from node.runs.admission import Machine
-from node.runs.lease_checks import BURST, BUSY, RATE, LeaseChecks
-from node.runs.manifest import Run
+from node.placement.admission import Machine
+from node.placement.lease_checks import BURST, BUSY, RATE, LeaseChecks
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
 from node.runtime import Node
 from node.seams import RealClock
 from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash

@@ -9,8 +9,8 @@ import trio
 import trio.testing
 
 from crypto.identity import PeerId
-from node.runs.link_codecs import LinkCodecs
-from node.runs.links import RATE_BYTES, Links
+from node.pipeline.codec_choice import LinkCodecs
+from node.pipeline.links import RATE_BYTES, Links
 from node.seams import Network
 from partition.codec import CODECS, pack, typed
 from sim.executor import SimExecutor

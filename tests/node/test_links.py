@@ -4,7 +4,7 @@ import numpy as np
 import trio
 
 from crypto.identity import PeerId
-from node.runs.links import Links
+from node.pipeline.links import Links
 from node.seams import Stream
 from tests.node.nets import BULK, acquaint, make_network, running
 

@@ -18,13 +18,13 @@ from crypto.identity import Identity
 from node import toml
 from node.cli.capturing import captured
 from node.commands import Commands
+from node.content import graphs
+from node.content.datasets import Dataset, labelled, load_digits, load_text
+from node.content.graphs import graph_name, values_name
 from node.errors import StageFailed, Unreachable, UsageError
-from node.runs import models
-from node.runs import requests as wire
-from node.runs.data import Dataset, labelled, load_digits, load_text
-from node.runs.manifest import MANIFEST_BYTES_MAX, RunFile, check_run_file, make_run
-from node.runs.models import graph_name, values_name
-from node.runs.submission import WINDOW, bind_data, make_manifest, window_of
+from node.protocols import runs as wire
+from node.protocols.manifest import MANIFEST_BYTES_MAX, RunFile, check_run_file, make_run
+from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_of
 from node.runtime import Node
 from partition.model.graph import DataType, Graph, Stored, encode_graph, graph_hash
 from partition.stage import GROUPS_MAX, GroupSettings, StageSpecification
@@ -118,7 +118,7 @@ def test_a_graph_that_is_not_the_one_asked_for_is_not_taken() -> None:
 def test_a_graph_longer_than_any_may_be_is_refused_before_it_is_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models, "GRAPH_BYTES_MAX", 100)
+    monkeypatch.setattr(graphs, "GRAPH_BYTES_MAX", 100)
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
@@ -156,14 +156,14 @@ def test_many_who_want_one_graph_wait_for_one_fetch_and_of_many_graphs_only_some
         async with trio.open_nursery() as nursery:
             for number in range(10):
                 nursery.start_soon(want, number)
-        assert refused >= 10 - models.FETCHES_MAX - 1
+        assert refused >= 10 - graphs.FETCHES_MAX - 1
         assert a.runs.models._fetching == {}
 
     two_nodes(scenario)
 
 
 def test_the_graphs_that_were_used_longest_ago_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "GRAPHS_KEPT_MAX", 2)
+    monkeypatch.setattr(graphs, "GRAPHS_KEPT_MAX", 2)
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4)]
@@ -177,7 +177,7 @@ def test_the_graphs_that_were_used_longest_ago_make_room(monkeypatch: pytest.Mon
 
 
 def test_the_graph_of_a_run_here_stays_however_many_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "GRAPHS_KEPT_MAX", 2)
+    monkeypatch.setattr(graphs, "GRAPHS_KEPT_MAX", 2)
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4, 5)]
@@ -252,7 +252,7 @@ def specification_of(model: Model) -> StageSpecification:
 
 
 def test_first_values_are_fetched_in_ranges_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "RANGE_BYTES_MAX", 40)
+    monkeypatch.setattr(graphs, "RANGE_BYTES_MAX", 40)
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()

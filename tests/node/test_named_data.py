@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from node import toml
+from node.content.datasets import load_folder
 from node.errors import UsageError
-from node.runs.data import load_folder
+from node.protocols.manifest import RunFile
 from node.runs.data_check import check_values
-from node.runs.manifest import RunFile
-from node.runs.submission import bind_data, make_batches, make_manifest
+from node.runs.manifest_builder import bind_data, make_batches, make_manifest
 from partition.capture import Captured, Task
 from partition.capture.task import captured_and_proved
 from partition.model.graph import encode_graph, graph_hash

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.config import Memory
-from node.executor import RealExecutor
-from node.runs.npz import (
+from node.content.npz import (
     ENTRIES_MAX,
     RATIO_FREE_BYTES,
     RATIO_MAX,
@@ -32,6 +31,7 @@ from node.runs.npz import (
     read_layouts,
     unpack_here,
 )
+from node.executor import RealExecutor
 from node.storage.budget import ScratchBudget
 from tests.source import ROOT
 
@@ -223,7 +223,7 @@ def test_the_process_ends_where_nobody_says_go_on(tmp_path: Path) -> None:
                 sys.executable,
                 "-P",
                 "-m",
-                "node.runs.unpacking",
+                "node.content.unpacking",
                 *map(str, descriptors),
                 str(os.getpid()),
                 "60",

@@ -10,7 +10,7 @@ import trio
 from crypto.encoding import encode
 from crypto.identity import PeerId
 from node.events import RunPlanned
-from node.runs.placement import CLAIM_RATIO_MAX, Offer, cap_claims
+from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims
 from node.runtime import Node
 from node.services.capacity import Capacity
 from node.services.membership import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata

@@ -8,12 +8,12 @@ import pytest
 import trio
 from blake3 import blake3
 
+from node.checkpoints.weights import weights_name
 from node.commands import Commands
 from node.events import RunAccepted, RunEnded
-from node.runs import requests as wire
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
 from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
-from node.runs.manifest import Run
-from node.runs.weights import weights_name
 from node.runtime import Node
 from node.storage.blobs import GUEST_BYTES_MAX
 from partition.plan.change import Change, encode_change, successor

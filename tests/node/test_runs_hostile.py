@@ -19,15 +19,15 @@ from crypto.identity import Identity, PeerId
 from gossip.allreduce import CHUNK_BYTES, KEY_BYTES_MAX, Part
 from node.errors import StageFailed, StreamClosed, Unreachable
 from node.events import RunAccepted, RunEnded, RunPlanned, StepCommitted
-from node.runs import requests as wire
-from node.runs.link_codecs import LinkCodecs
-from node.runs.links import Links
-from node.runs.manifest import Run, make_run
-from node.runs.placement import NotPlaced
-from node.runs.replica import ReplicaShell
+from node.pipeline.codec_choice import LinkCodecs
+from node.pipeline.links import Links
+from node.pipeline.replica import ReplicaShell
+from node.pipeline.spans import Spans
+from node.placement.leases import NotPlaced
+from node.protocols import runs as wire
+from node.protocols.manifest import Run, make_run
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
-from node.runs.serving import RUNS_MAX
-from node.runs.spans import Spans
+from node.runs.server import RUNS_MAX
 from node.runtime import Node
 from node.seams import Network, RealClock
 from node.state import RUNS_KEPT_MAX, State, apply
@@ -506,7 +506,7 @@ async def test_a_link_that_overflows_begins_again_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A message dropped in silence would be waited for for ever."""
-    monkeypatch.setattr("node.runs.links.QUEUE_BYTES_MAX", 10)
+    monkeypatch.setattr("node.pipeline.links.QUEUE_BYTES_MAX", 10)
     network, again = SlowNetwork(), trio.Event()
     stuck: list[PeerId] = []
 

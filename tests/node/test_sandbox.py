@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.runs import sandbox, syscalls
-from node.runs.fences import try_fences
+from node.stages import sandbox, seccomp
+from node.stages.fences import try_fences
 from tests.source import ROOT
 
 ALLOW, KILL, NO_SUCH_CALL, REFUSED = 0x7FFF0000, 0x80000000, 0x00050000 | 38, 0x00050000 | 1
-COLUMNS = {machine: column for machine, (column, _) in syscalls.ARCHITECTURES.items()}
+COLUMNS = {machine: column for machine, (column, _) in seccomp.ARCHITECTURES.items()}
 FREELY = (
-    syscalls.MEMORY
-    | syscalls.THREADS
-    | syscalls.SIGNALS_AND_CLOCKS
-    | syscalls.DESCRIPTORS
-    | syscalls.LOOKING
-    | syscalls.MACHINE
+    seccomp.MEMORY
+    | seccomp.THREADS
+    | seccomp.SIGNALS_AND_CLOCKS
+    | seccomp.DESCRIPTORS
+    | seccomp.LOOKING
+    | seccomp.MACHINE
 )
 # Those whose arguments decide, by architecture.
 CLONE, MMAP, OPENAT, PRLIMIT, SENDTO, TGKILL = (
@@ -183,7 +183,7 @@ def test_every_fence_is_either_up_or_said_to_be_missing(tried: Tried) -> None:
 
 def test_without_landlock_nothing_is_opened_for_writing(tmp_path: Path) -> None:
     program = (
-        "import os; from node.runs.sandbox import _Kernel; kernel = _Kernel()\n"
+        "import os; from node.stages.sandbox import _Kernel; kernel = _Kernel()\n"
         "kernel.forbid_new_privileges(); kernel.filter_calls(files_fenced=False, accelerator=False)\n"
         "for path, flags in (('.', os.O_RDONLY), ('new', os.O_WRONLY | os.O_CREAT), ('new', os.O_RDWR)):\n"
         "    try: os.close(os.open(path, flags)); print('done')\n"
@@ -259,7 +259,7 @@ def test_the_trial_of_the_fences_says_what_a_stage_will_find(tried: Tried, tmp_p
     ]
     assert "\n".join(found.unfenced) == tried.unfenced
     if sys.platform == "linux":
-        program = "from node.runs.fences import try_fences; print(try_fences('cpu').unfenced)"
+        program = "from node.stages.fences import try_fences; print(try_fences('cpu').unfenced)"
         status, output, _ = ended("-c", program, folder=tmp_path, command=WITHOUT_LANDLOCK)
         assert status == 0
         assert "files: no landlock" in output
@@ -302,8 +302,8 @@ def judge(
     accelerator: bool = False,
 ) -> int:
     """What the kernel would answer to a call."""
-    filtered = syscalls.compile_filter(machine, PID, files_fenced=files_fenced, accelerator=accelerator)
-    kernels_name = syscalls.ARCHITECTURES[machine][1] if architecture is None else architecture
+    filtered = seccomp.compile_filter(machine, PID, files_fenced=files_fenced, accelerator=accelerator)
+    kernels_name = seccomp.ARCHITECTURES[machine][1] if architecture is None else architecture
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
     data = struct.pack("<IIQ6Q", number, kernels_name, 0, *padded)
     program: list[tuple[int, int, int, int]] = list(struct.iter_unpack("=HBBI", filtered))
@@ -329,7 +329,7 @@ def judge(
 @pytest.mark.parametrize("machine", COLUMNS)
 def test_each_call_is_answered_as_the_tables_say(machine: str) -> None:
     column = COLUMNS[machine]
-    for calls, answer in ((FREELY, ALLOW), (syscalls.CHANGING, ALLOW), (syscalls.REFUSED, REFUSED)):
+    for calls, answer in ((FREELY, ALLOW), (seccomp.CHANGING, ALLOW), (seccomp.REFUSED, REFUSED)):
         for name, numbers in calls.items():
             if (number := numbers[column]) is not None:
                 assert judge(machine, number) == answer, name
@@ -343,14 +343,14 @@ def test_no_call_outside_the_tables_is_ever_allowed(
     machine: str, number: int, arguments: tuple[int, ...]
 ) -> None:
     column = COLUMNS[machine]
-    known = {numbers[column] for numbers in (*FREELY.values(), *syscalls.CHANGING.values(), *BY_ARGUMENTS)}
+    known = {numbers[column] for numbers in (*FREELY.values(), *seccomp.CHANGING.values(), *BY_ARGUMENTS)}
     if judge(machine, number, arguments) == ALLOW:
         assert number in known
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
 def test_a_call_of_another_architecture_kills(machine: str) -> None:
-    other = next(name for machine_, (_, name) in syscalls.ARCHITECTURES.items() if machine_ != machine)
+    other = next(name for machine_, (_, name) in seccomp.ARCHITECTURES.items() if machine_ != machine)
     assert judge(machine, 0, architecture=other) == KILL
     assert judge("x86_64", 0x40000000 | 1) == KILL
 
@@ -396,17 +396,17 @@ def test_an_accelerator_may_be_spoken_to_and_files_are_guarded_where_landlock_is
     column = COLUMNS[machine]
     assert judge(machine, IOCTL[column], (3, 0xC0184600), accelerator=True) == ALLOW
     assert judge(machine, MMAP[column], (0, 4096, 3, 0x21), accelerator=True) == ALLOW
-    assert judge(machine, syscalls.REFUSED["socket"][column] or 0, accelerator=True) == REFUSED
+    assert judge(machine, seccomp.REFUSED["socket"][column] or 0, accelerator=True) == REFUSED
     writing, reading = (0, 4096, 0x1), (0, 4096, 0x80000)
     assert judge(machine, OPENAT[column], reading, files_fenced=False) == ALLOW
     assert judge(machine, OPENAT[column], writing, files_fenced=False) == REFUSED
-    assert judge(machine, syscalls.CHANGING["unlinkat"][column] or 0, files_fenced=False) == REFUSED
+    assert judge(machine, seccomp.CHANGING["unlinkat"][column] or 0, files_fenced=False) == REFUSED
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
 def test_the_filter_fits_into_the_kernel(machine: str) -> None:
-    filtered = syscalls.compile_filter(machine, PID, files_fenced=True, accelerator=True)
-    assert len(filtered) // 8 <= syscalls.INSTRUCTIONS_MAX
+    filtered = seccomp.compile_filter(machine, PID, files_fenced=True, accelerator=True)
+    assert len(filtered) // 8 <= seccomp.INSTRUCTIONS_MAX
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
@@ -420,7 +420,7 @@ def test_numbers_are_those_of_the_kernels_own_headers(machine: str) -> None:
     }
     # The generic header calls two of them by the names they had before 64 bits.
     renamed = {"fadvise64": numbers.get("fadvise64"), "newfstatat": numbers.get("fstatat")}
-    for calls in (FREELY, syscalls.CHANGING, syscalls.ACCELERATOR, syscalls.REFUSED):
+    for calls in (FREELY, seccomp.CHANGING, seccomp.ACCELERATOR, seccomp.REFUSED):
         for name, row in calls.items():
             wanted = numbers.get(name, renamed.get(name))
             assert row[COLUMNS[machine]] == wanted, name

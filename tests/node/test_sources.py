@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.content.datasets import Dataset, load_folder
+from node.content.sources import convert, is_source, split
 from node.errors import UsageError
-from node.runs.data import Dataset, load_folder
-from node.runs.sources import convert, is_source, split
 
 Pixels = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 

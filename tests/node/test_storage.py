@@ -14,13 +14,13 @@ from crypto.contact import parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId
+from node.checkpoints.replication import Which
+from node.checkpoints.weights import weights_name
+from node.content.dataset_store import data_name
 from node.errors import UsageError
 from node.paths import LOCK_NAME
-from node.runs.copies import Which
-from node.runs.data_files import data_name
-from node.runs.requests import End, FetchData, FetchWeights
+from node.protocols.runs import End, FetchData, FetchWeights
 from node.runs.runs import run_name
-from node.runs.weights import weights_name
 from node.storage.folder import IDENTITY_NAME, FolderStorage, lock, parts_of
 from node.storage.keys import load_keys
 from node.storage.remembered import REMEMBERED_MAX, read_remembered, write_remembered

@@ -15,7 +15,7 @@ from crypto.errors import RemoteProtocolError
 from node.cli.trace import chrome_trace, otlp_trace, send_otlp
 from node.errors import UsageError
 from node.events import RunPlanned
-from node.runs.spans import SPANS_KEPT_MAX, Span, Spans, trace_id
+from node.pipeline.spans import SPANS_KEPT_MAX, Span, Spans, trace_id
 from node.runs.traces import ANSWER_BYTES_MAX, TRACES_PROTOCOL, Ask, Told, trace_document
 from sim.worlds.scheduling import run_virtually
 from tests.stack import manifest, swarm, train

@@ -12,13 +12,13 @@ import trio.lowlevel
 
 from crypto.encoding import decode, encode
 from crypto.identity import Identity, PeerId
+from node.checkpoints.weights import weights_name
 from node.errors import StreamClosed, Unreachable
 from node.executor import RealExecutor
-from node.runs import requests as wire
-from node.runs.permits import Permit, Permits
-from node.runs.serving import FILES_MAX, FILES_PER_PEER_MAX, PATIENCE_SECONDS
-from node.runs.uploads import STALL_SECONDS_MAX, send_blob, whole
-from node.runs.weights import weights_name
+from node.protocols import runs as wire
+from node.protocols.permits import Permit, Permits
+from node.protocols.uploads import STALL_SECONDS_MAX, send_blob, whole
+from node.runs.server import FILES_MAX, FILES_PER_PEER_MAX, PATIENCE_SECONDS
 from node.runtime import Node
 from node.seams import Network, Stream
 from node.storage.folder import FolderStorage

@@ -1,8 +1,8 @@
 """A world in memory for the step machines: peers, links, a chain of plans, and everything that goes wrong.
 
 Every delivery, computation and disturbance is one event, and a seed picks which comes next, so a seed is a
-history. Links are as `node.runs.links`: in order, but what a broken link loses comes again behind what was
-queued. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and every
+history. Links are as `node.pipeline.links`: in order, but what a broken link loses comes again behind what
+was queued. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and every
 peer learns of them in its own time. A fake stage sums integers instead of gradients, so that sums are
 compared exactly. The world checks while it runs; `Broken` says what is wrong. What can go wrong is in
 `steps_trouble`.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from node.runs.data import load_digits
+from node.content.datasets import load_digits
 from partition.codecs.choice import Frames
 from partition.stage import OptimizerSettings
 from tests.partition.held import Row, bundle, spread

@@ -10,8 +10,8 @@ from trio.testing import MockClock
 from crypto.errors import LocalProtocolError
 from crypto.facts import IdentitySigner
 from node.errors import StageFailed
-from node.runs.admission import Machine, make_specification
-from node.runs.manifest import make_run
+from node.placement.admission import Machine, make_specification
+from node.protocols.manifest import make_run
 from partition import stage as api
 from partition.codec import Payload
 from partition.model.cut import cut_layers

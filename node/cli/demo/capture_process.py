@@ -75,7 +75,7 @@ def main(run_file: str, graph: str) -> None:
     """Capture the model that `run_file` names into the file `graph`."""
     from node import toml
     from node.cli.capturing import capture_to
-    from node.runs.manifest import RunFile
+    from node.protocols.manifest import RunFile
 
     path = Path(run_file)
     try:

@@ -25,8 +25,8 @@ from node.cli.doctor.steps import Skipped, Steps, in_thread
 from node.config import Config
 from node.errors import NoNode, PeerloomError
 from node.paths import LOCK_NAME, short_path
-from node.runs.fences import REMEDY, try_fences
 from node.services.capacity import find_device
+from node.stages.fences import REMEDY, try_fences
 from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, FolderStorage
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder, open_own

@@ -1,0 +1,1 @@
+"""Copies of a run's state on several members: made, kept, exported and restored."""

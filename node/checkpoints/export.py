@@ -1,0 +1,68 @@
+"""A checkpoint and its run's graph to a safetensors file under the model's own state-dict names.
+
+The model is cut where the checkpoint's stages were, which says where in which arena each parameter lies; its
+bytes are then read from the chunks, as they are needed.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from crypto.errors import RemoteProtocolError
+from node.checkpoints.chunks import ArenaReader, Read
+from node.content.blobs import BlobsMissing
+from node.content.safetensors import file_metadata, file_pieces, state_dict
+from node.protocols.checkpoint import Checkpoint, check_part, decode_part
+from node.protocols.manifest import Manifest
+from partition.model.cut import cut_layers
+from partition.model.graph import Graph
+from partition.stage import StageSpecification, parameter_layout
+
+CHUNKS_IN_MEMORY_MAX = 16
+"""Small tensors lie many to a chunk, and are not written in the order in which they lie."""
+
+
+def exporting(
+    checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
+) -> Iterator[bytes | memoryview]:
+    """The pieces of the file.
+
+    Raises:
+        BlobsMissing: a blob of the checkpoint is not here. RemoteProtocolError: it does not fit its graph.
+    """
+    places = _places(checkpoint, manifest, graph, lru_cache(CHUNKS_IN_MEMORY_MAX)(read))
+
+    def parameter(row: int) -> Iterator[memoryview]:
+        arena, start, length = places[row]
+        return arena.read(start, length)
+
+    entries = state_dict(graph, checkpoint.step * manifest.microbatches)
+    return file_pieces(entries, file_metadata(checkpoint.run, manifest.model), parameter)
+
+
+def _places(
+    checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
+) -> dict[int, tuple[ArenaReader, int, int]]:
+    """Where each row of the parameter table lies: an arena, the first byte and how many."""
+    try:
+        graphs = cut_layers(graph, checkpoint.graph, checkpoint.ranges)
+    except ValueError as error:
+        raise RemoteProtocolError(f"a checkpoint that does not fit its model: {error}") from None
+    places: dict[int, tuple[ArenaReader, int, int]] = {}
+    for stage, stage_graph in zip(checkpoint.stages, graphs, strict=True):
+        data = read(stage.part)
+        if data is None:
+            raise BlobsMissing((stage.part,), "it is not on this disk, or was damaged")
+        part = decode_part(data)
+        check_part(part, stage)
+        try:
+            layout = StageSpecification(checkpoint.run, stage_graph, manifest.sizes_max)
+        except ValueError as error:
+            raise RemoteProtocolError(str(error)) from None
+        arena = ArenaReader(part.parameters, part.parameters_bytes, read)
+        slots, item_bytes = parameter_layout(layout), layout.item_bytes
+        if sum(slot.size for slot in slots) * item_bytes != part.parameters_bytes:
+            raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
+        for slot in slots:
+            # Of what is tied, the first stage speaks for it.
+            places.setdefault(slot.row, (arena, slot.offset * item_bytes, slot.size * item_bytes))
+    return places

@@ -1,0 +1,448 @@
+"""Who keeps copies of a checkpoint, and how they get them: asked to keep, a peer pulls what it lacks.
+
+`/peerloom/copies/1`, a stream per request:
+
+    Keep        hold this stage of this step, and bring it from these peers: Done when it is on the disk
+    Conclude    the checkpoint has this name: take its manifest and its graph, and tell the DHT
+    Which       what checkpoints of a run have you?
+
+Every member works out the keepers alike: `keepers` is a pure function of the roster.
+"""
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Protocol
+
+import msgspec
+import trio
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from dht.records import Record
+from node.checkpoints.service import Checkpoints
+from node.checkpoints.store import KEPT, Kept
+from node.content.blobs import Refuse
+from node.errors import StreamClosed, Unreachable
+from node.protocols.checkpoint import Number, StageState
+from node.protocols.manifest import run_text
+from node.protocols.permits import Permit, Permits
+from node.seams import Network, Seams, Stream
+from node.storage.blobs import NoRoom
+from partition.plan.plan import STAGES_MAX, Hash, Peer
+from partition.run.messages import REASON_LENGTH_MAX, Reason
+
+COPIES_PROTOCOL = "/peerloom/copies/1"
+CHECKPOINT_PURPOSE = "checkpoint"
+"""DHT records under (this, short run id): one for each peer that keeps a checkpoint of the run, the
+newest."""
+COPIES = 3
+"""Peers that keep each stage: two may go in the same hour."""
+HOLDERS_MAX = 64
+MESSAGE_BYTES_MAX = 8_192
+"""A Keep with as many holders as there may be replicas."""
+REQUESTS_MAX = 32
+"""Streams served at once; they cost nothing but their place."""
+REQUESTS_PER_PEER_MAX = 8
+KEEPS_MAX = 4
+"""Stages on their way here at once, and manifests; each has a list of chunks in memory."""
+PATIENCE_SECONDS = 2.0
+"""How long a peer that says nothing keeps a permit that another wants."""
+BUSY_SECONDS_MAX = 5.0
+"""To say so."""
+REQUEST_SECONDS_MAX = 20.0
+"""From a stream's opening to its request; and for an answer to leave."""
+KEEP_SECONDS_MAX = 3_600.0
+"""For one stage: 12 GB at 30 Mbit/s."""
+CONCLUDE_SECONDS_MAX = 90.0
+WHICH_SECONDS_MAX = 10.0
+ASKED_MAX = 16
+"""Peers asked at once what they have."""
+CANDIDATES_MAX = 4
+"""Checkpoints of a run tried one after the other, should the best be gone."""
+_RECORD_BYTES_MAX = 64
+
+RunText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=HOLDERS_MAX)]
+
+
+def keepers(
+    run: bytes, stage: int, roster: Collection[PeerId], replicas: Collection[PeerId], count: int = COPIES
+) -> tuple[PeerId, ...]:
+    """Who keeps a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and Ravishankar 1998).
+
+    A peer that comes or goes moves only its own share. Never are all of them replicas of the stage, if the
+    roster has others: what fells the replicas would fell the copies. Fewer where the roster is smaller.
+    """
+
+    def weight(peer: PeerId) -> bytes:
+        return blake3(run + stage.to_bytes(4, "big") + peer).digest()
+
+    order = sorted(set(roster), key=weight)
+    chosen = order[:count]
+    others = [peer for peer in order if peer not in replicas]
+    if chosen and others and not set(chosen) & set(others):
+        chosen[-1] = others[0]
+    return tuple(chosen)
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Hold a stage's state after `step` steps of a run. The sender has it, and so have `holders`."""
+
+    run: Hash
+    step: Number
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
+    state: StageState
+    holders: Holders = ()
+
+
+class Conclude(msgspec.Struct, frozen=True, tag="conclude"):
+    """The stages kept of this step are this checkpoint's. The sender has its manifest."""
+
+    run: Hash
+    step: Number
+    checkpoint: Hash
+    holders: Holders = ()
+
+
+class Which(msgspec.Struct, frozen=True, tag="which"):
+    """Which checkpoints of this run are kept here? Answered by Here."""
+
+    run: RunText
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint by its step and name; also the value of a DHT record."""
+
+    step: Number
+    checkpoint: Hash
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It is on the disk."""
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """No, and why, in words for a person."""
+
+    reason: Reason
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=KEPT)]
+
+
+Request = Keep | Conclude | Which
+Reply = Done | Declined | Here
+
+
+class Directory(Protocol):
+    """What is needed of `node.services.discovery.Discovery`."""
+
+    async def publish(self, purpose: str, name: bytes, value: bytes) -> int: ...
+    async def find(self, purpose: str, name: bytes) -> tuple[Record, ...]: ...
+
+
+class Copies:
+    """The service of one node.
+
+    `admits` says why a peer may not have this node keep anything of a run, None if it may; `learn_graph`
+    brings a graph here (`Models.get`). Of a run that is `ours` the copies do not count against the budget.
+    """
+
+    def __init__(
+        self,
+        seams: Seams,
+        checkpoints: Checkpoints,
+        directory: Directory,
+        *,
+        admits: Callable[[PeerId, bytes], str | None],
+        ours: Callable[[bytes], bool],
+        learn_graph: Callable[[bytes, Sequence[PeerId]], Awaitable[object]],
+        refuse: Refuse,
+    ) -> None:
+        self._network = seams.network
+        self._checkpoints = checkpoints
+        self._directory = directory
+        self._admits = admits
+        self._ours = ours
+        self._learn_graph = learn_graph
+        self._refuse = refuse
+        self._permits = Permits(REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        self._keeping: dict[tuple[bytes, int, int], PeerId] = {}
+        seams.network.handle(COPIES_PROTOCOL, self.serve)
+
+    async def start(self) -> None:
+        """Tidy up what the last stop left half done, and say in the DHT what is here."""
+        store = self._checkpoints.store
+        await self._checkpoints.call(store.recover)
+        newest = {kept.run: kept for kept in await self._checkpoints.call(store.all)}
+        for run, kept in newest.items():
+            await self.announce(run, Offer(kept.checkpoint.step, kept.name))
+
+    # The committer's side
+
+    async def spread(
+        self,
+        run: bytes,
+        step: int,
+        states: Sequence[StageState],
+        holders: Sequence[Sequence[PeerId]],
+        wanted: Sequence[Sequence[PeerId]],
+    ) -> tuple[list[PeerId], ...]:
+        """Have stage i kept by `wanted[i]`, who bring it from `holders[i]`: for each stage, who has it now.
+
+        A keeper brings its stages one after the other, all keepers at once. This node may be one of them.
+        """
+        have: tuple[list[PeerId], ...] = tuple([] for _ in states)
+
+        async def go_through(peer: PeerId) -> None:
+            for stage, state in enumerate(states):
+                if peer not in wanted[stage]:
+                    continue
+                request = Keep(run, step, stage, state, tuple(holders[stage])[:HOLDERS_MAX])
+                if await self._ask_one(peer, request, KEEP_SECONDS_MAX):
+                    have[stage].append(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in dict.fromkeys(peer for each in wanted for peer in each):
+                nursery.start_soon(go_through, peer)
+        return have
+
+    async def conclude(
+        self, run: bytes, step: int, checkpoint: bytes, peers: Collection[PeerId]
+    ) -> list[PeerId]:
+        """Tell the keepers the name of the checkpoint sealed here, and the DHT; who has taken it."""
+        done: list[PeerId] = []
+
+        async def tell(peer: PeerId) -> None:
+            if await self._ask_one(peer, Conclude(run, step, checkpoint), CONCLUDE_SECONDS_MAX):
+                done.append(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in dict.fromkeys(peers):
+                if peer != self._network.peer:
+                    nursery.start_soon(tell, peer)
+            nursery.start_soon(self.announce, run_text(run), Offer(step, checkpoint))
+        return done
+
+    async def _ask_one(self, peer: PeerId, request: Keep | Conclude, seconds: float) -> bool:
+        if peer == self._network.peer:
+            return isinstance(await self._answer(peer, request), Done)
+        try:
+            return isinstance(await ask(self._network, peer, request, seconds=seconds), Done)
+        except Unreachable:
+            return False  # a copy less; the caller sees who has one
+
+    async def announce(self, run: str, offer: Offer) -> None:
+        """Say in the DHT that this node keeps this checkpoint; `run` is the short id."""
+        await self._directory.publish(CHECKPOINT_PURPOSE, bytes.fromhex(run), encode(offer))
+
+    # Anybody's
+
+    async def holders(self, run: str) -> dict[PeerId, Offer]:
+        """Who says in the DHT to keep a checkpoint of a run, and which; `run` is the short id."""
+        found: dict[PeerId, Offer] = {}
+        for record in await self._directory.find(CHECKPOINT_PURPOSE, bytes.fromhex(run)):
+            try:
+                offer: Offer = decode(record.value, Offer, bytes_max=_RECORD_BYTES_MAX)
+            except RemoteProtocolError as error:
+                self._refuse(record.publisher, error)
+                continue
+            found[record.publisher] = offer
+        return found
+
+    async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> Kept:
+        """Have a run's newest checkpoint here, or that of a step, whole; `run` is the short id.
+
+        Raises:
+            Unreachable: nobody has it. OSError: the disk is full.
+        """
+        offers = await self._offers(run, holders)
+        best = max(map(len, offers.values()), default=0)
+        # A name that hardly anyone knows may be anybody's invention.
+        order = sorted(offers, key=lambda offer: (2 * len(offers[offer]) < best, -offer.step))
+        reasons = []
+        for offer in [offer for offer in order if step in (None, offer.step)][:CANDIDATES_MAX]:
+            # Who does not know this name may still have some of its chunks.
+            known = [*offers[offer], *(peer for peer in holders if peer not in offers[offer])]
+            try:
+                kept = await self._fetch(run, offer, known)
+            except Unreachable as error:
+                reasons.append(error.detail)
+            except RemoteProtocolError as error:
+                reasons.append(str(error))
+            else:
+                await self.announce(run, offer)
+                return kept
+        steps = ", ".join(str(each) for each in sorted({offer.step for offer in offers}))
+        if not reasons:
+            reasons = [f"there are those of steps {steps}" if steps else "nobody who answers keeps one"]
+        raise Unreachable("unknown", "; ".join(reasons))
+
+    async def _fetch(self, run: str, offer: Offer, holders: Sequence[PeerId]) -> Kept:
+        checkpoints, store = self._checkpoints, self._checkpoints.store
+        _, found, checkpoint, data = await checkpoints.read(offer.checkpoint, holders)
+        if (found.text, checkpoint.step) != (run, offer.step):
+            raise RemoteProtocolError("a checkpoint of another run or step than was offered")
+        for number, state in enumerate(checkpoint.stages):
+            await checkpoints.bring_stage(found.id, offer.step, number, state, holders, is_guest=False)
+        await self._learn_graph(checkpoint.graph, [found.requester, *holders])
+        await checkpoints.call(partial(store.add, data, is_guest=False))
+        kept = await checkpoints.call(partial(store.find, run, offer.step))
+        if kept is None:
+            raise Unreachable("unknown", "a newer checkpoint has come meanwhile")
+        return kept
+
+    async def _offers(self, run: str, holders: Sequence[PeerId]) -> Mapping[Offer, list[PeerId]]:
+        found: dict[Offer, list[PeerId]] = defaultdict(list)
+        limit = trio.CapacityLimiter(ASKED_MAX)
+
+        async def put(peer: PeerId) -> None:
+            async with limit:
+                try:
+                    reply = await ask(self._network, peer, Which(run), seconds=WHICH_SECONDS_MAX)
+                except Unreachable:
+                    return
+            for offer in reply.offers if isinstance(reply, Here) else ():
+                found[offer].append(peer)
+
+        async with trio.open_nursery() as nursery:
+            for peer in list(dict.fromkeys(holders))[:HOLDERS_MAX]:
+                if peer != self._network.peer:
+                    nursery.start_soon(put, peer)
+        return found
+
+    # The keeper's side
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer the one request of a stream."""
+        peer = stream.peer
+        try:
+            with self._permits.take(peer) as permit:
+                if permit is not None:
+                    await self._serve(stream, permit)
+            if permit is None:
+                with trio.move_on_after(BUSY_SECONDS_MAX):
+                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.send(encode(Declined("busy: too many requests")))
+        except StreamClosed:
+            return
+        except RemoteProtocolError as error:
+            self._refuse(peer, error)
+
+    async def _serve(self, stream: Stream, permit: Permit) -> None:
+        permit.waits(REQUEST_SECONDS_MAX)
+        request: Request = decode(await stream.receive(), Request, bytes_max=MESSAGE_BYTES_MAX)
+        permit.works()
+        reply = await self._answer(stream.peer, request)
+        permit.waits(REQUEST_SECONDS_MAX)
+        await stream.send(encode(reply))
+        permit.works()
+        if isinstance(request, Conclude) and isinstance(reply, Done):
+            await self.announce(run_text(request.run), Offer(request.step, request.checkpoint))
+
+    async def _answer(self, peer: PeerId, request: Request) -> Reply:
+        store = self._checkpoints.store
+        if isinstance(request, Which):
+            steps = await self._checkpoints.call(partial(store.steps, request.run))
+            return Here(tuple(Offer(step, name) for step, name in steps[-KEPT:]))
+        reason = self._admits(peer, request.run) if peer != self._network.peer else None
+        stage = request.stage if isinstance(request, Keep) else -1
+        key = request.run, request.step, stage
+        if reason is None and (len(self._keeping) >= KEEPS_MAX or key in self._keeping):
+            reason = "busy: it is on its way" if key in self._keeping else "busy: too many are on their way"
+        if reason is not None:
+            return Declined(reason[:REASON_LENGTH_MAX])
+        self._keeping[key] = peer
+        try:
+            if isinstance(request, Keep):
+                return await self._on_keep(peer, request)
+            return await self._on_conclude(peer, request)
+        except (Unreachable, NoRoom) as error:
+            return Declined(str(error)[:REASON_LENGTH_MAX])
+        except OSError as error:
+            return Declined(f"the disk: {error.strerror or error}"[:REASON_LENGTH_MAX])
+        finally:
+            del self._keeping[key]
+
+    async def _on_keep(self, peer: PeerId, request: Keep) -> Reply:
+        checkpoints, store = self._checkpoints, self._checkpoints.store
+        run, step, stage = run_text(request.run), request.step, request.stage
+        steps = [each for each, _ in await checkpoints.call(partial(store.steps, run))]
+        if steps and step <= steps[-1]:
+            return await self._on_old_keep(run, request)
+        held = (await checkpoints.call(partial(store.stage_pins, run, step))).get(stage)
+        if held is not None and held[0] != request.state.part:
+            return Declined("another state of this step is kept here")
+        holders = [peer, *map(PeerId, request.holders)]
+        is_whole = False
+        try:
+            with trio.move_on_after(KEEP_SECONDS_MAX):
+                await checkpoints.bring_stage(
+                    request.run, step, stage, request.state, holders, is_guest=not self._ours(request.run)
+                )
+                is_whole = True
+        except RemoteProtocolError as error:
+            # Whoever asks passes on what a replica says of itself, and may not know better.
+            return Declined(str(error)[:REASON_LENGTH_MAX])
+        finally:
+            if not is_whole:
+                # What half came is of no use to anybody, and takes the place of what may.
+                with trio.CancelScope(shield=True):
+                    await checkpoints.call(partial(store.drop_stage, run, step, stage))
+        return Done() if is_whole else Declined(f"it did not come in {KEEP_SECONDS_MAX:.0f} s")
+
+    async def _on_old_keep(self, run: str, request: Keep) -> Reply:
+        """Of a step that has its name: what is kept of it is not given up for what anybody says later."""
+        kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, request.step))
+        here = kept.stages_here if kept is not None else ()
+        if kept is not None and request.stage in here:
+            state = kept.checkpoint.stages[request.stage]
+            if state.part == request.state.part:
+                return Done()
+        return Declined(f"a checkpoint of step {request.step} or a later one is here already")
+
+    async def _on_conclude(self, peer: PeerId, request: Conclude) -> Reply:
+        checkpoints, store = self._checkpoints, self._checkpoints.store
+        run, holders = run_text(request.run), [peer, *map(PeerId, request.holders)]
+        held = await checkpoints.call(partial(store.stage_pins, run, request.step))
+        if not held:
+            return Declined("nothing of it is kept here")
+        with trio.move_on_after(CONCLUDE_SECONDS_MAX):
+            author, found, checkpoint, data = await checkpoints.read(request.checkpoint, holders)
+            if (found.id, checkpoint.step) != (request.run, request.step):
+                raise RemoteProtocolError("a checkpoint of another run or step than was said")
+            reason = self._admits(author, found.id) if author != self._network.peer else None
+            if reason is not None:
+                return Declined(f"its author: {reason}"[:REASON_LENGTH_MAX])
+            if not await checkpoints.call(partial(store.check_held, checkpoint)):
+                return Declined("another state of this step is kept here")
+            await self._learn_graph(checkpoint.graph, [found.requester, *holders])
+            add = partial(store.add, data, is_guest=not self._ours(found.id))
+            await checkpoints.call(add)
+            return Done()
+        return Declined("it did not come in time")
+
+
+async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
+    """Put one request to a peer and wait for its answer.
+
+    Raises:
+        Unreachable: no path, no answer in time, or an answer that is none.
+    """
+    with trio.move_on_after(seconds):
+        stream = await network.open(peer, COPIES_PROTOCOL)
+        try:
+            await stream.send(encode(request))
+            reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
+            return reply
+        except (StreamClosed, RemoteProtocolError) as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        finally:
+            with trio.move_on_after(1) as scope:
+                scope.shield = True
+                await stream.aclose()
+    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")

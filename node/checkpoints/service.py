@@ -1,0 +1,225 @@
+"""Checkpoints of this node's runs: made of a stage's arenas, signed, brought from others, put back, exported.
+
+What is where on the disk is `checkpoint_store`; who keeps copies is `copies`. The order in which a checkpoint
+comes about, so that what has a name is whole:
+
+    snapshot    each stage, on one of its replicas: chunks into this node's blobs, held
+    (copies)    the keepers of each stage bring its chunks to their disks
+    seal        the committer signs the manifest of all stages
+    (copies)    the keepers take the manifest, and say in the DHT what they hold
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from crypto.errors import LocalProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.checkpoints.chunks import cutting, finish, restoring, verifying
+from node.checkpoints.store import CheckpointStore, Kept
+from node.content.blobs import BlobSink, BlobsMissing, Refuse, fetch_all
+from node.protocols.checkpoint import (
+    CHECKPOINT_BYTES_MAX,
+    CHECKPOINT_VERSION,
+    Checkpoint,
+    StageState,
+    StatePart,
+    check_checkpoint,
+    decode_part,
+    sign_checkpoint,
+)
+from node.protocols.manifest import Run, run_text
+from node.seams import Executor, Seams
+from node.storage.blobs import Blobs, hash_of
+from partition.model.graph import Graph
+from partition.plan.plan import Plan, plan_hash
+
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """One node's. `refuse` is told who sent what no correct peer sends."""
+
+    def __init__(self, seams: Seams, signer: Signer, blobs: Blobs, *, refuse: Refuse) -> None:
+        self.store = CheckpointStore(seams.storage, blobs)
+        self._blobs = blobs
+        self._seams = seams
+        self._signer = signer
+        self._refuse = refuse
+        self._sink = BlobSink(blobs, seams.executor)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Do something with the store where the disk may be waited for."""
+        return await self._seams.executor.run(function)
+
+    # Out of a stage, and back
+
+    async def snapshot(
+        self,
+        run: Run,
+        step: int,
+        stage: int,
+        layers: tuple[int, int],
+        parameters: memoryview,
+        moments: memoryview,
+        *,
+        is_guest: bool,
+    ) -> StageState:
+        """Put away what a stage is after `step` steps; nothing may change its arenas meanwhile.
+
+        `is_guest` for another's run: it counts against the budget.
+
+        Raises:
+            NoRoom: the budget is spent. OSError: the disk is full.
+        """
+        store, executor = self.store, self._seams.executor
+        with self._blobs.hold():
+            part = await finish(executor, cutting(parameters, moments, self._blobs.put))
+            return await self.call(
+                partial(store.add_part, run.text, step, stage, part, layers, is_guest=is_guest)
+            )
+
+    async def restore(
+        self, state: StageState, parameters: memoryview, moments: memoryview, holders: Sequence[PeerId]
+    ) -> None:
+        """Put a stage's state into its arenas; what is not here comes from `holders`, and is not kept.
+
+        Raises:
+            Unreachable: nobody had it. RemoteProtocolError: it is not a state for this stage.
+        """
+        with self._blobs.hold():
+            part = decode_part(await self._part_data(state, holders))
+            await self._bring(part.chunks, holders)
+            try:
+                await self._restore(part, parameters, moments)
+            except BlobsMissing:
+                await self._verify(part.chunks)
+                await self._bring(part.chunks, holders)
+                await self._restore(part, parameters, moments)
+
+    async def _restore(self, part: StatePart, parameters: memoryview, moments: memoryview) -> None:
+        await finish(self._seams.executor, restoring(part, self._blobs.get, parameters, moments))
+
+    # The whole of a run
+
+    async def seal(
+        self, run: Run, plan: Plan, *, step: int, samples: int, stages: Sequence[StageState], is_guest: bool
+    ) -> bytes:
+        """Sign and keep the manifest of all stages of a plan; the checkpoint's name. Raises NoRoom,
+        OSError."""
+        rows = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
+        if [(stage.first_layer, stage.last_layer) for stage in stages] != rows:
+            raise LocalProtocolError("a checkpoint of other stages than its plan's")
+        checkpoint = Checkpoint(
+            version=CHECKPOINT_VERSION,
+            run=run.id,
+            manifest=run.fact,
+            graph=run.manifest.graph_hash,
+            plan=plan_hash(plan),
+            height=plan.height,
+            step=step,
+            samples=samples,
+            stages=tuple(stages),
+            created_milliseconds=int(self._seams.clock.wall() * 1000),
+        )
+        data = sign_checkpoint(self._signer, checkpoint)
+        return await self.call(partial(self.store.add, data, is_guest=is_guest))
+
+    async def read(self, name: bytes, holders: Sequence[PeerId]) -> tuple[PeerId, Run, Checkpoint, bytes]:
+        """A checkpoint by its name, from here or from `holders`: its author, run, content and bytes.
+
+        Raises:
+            Unreachable: nobody had it. RemoteProtocolError: it is none, or badly signed.
+        """
+        data = await self._blob(name, CHECKPOINT_BYTES_MAX, holders)
+        return *check_checkpoint(self._signer, data), data
+
+    async def bring_stage(
+        self,
+        run: bytes,
+        step: int,
+        stage: int,
+        state: StageState,
+        holders: Sequence[PeerId],
+        *,
+        is_guest: bool,
+    ) -> Mapping[PeerId, int]:
+        """Hold a stage here, and bring what is not here of it; how many bytes each holder delivered.
+
+        It survives a crash from then on.
+
+        Raises:
+            Unreachable: nobody had all of it. RemoteProtocolError: its list is not what was said.
+            NoRoom: the budget is spent. OSError: the disk is full.
+        """
+        data = await self._part_data(state, holders)
+        part: StatePart = await self.call(
+            partial(self.store.expect_part, run_text(run), step, stage, state, data, is_guest=is_guest)
+        )
+        delivered = await self._bring(part.chunks, holders)
+        await self.call(partial(self._blobs.sync, [state.part, *part.chunks]))
+        return delivered
+
+    async def bring(self, kept: Kept, holders: Sequence[PeerId]) -> None:
+        """Have all stages of a checkpoint here. Raises as `bring_stage`."""
+        checkpoint = kept.checkpoint
+        for number, state in enumerate(checkpoint.stages):
+            await self.bring_stage(checkpoint.run, checkpoint.step, number, state, holders, is_guest=False)
+
+    async def export(self, kept: Kept, graph: Graph, path: Path, holders: Sequence[PeerId]) -> int:
+        """Write a checkpoint's model to a safetensors file; its length. What is not here comes from
+        `holders`.
+
+        Raises:
+            Unreachable: something is nowhere. RemoteProtocolError: it does not fit its graph. OSError.
+        """
+        if not kept.is_whole:
+            await self.bring(kept, holders)
+        try:
+            return await finish(self._seams.executor, self.store.exporting(kept, graph, path))
+        except BlobsMissing:
+            for hashes in (
+                await self.call(partial(self.store.stage_pins, kept.run, kept.checkpoint.step))
+            ).values():
+                await self._verify(hashes)
+            await self.bring(kept, holders)
+            return await finish(self._seams.executor, self.store.exporting(kept, graph, path))
+
+    # Blobs
+
+    async def _verify(self, names: Iterable[bytes]) -> None:
+        """Find all that is damaged, once something was; it is gone then, and may be brought again."""
+        await finish(self._seams.executor, verifying(names, self._blobs.get))
+
+    async def _part_data(self, state: StageState, holders: Sequence[PeerId]) -> bytes:
+        return await self._blob(state.part, state.part_bytes, holders)
+
+    async def _blob(self, name: bytes, bytes_max: int, holders: Sequence[PeerId]) -> bytes:
+        data = await self.call(partial(self._blobs.get, name))
+        if data is not None:
+            return data
+        sink = _MemorySink(self._seams.executor)
+        await fetch_all(self._seams.network, {name: bytes_max}, holders, sink=sink, refuse=self._refuse)
+        return sink.found[name]
+
+    async def _bring(self, wanted: Mapping[bytes, int], holders: Sequence[PeerId]) -> Mapping[PeerId, int]:
+        return await fetch_all(self._seams.network, wanted, holders, sink=self._sink, refuse=self._refuse)
+
+
+class _MemorySink:
+    """For a few blobs that are looked at before they are kept."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.found: dict[bytes, bytes] = {}
+        self._executor = executor
+
+    def has(self, name: bytes) -> bool:
+        return name in self.found
+
+    async def take(self, name: bytes, data: bytes) -> bool:
+        if await self._executor.run(partial(hash_of, data)) != name:
+            return False
+        self.found[name] = data
+        return True

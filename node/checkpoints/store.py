@@ -1,0 +1,311 @@
+"""The checkpoints in one data folder: which are here, how much of each, and what may go.
+
+    runs/<run>/checkpoints/<step>             the hash of the checkpoint's blob
+    pins/checkpoints/<run>/<step>/manifest    holds that blob
+    pins/checkpoints/<run>/<step>/<stage>     holds a stage's list of chunks and the chunks themselves
+
+A stage is pinned while its chunks are still coming, or before the whole checkpoint has a name; only the first
+file says that there is a checkpoint. The newest `KEPT` of a run stay. A node may hold some stages of one
+only.
+
+Everything here waits for the disk and goes by no network, so a command can use it without a running node.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId, peer_text
+from node.checkpoints.export import exporting
+from node.content.graphs import graph_name
+from node.content.safetensors import writing
+from node.protocols.checkpoint import (
+    Checkpoint,
+    StageState,
+    StatePart,
+    check_part,
+    decode_part,
+    encode_part,
+    read_checkpoint,
+    stage_state,
+)
+from node.protocols.manifest import Manifest, run_text
+from node.seams import Storage
+from node.state import rfc3339
+from node.storage.blobs import HASH_BYTES, Blobs
+from partition.model.check import check_graph
+from partition.model.graph import Graph, decode_graph, graph_hash
+
+KEPT = 2
+"""Of each run: the newest, and the one before it, should the newest prove damaged."""
+_PINS = "checkpoints"
+_MANIFEST = "manifest"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint that is here, wholly or in part: `stages_here` are those of which nothing is missing.
+
+    `name` is the hash of its blob, `author` who signed it.
+    """
+
+    name: bytes
+    author: PeerId
+    manifest: Manifest
+    checkpoint: Checkpoint
+    stages_here: tuple[int, ...]
+
+    @property
+    def run(self) -> str:
+        """The run's short id."""
+        return run_text(self.checkpoint.run)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be restored or exported from this disk alone."""
+        return len(self.stages_here) == len(self.checkpoint.stages)
+
+
+class CheckpointStore:
+    """Runs are named by their short ids (`manifest.run_text`)."""
+
+    def __init__(self, storage: Storage, blobs: Blobs) -> None:
+        self.blobs = blobs
+        self.graphs: frozenset[bytes] = frozenset()
+        """Those without which what is here could not be used: they must stay. Known after `recover`."""
+        self._storage = storage
+
+    # What is here
+
+    def steps(self, run: str) -> list[tuple[int, bytes]]:
+        """The steps of which there is a checkpoint, and the hashes of those, oldest first."""
+        return [(step, name) for step, name in self._records(f"runs/{run}").get(run, ())]
+
+    def all(self) -> list[Kept]:
+        """All of all runs that can be read, by run and step."""
+        return [
+            kept
+            for run, records in sorted(self._records("runs").items())
+            for step, name in records
+            if (kept := self._kept(run, step, name)) is not None
+        ]
+
+    def find(self, run: str, step: int | None = None) -> Kept | None:
+        """The checkpoint of a step, or the newest; None if it is not here or cannot be read."""
+        for each, name in reversed(self.steps(run)):
+            kept = self._kept(run, each, name) if step in (None, each) else None
+            if kept is not None:
+                return kept
+        return None
+
+    def stage_pins(self, run: str, step: int) -> dict[int, tuple[bytes, ...]]:
+        """The stages of which something is held here, and the hashes that are, the list of chunks first."""
+        found: dict[int, tuple[bytes, ...]] = {}
+        for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
+            stage, hashes = label.rpartition("/")[2], self.blobs.pinned(label)
+            if stage.isdecimal() and hashes:
+                found[int(stage)] = hashes
+        return found
+
+    def _records(self, under: str) -> dict[str, list[tuple[int, bytes]]]:
+        records: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
+        for file in self._storage.sizes(under):
+            parts = file.split("/")
+            if len(parts) != 4 or parts[2] != "checkpoints" or not parts[3].isdecimal():
+                continue
+            name = self._storage.read(file)
+            if name is not None and len(name) == HASH_BYTES:
+                records[parts[1]].append((int(parts[3]), name))
+        return {run: sorted(each) for run, each in records.items()}
+
+    def _kept(self, run: str, step: int, name: bytes) -> Kept | None:
+        data = self.blobs.get(name)
+        try:
+            author, manifest, checkpoint = read_checkpoint(data or b"")
+        except RemoteProtocolError:
+            return None  # damaged, or of another version
+        here = [
+            stage
+            for stage, hashes in self.stage_pins(run, step).items()
+            if stage < len(checkpoint.stages)
+            and hashes[0] == checkpoint.stages[stage].part
+            and not self.blobs.missing(hashes)
+        ]
+        return Kept(name, author, manifest, checkpoint, tuple(here))
+
+    # What comes
+
+    def expect_part(
+        self, run: str, step: int, stage: int, state: StageState, data: bytes, *, is_guest: bool
+    ) -> StatePart:
+        """Hold a stage whose list of chunks is `data`, the chunks to come; what is in the list.
+
+        Raises:
+            RemoteProtocolError: the list is not what the checkpoint says. NoRoom, OSError.
+        """
+        part = decode_part(data)
+        check_part(part, state)
+        with self.blobs.hold():
+            if self.blobs.put(data) != state.part:
+                raise RemoteProtocolError("a list of chunks with another hash than its checkpoint says")
+            self._pin(run, step, stage, state, part, is_guest=is_guest)
+        return part
+
+    def _pin(
+        self, run: str, step: int, stage: int, state: StageState, part: StatePart, *, is_guest: bool
+    ) -> None:
+        self.blobs.pin(
+            _label(run, step, stage), {state.part: state.part_bytes} | part.chunks, is_guest=is_guest
+        )
+
+    def add_part(
+        self, run: str, step: int, stage: int, part: StatePart, layers: tuple[int, int], *, is_guest: bool
+    ) -> StageState:
+        """Hold a stage whose chunks have all been put; what a checkpoint says of it. Raises NoRoom, OSError.
+
+        To be called within the same `Blobs.hold` as the putting.
+        """
+        data = encode_part(part)
+        state = stage_state(part, self.blobs.put(data), len(data), layers)
+        self._pin(run, step, stage, state, part, is_guest=is_guest)
+        return state
+
+    def drop(self, run: str, step: int) -> None:
+        """Let go of all that is held for a step, and of its checkpoint."""
+        self._storage.delete(_file(run, step))
+        for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
+            self.blobs.unpin(label)
+
+    def drop_stage(self, run: str, step: int, stage: int) -> None:
+        """Let go of one stage."""
+        self.blobs.unpin(_label(run, step, stage))
+
+    def add(self, data: bytes, *, is_guest: bool) -> bytes:
+        """A checkpoint, checked, whose stages are held here as far as they shall be; its hash.
+
+        The oldest of the run that are too many go. Raises NoRoom, OSError, RemoteProtocolError.
+        """
+        _, _, checkpoint = read_checkpoint(data)
+        run, step = run_text(checkpoint.run), checkpoint.step
+        with self.blobs.hold():
+            name = self.blobs.put(data)
+            self.blobs.pin(f"{_PINS}/{run}/{step}/{_MANIFEST}", {name: len(data)}, is_guest=is_guest)
+            for hashes in self.stage_pins(run, step).values():
+                self.blobs.sync(hashes)
+            self._storage.write(_file(run, step), name)
+        self.prune(run, step)
+        return name
+
+    # What goes
+
+    def prune(self, run: str, asked_for: int | None = None) -> int:
+        """Let go of all but the newest checkpoints of a run, and the one asked for, and of older steps that
+        never became one. Returns how many bytes are free again.
+        """
+        steps = [step for step, _ in self.steps(run)]
+        kept = {*steps[-KEPT:], asked_for}
+        held = {*steps, *_steps_of(self.blobs.labels(f"{_PINS}/{run}/"))}
+        for step in held - kept:
+            if steps and step < steps[-1]:
+                self.drop(run, step)
+        self._note_graphs()
+        return self.blobs.sweep()
+
+    def _note_graphs(self) -> None:
+        self.graphs = frozenset(kept.checkpoint.graph for kept in self.all())
+
+    def recover(self) -> int:
+        """After a start: let go of steps that never became a checkpoint, and of what nothing names; hold
+        again what a damaged pin held. Returns how many bytes are free again."""
+        records = {run: dict(each) for run, each in self._records("runs").items()}
+        for label in self.blobs.labels(f"{_PINS}/"):
+            run, step = label.split("/")[1:3]
+            if not step.isdecimal() or int(step) not in records.get(run, {}):
+                self.blobs.unpin(label)
+        for run, steps in records.items():
+            for number, name in steps.items():
+                self._hold_again(run, number, name)
+        self._note_graphs()
+        return self.blobs.sweep()
+
+    def _hold_again(self, run: str, step: int, name: bytes) -> None:
+        kept, data = self._kept(run, step, name), self.blobs.get(name)
+        if kept is None or data is None:
+            return
+        label = f"{_PINS}/{run}/{step}/{_MANIFEST}"
+        if self.blobs.pinned(label) is None:
+            self.blobs.pin(label, {name: len(data)})
+        held = self.stage_pins(run, step)
+        for stage, state in enumerate(kept.checkpoint.stages):
+            part = self.blobs.get(state.part) if stage not in held else None
+            if part is not None:
+                # Of a stage that was never held here, a checkpoint may say anything.
+                with suppress(RemoteProtocolError):
+                    self.expect_part(run, step, stage, state, part, is_guest=False)
+
+    def check_held(self, checkpoint: Checkpoint) -> bool:
+        """Whether what is held of a step, at least one stage, is this checkpoint's."""
+        held = self.stage_pins(run_text(checkpoint.run), checkpoint.step)
+        for stage, (name, *_) in held.items():
+            if stage >= len(checkpoint.stages) or checkpoint.stages[stage].part != name:
+                return False
+            try:
+                check_part(decode_part(self.blobs.get(name) or b""), checkpoint.stages[stage])
+            except RemoteProtocolError:
+                return False
+        return bool(held)
+
+    # Out of it
+
+    def graph(self, name: bytes) -> Graph | None:
+        """A model's graph from this disk; None where it is not here, or damaged."""
+        data = self._storage.read(graph_name(name))
+        if data is None or graph_hash(data) != name:
+            return None
+        graph = decode_graph(data)
+        check_graph(graph)
+        return graph
+
+    def exporting(self, kept: Kept, graph: Graph, path: Path) -> Iterator[int | None]:
+        """Write a checkpoint's model to a safetensors file: None after each turn, lastly its length.
+
+        Raises:
+            BlobsMissing, RemoteProtocolError (see `checkpoint_export`), OSError.
+        """
+        pieces = exporting(kept.checkpoint, kept.manifest, graph, self.blobs.get)
+        yield from writing(path, pieces)
+
+
+def document(kept: Kept, copies: int | None) -> dict[str, Any]:
+    """One checkpoint as `checkpoint list --json` has it; `copies` are the peers that say they hold it."""
+    checkpoint = kept.checkpoint
+    return {
+        "run": kept.run,
+        "model": kept.manifest.model,
+        "step": checkpoint.step,
+        "steps": kept.manifest.steps,
+        "samples": checkpoint.samples,
+        "size_bytes": checkpoint.state_bytes,
+        "stages": len(checkpoint.stages),
+        "stages_here": [stage + 1 for stage in kept.stages_here],
+        "copies": copies,
+        "created": rfc3339(checkpoint.created_milliseconds / 1000),
+        "author": peer_text(kept.author),
+        "checkpoint": kept.name.hex(),
+    }
+
+
+def _label(run: str, step: int, stage: int) -> str:
+    return f"{_PINS}/{run}/{step}/{stage}"
+
+
+def _file(run: str, step: int) -> str:
+    return f"runs/{run}/checkpoints/{step}"
+
+
+def _steps_of(labels: list[str]) -> set[int]:
+    return {int(step) for label in labels if (step := label.split("/")[2]).isdecimal()}

@@ -1,0 +1,199 @@
+"""A run's result: the whole model as one safetensors file, kept by every member and handed to anyone.
+
+The trainer collects each stage's parameters once at the end; each member then fetches the file and
+checks its BLAKE3 hash, so that any of them can hand it over when the others have gone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+
+import safetensors
+import trio
+from blake3 import blake3
+
+from crypto.identity import PeerId
+from node.content.safetensors import file_bytes, file_metadata, file_pieces, state_dict
+from node.errors import Unreachable
+from node.protocols.manifest import Run
+from node.protocols.runs import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch, fetch_into
+from node.seams import Draft, Network, Seams, Storage
+from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.sizes import shape_of
+from partition.model.stored import SAFETENSORS_TYPES
+from partition.plan.plan import Plan, plan_hash
+
+WEIGHTS_PURPOSE = "weights"
+"""DHT records under (this, short run id): one for each peer that keeps the file; the value is its hash."""
+EXPORT_SECONDS_MAX = 120.0
+EXPORT_OVERHEAD_BYTES = 1 << 16
+EXPORT_ROW_BYTES = 512
+"""A row of the header: name, type, shape and place."""
+FETCH_SECONDS_MAX = 300.0
+HASHED_BYTES = 4 << 20
+"""So much of a file is read at once."""
+
+
+def weights_name(run: str) -> str:
+    """Where a node keeps the weights of a run, in its storage."""
+    return f"runs/{run}/model.safetensors"
+
+
+async def collect(
+    run: Run, graph: Graph, plan: Plan, live: Sequence[PeerId], me: PeerId, own: bytes | None, seams: Seams
+) -> bytes:
+    """One safetensors file from the stages, each from its first live replica that answers.
+
+    It holds all of the model's state dict: parameters and statistics by all their names, constants that have
+    one, and how many micro-batches each batch norm has seen.
+
+    `own` is the export of the stage that this node hosts itself, if it does.
+
+    Raises:
+        Unreachable: no replica of a stage handed its parameters over.
+    """
+    parts = []
+    bytes_max = export_bytes_max(graph)
+    for number, stage in enumerate(plan.stages):
+        if own is not None and me in stage.replicas:
+            parts.append(own)
+        else:
+            replicas = [PeerId(peer) for peer in stage.replicas if peer in live]
+            parts.append(await _collect_stage(number, plan, replicas, seams.network, bytes_max))
+    return await seams.executor.run(partial(_join, run, graph, parts))
+
+
+def export_bytes_max(graph: Graph) -> int:
+    """The longest export of one stage: all that the model has, once."""
+    names = [row.names[0] for row in graph.parameters] + [
+        row.names[0] for row in graph.constants if row.names
+    ]
+    size = sum(prod(shape_of(row.type, ())) * ITEM_BYTES[row.type.dtype] for row in graph.parameters)
+    size += sum(len(constant.data) for constant in graph.constants)
+    return size + EXPORT_ROW_BYTES * len(names) + sum(map(len, names)) + EXPORT_OVERHEAD_BYTES
+
+
+async def _collect_stage(
+    number: int, plan: Plan, replicas: Sequence[PeerId], network: Network, bytes_max: int
+) -> bytes:
+    reasons = []
+    for peer in replicas:
+        try:
+            return await fetch(
+                network,
+                peer,
+                ExportStage(plan_hash(plan)),
+                seconds=EXPORT_SECONDS_MAX,
+                bytes_max=min(bytes_max, BLOB_BYTES_MAX),
+            )
+        except Unreachable as error:
+            reasons.append(error.detail)
+    raise Unreachable("refused", f"stage {number + 1} handed over no parameters: {'; '.join(reasons)}")
+
+
+def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
+    found: dict[str, tuple[str, list[int], bytes]] = {}
+    for part in parts:
+        try:
+            tensors = safetensors.deserialize(part)  # type: ignore[no-untyped-call]  # the package has no stub
+        except (safetensors.SafetensorError, ValueError, TypeError) as error:
+            raise Unreachable("refused", f"a stage sent parameters that cannot be read: {error}") from None
+        for name, tensor in tensors:
+            # Of what is tied, the first stage speaks for it.
+            found.setdefault(name, (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"])))
+    for row in graph.parameters:
+        # Stages say it under the first of its names.
+        tensor = found.get(row.names[0])
+        if tensor is None or tensor[:2] != (SAFETENSORS_TYPES[row.type.dtype], list(shape_of(row.type, ()))):
+            raise Unreachable("refused", f"no stage handed {row.names[0]} over as the model has it")
+    entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
+    metadata = file_metadata(run.id, run.manifest.model)
+    return b"".join(file_pieces(entries, metadata, lambda row: [found[graph.parameters[row].names[0]][2]]))
+
+
+def result_bytes(run: Run, graph: Graph) -> int:
+    """How long the result of a run is, by what its model has."""
+    entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
+    return file_bytes(entries, file_metadata(run.id, run.manifest.model))
+
+
+async def fetch_weights(
+    seams: Seams,
+    run: str,
+    holders: Sequence[PeerId],
+    digest: str,
+    draft: Callable[[], Draft],
+    bytes_max: int = BLOB_BYTES_MAX,
+) -> int:
+    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: not known) into a
+    `draft`, and commit it; its length. It is hashed as it comes, and never whole in memory.
+
+    Raises:
+        Unreachable: nobody had it. OSError: the disk is full.
+    """
+    reasons = []
+    for peer in holders:
+        file = _Hashed(await seams.executor.run(draft))
+        take = partial(_take, file, seams)
+        request = FetchWeights(run)
+        try:
+            await fetch_into(
+                take, seams.network, peer, request, seconds=FETCH_SECONDS_MAX, bytes_max=bytes_max
+            )
+            if digest in ("", file.digest.hexdigest()):
+                await seams.executor.run(file.draft.commit)
+                return file.size
+            reasons.append("the bytes have another hash than the run's result")
+        except Unreachable as error:
+            reasons.append(error.detail)
+        finally:
+            with trio.CancelScope(shield=True):
+                await seams.executor.run(file.draft.discard)
+    raise Unreachable("unknown", "; ".join(reasons) or "nobody is known to hold these weights")
+
+
+class _Hashed:
+    """A draft, and the hash of what was written to it."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.digest = blake3()
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        self.draft.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+
+
+async def _take(file: _Hashed, seams: Seams, chunk: bytes) -> None:
+    await seams.executor.run(partial(file.write, chunk))
+
+
+def has_result(storage: Storage, run: str) -> bool:
+    """Whether a run's weights are here."""
+    return storage.read_part(weights_name(run), 0, 1) is not None
+
+
+def keep(storage: Storage, run: str, data: bytes) -> str:
+    """Store a run's weights; their BLAKE3 hash in hex. What is here already stays, and is what counts.
+
+    Raises OSError where the disk is full.
+    """
+    if has_result(storage, run):
+        return digest_of(storage, run)
+    storage.write(weights_name(run), data)
+    return _hash(data)
+
+
+def digest_of(storage: Storage, run: str) -> str:
+    """The BLAKE3 hash (hex) of a run's weights that are here."""
+    digest, offset = blake3(), 0
+    while data := storage.read_part(weights_name(run), offset, HASHED_BYTES):
+        digest.update(data)
+        offset += len(data)
+    return digest.hexdigest()
+
+
+def _hash(data: bytes) -> str:
+    return blake3(data).hexdigest()

@@ -1,0 +1,363 @@
+"""`/peerloom/blobs/1`: blobs by hash, handed to whoever asks, and fetched from several peers at once.
+
+A stream carries requests one after the other, several on their way at once, and as many answers in the same
+order. Who knows a hash may have what it names: the protocol keeps no secrets, and says nothing of what is
+here to somebody who only guesses.
+
+`fetch_all` takes from each holder as much as it delivers: whoever is quick takes the next. A holder that
+sends anything but what was asked for, hangs up or says nothing is dropped, and its share goes to the others;
+what one has owed for a while is asked of another besides, so that the last blobs do not wait for the slowest.
+"""
+
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.protocols.permits import Permit, Permits
+from node.seams import Executor, Network, Seams, Stream
+from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs
+
+BLOBS_PROTOCOL = "/peerloom/blobs/1"
+REQUEST_BYTES_MAX = 64
+REPLY_BYTES_MAX = 64
+UPLOADS_MAX = 32
+"""Streams served at once; each has one blob in memory."""
+UPLOADS_PER_PEER_MAX = 4
+"""A fetch opens one; a node may have several fetches."""
+IDLE_SECONDS_MAX = 60.0
+"""A stream that asks for nothing for so long is closed: its place may be another's."""
+SEND_SECONDS_MAX = 60.0
+"""For one blob to a peer that reads slowly: 35 kB/s."""
+PATIENCE_SECONDS = 5.0
+"""How long a peer that asks for nothing, or takes nothing, keeps a place that another wants."""
+BUSY_SECONDS_MAX = 5.0
+"""To say so."""
+HOLDERS_MAX = 64
+"""Of one fetch; more are not tried."""
+PARALLEL_MAX = 8
+"""Holders that one fetch takes from at once; each has a blob in memory."""
+IN_FLIGHT_MAX = 4
+"""Blobs asked of one holder and not yet here: 4 MiB cover 100 ms at 40 MB/s. A slow peer owes no more."""
+OPEN_SECONDS_MAX = 10.0
+STALL_SECONDS_MAX = 30.0
+"""For one blob: a holder slower than 35 kB/s is as good as none."""
+HEDGE_SECONDS = 2.0
+"""What one holder has owed for so long is asked of another that has nothing else to do."""
+MISSES_MAX = 256
+"""So many questions for blobs that are not there, before any that is: it holds nothing of this."""
+_CLOSE_SECONDS = 1.0
+
+T = TypeVar("T")
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Refuse = Callable[[PeerId, RemoteProtocolError], None]
+
+
+class Want(msgspec.Struct, frozen=True, tag="want", array_like=True):
+    """The blob with this hash. Answered by Found, Absent, or Busy with the end of the stream."""
+
+    name: Hash
+
+
+class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
+    """So many bytes are the next message: apart, so that neither end copies them."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
+
+
+class Absent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
+    """It is not here."""
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy", array_like=True):
+    """Too many fetch at once."""
+
+
+Reply = Found | Absent | Busy
+
+
+class BlobsMissing(Unreachable):
+    """Blobs that are not here and that nobody handed over: `missing` are their hashes."""
+
+    def __init__(self, missing: Sequence[bytes], reasons: str) -> None:
+        what = f"blob {missing[0].hex()[:16]}" if len(missing) == 1 else f"{len(missing)} blobs"
+        super().__init__("unknown", f"{what} could not be had: {reasons}")
+        self.missing = tuple(missing)
+
+
+class BlobServer:
+    """Hands this node's blobs to peers; `refuse` is told who broke the protocol."""
+
+    def __init__(self, seams: Seams, blobs: Blobs, *, refuse: Refuse) -> None:
+        self._executor = seams.executor
+        self._blobs = blobs
+        self._refuse = refuse
+        self._permits = Permits(UPLOADS_MAX, UPLOADS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        seams.network.handle(BLOBS_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer the requests of a stream until it ends."""
+        peer = stream.peer
+        with self._permits.take(peer) as permit:
+            if permit is None:
+                with suppress(StreamClosed), trio.move_on_after(BUSY_SECONDS_MAX):
+                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.send(encode(Busy()))
+                return
+            try:
+                await self._answer(stream, permit)
+            except StreamClosed:
+                return  # how a fetch ends
+            except RemoteProtocolError as error:
+                self._refuse(peer, error)
+
+    async def _answer(self, stream: Stream, permit: Permit) -> None:
+        while True:
+            permit.waits(IDLE_SECONDS_MAX)
+            want: Want = decode(await stream.receive(), Want, bytes_max=REQUEST_BYTES_MAX)
+            permit.works()
+            data = await self._executor.run(partial(self._blobs.get, want.name))
+            permit.waits(SEND_SECONDS_MAX)
+            await stream.send(encode(Absent() if data is None else Found(len(data))))
+            if data is not None:
+                await stream.send(data)
+            del data  # not to be kept while the next request comes
+
+
+class Sink(Protocol):
+    """Where fetched blobs go."""
+
+    def has(self, name: bytes) -> bool:
+        """Whether it needs not be fetched."""
+
+    async def take(self, name: bytes, data: bytes) -> bool:
+        """Keep it; False where its hash is another. Raises OSError."""
+
+
+class BlobSink:
+    """Into this node's blobs, by the executor."""
+
+    def __init__(self, blobs: Blobs, executor: Executor) -> None:
+        self._blobs = blobs
+        self._executor = executor
+
+    def has(self, name: bytes) -> bool:
+        return self._blobs.has(name)
+
+    async def take(self, name: bytes, data: bytes) -> bool:
+        return await self._executor.run(partial(self._blobs.take, name, data))
+
+
+async def fetch_all(
+    network: Network,
+    wanted: Mapping[bytes, int],
+    holders: Sequence[PeerId],
+    *,
+    sink: Sink,
+    refuse: Refuse,
+) -> Mapping[PeerId, int]:
+    """Bring all of `wanted` (hash: at most so many bytes) into `sink`, from several holders at once.
+
+    What the sink has already is not fetched. Returns how many bytes each holder delivered.
+
+    Raises:
+        BlobsMissing: no holder delivered these; the rest is in the sink.
+        OSError: the sink could not keep one.
+    """
+    missing = [name for name in wanted if not sink.has(name)]
+    fetch = _Fetch(network, {name: wanted[name] for name in missing}, sink, refuse)
+    if missing:
+        others = [peer for peer in dict.fromkeys(holders) if peer != network.peer]
+        await fetch.run(others[:HOLDERS_MAX])
+    return fetch.delivered
+
+
+class _Dropped(Exception):
+    """This holder is asked for nothing more. Its words are for a person."""
+
+
+class _Holder:
+    """One peer during one fetch: what it may still be asked for, and what it owes, oldest first."""
+
+    def __init__(self, peer: PeerId, queue: Sequence[bytes]) -> None:
+        self.peer = peer
+        self.queue = deque(queue)
+        self.owes: deque[bytes] = deque()
+        self.misses = 0
+
+
+class _Asked:
+    """A blob on its way: since when, and from whom."""
+
+    def __init__(self, since: float, peer: PeerId) -> None:
+        self.since = since
+        self.peers = {peer}
+
+
+class _Fetch:
+    """One `fetch_all`. All that is shared is changed between two awaits."""
+
+    def __init__(self, network: Network, sizes: Mapping[bytes, int], sink: Sink, refuse: Refuse) -> None:
+        self.delivered: Counter[PeerId] = Counter()
+        self._network = network
+        self._sink = sink
+        self._refuse = refuse
+        self._sizes = sizes
+        # What is not here yet, and who has said that it does not have it.
+        self._open: dict[bytes, set[PeerId]] = {name: set() for name in sizes}
+        self._asked: dict[bytes, _Asked] = {}
+        self._active: list[_Holder] = []
+        self._started = 0
+        self._reasons: list[str] = []
+        self._changed = trio.Event()
+        self._failure: OSError | None = None
+        self._scope = trio.CancelScope()
+
+    async def run(self, holders: Sequence[PeerId]) -> None:
+        slots = trio.CapacityLimiter(PARALLEL_MAX)
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                for peer in holders:
+                    nursery.start_soon(self._take_from, peer, slots, min(len(holders), PARALLEL_MAX))
+        if self._failure is not None:
+            raise self._failure
+        if self._open:
+            raise BlobsMissing(
+                tuple(self._open), "; ".join(dict.fromkeys(self._reasons)) or "nobody is known to hold it"
+            )
+
+    async def _take_from(self, peer: PeerId, slots: trio.CapacityLimiter, shares: int) -> None:
+        async with slots:
+            if not self._open:
+                return
+            # Each begins elsewhere, so that they seldom meet, and one that has half of it is found out soon.
+            names = list(self._open)
+            begin = len(names) * (self._started % shares) // shares
+            self._started += 1
+            holder = _Holder(peer, names[begin:] + names[:begin])
+            self._active.append(holder)
+            try:
+                await self._converse(holder)
+            except (_Dropped, Unreachable, StreamClosed) as error:
+                self._reasons.append(str(error))
+            except RemoteProtocolError as error:
+                self._refuse(peer, error)
+                self._reasons.append(str(error))
+            finally:
+                self._active.remove(holder)
+                for name in holder.owes:
+                    self._release(name, peer)
+                self._wake()
+
+    async def _converse(self, holder: _Holder) -> None:
+        opening = partial(self._network.open, holder.peer, BLOBS_PROTOCOL, message_bytes_max=BLOB_BYTES_MAX)
+        stream = await _in_time(opening, OPEN_SECONDS_MAX)
+        try:
+            while self._open:
+                await self._ask(holder, stream)
+                if holder.owes:
+                    await self._receive(holder, stream)
+                elif self._asked:
+                    with trio.move_on_after(HEDGE_SECONDS):
+                        await self._changed.wait()
+                else:
+                    raise _Dropped("the rest is not there")
+        finally:
+            with trio.move_on_after(_CLOSE_SECONDS) as scope:
+                scope.shield = True
+                await stream.aclose()
+
+    async def _ask(self, holder: _Holder, stream: Stream) -> None:
+        while len(holder.owes) < IN_FLIGHT_MAX:
+            name = self._next(holder)
+            if name is None:
+                return
+            holder.owes.append(name)
+            await _in_time(partial(stream.send, encode(Want(name))), STALL_SECONDS_MAX)
+
+    def _next(self, holder: _Holder) -> bytes | None:
+        """What to ask this holder for: what nobody was asked for, else what another has owed for long."""
+        now = trio.current_time()
+        while holder.queue:
+            name = holder.queue.popleft()
+            if name not in self._asked and holder.peer not in self._open.get(name, {holder.peer}):
+                self._asked[name] = _Asked(now, holder.peer)
+                return name
+        for name, asked in self._asked.items():  # oldest first
+            if asked.since > now - HEDGE_SECONDS:
+                return None
+            if len(asked.peers) == 1 and not {holder.peer} & (asked.peers | self._open[name]):
+                asked.peers.add(holder.peer)
+                return name
+        return None
+
+    async def _receive(self, holder: _Holder, stream: Stream) -> None:
+        """The next answer, which is to the oldest question."""
+        name, peer = holder.owes[0], holder.peer
+        head = await _in_time(stream.receive, STALL_SECONDS_MAX)
+        reply: Reply = decode(head, Reply, bytes_max=REPLY_BYTES_MAX)
+        match reply:
+            case Busy():
+                raise _Dropped("busy: too many fetch at once")
+            case Absent():
+                if name in self._open:
+                    self._open[name].add(peer)
+                holder.misses += 1
+            case Found():
+                data = await _in_time(stream.receive, STALL_SECONDS_MAX)
+                if len(data) != reply.size_bytes:
+                    raise RemoteProtocolError("a blob of another size than announced")
+                await self._on_found(name, peer, data)
+        holder.owes.popleft()
+        self._release(name, peer)
+        self._wake()
+        if not self._open:
+            self._scope.cancel()
+        if holder.misses >= MISSES_MAX and not self.delivered[peer]:
+            raise _Dropped("it is not there")
+
+    async def _on_found(self, name: bytes, peer: PeerId, data: bytes) -> None:
+        if name not in self._open:
+            return  # another was quicker
+        try:
+            is_right = len(data) <= self._sizes[name] and await self._sink.take(name, data)
+        except OSError as error:
+            self._failure = error
+            self._scope.cancel()
+            raise _Dropped("no room for it here") from None
+        if not is_right:
+            raise RemoteProtocolError("a blob that is not the one asked for")
+        self._open.pop(name, None)
+        self.delivered[peer] += len(data)
+
+    def _release(self, name: bytes, peer: PeerId) -> None:
+        """`peer` owes this no longer: if nobody does, and it is not here, it is everybody's again."""
+        asked = self._asked.get(name)
+        if asked is None:
+            return
+        asked.peers.discard(peer)
+        if name not in self._open:
+            del self._asked[name]
+        elif not asked.peers:
+            del self._asked[name]
+            for holder in self._active:
+                holder.queue.append(name)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+async def _in_time(wait: Callable[[], Awaitable[T]], seconds: float) -> T:
+    with trio.move_on_after(seconds):
+        return await wait()
+    raise _Dropped(f"no answer in {seconds:.0f} s")

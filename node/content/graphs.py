@@ -1,0 +1,326 @@
+"""The graphs this node holds, by hash, and the files of first values beside them.
+
+A graph is fetched from whoever holds it, checked before anything is done with it, kept on disk, and kept
+decoded while it is used. First values are fetched in ranges, each replica those of its own parameters.
+Everything is a stranger's until its hash has been compared.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import StageFailed, Unreachable, UsageError
+from node.protocols.runs import RANGE_BYTES_MAX, FetchModel, FetchRange, fetch
+from node.protocols.uploads import FilePart, whole
+from node.seams import Seams, Stage
+from node.storage.blobs import NoRoom
+from node.storage.guests import Guests
+from partition.model.check import check_graph
+from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
+from partition.model.stored import check_file, check_range, file_header, stored_parameters
+from partition.stage import Reload, StageSpecification, parameter_layout
+
+GRAPHS_IN_MEMORY_MAX = 4
+"""Decoded ones: a large one takes some hundred MB."""
+GRAPHS_KEPT_MAX = 32
+"""On disk, with their first values; the one that was put there longest ago goes, if no run here needs it."""
+FETCHES_MAX = 4
+"""Graphs on their way here at once; each lies in memory."""
+FETCH_SECONDS_MAX = 25.0
+"""For one graph from one holder; a lease waits for it."""
+RANGE_SECONDS_MAX = 30.0
+FILL_SECONDS_MAX = 100.0
+"""For all first values of a stage, with its holders being busy; a Start waits for it."""
+RETRY_SECONDS = 0.5
+_LENGTH_BYTES = 8
+_INDEX_NAME = "models/index"
+
+
+class Models:
+    """What is here, and how the rest comes here."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        needed: Callable[[], Collection[bytes]] = tuple,
+        guests: Guests | None = None,
+    ) -> None:
+        """`needed` says which graphs the runs here are made of: strangers' graphs never push these out. What
+        was fetched counts as one of the `guests`."""
+        self._seams = seams
+        self._needed = needed
+        self._guests = guests
+        self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
+        self._fetching: dict[bytes, trio.Lock] = {}
+        self._index = trio.Lock()
+
+    # The requester's side
+
+    async def learn(self, graph: Path, values: Path | None) -> tuple[bytes, Graph]:
+        """Take a captured graph, and the file of its first values, from this machine; its hash.
+
+        Raises:
+            UsageError: it cannot be read, or no node would take it.
+        """
+        name, decoded, beside = await self._seams.executor.run(partial(_read_captured, graph, values))
+        try:
+            await self._keep(name, graph, beside)
+        except OSError as error:
+            raise UsageError(f"{graph}: it could not be kept: {error.strerror or error}") from None
+        self._remember(name, decoded)
+        return name, decoded
+
+    # Everybody's
+
+    async def get(self, name: bytes, holders: Sequence[PeerId]) -> Graph:
+        """The graph with this hash, from here or from the first holder that hands it over.
+
+        Raises:
+            Unreachable: nobody had it, or what they had was not it.
+        """
+        if name in self._decoded:
+            self._decoded.move_to_end(name)
+            return self._decoded[name]
+        if name not in self._fetching and len(self._fetching) >= FETCHES_MAX:
+            raise Unreachable("refused", "busy: too many models are being fetched")
+        lock = self._fetching.setdefault(name, trio.Lock())
+        try:
+            async with lock:
+                return await self._find(name) or await self._fetch(name, holders)
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting:
+                self._fetching.pop(name, None)
+
+    async def _find(self, name: bytes) -> Graph | None:
+        if name in self._decoded:
+            return self._decoded[name]
+        data = await self.read(name)
+        if data is None:
+            return None
+        try:
+            graph = await self._seams.executor.run(partial(_decode, name, data), apart=True)
+        except RemoteProtocolError:
+            return None  # damaged, or of an older version: it is fetched again
+        self._remember(name, graph)
+        return graph
+
+    async def _fetch(self, name: bytes, holders: Sequence[PeerId]) -> Graph:
+        seams, reasons = self._seams, []
+        for peer in holders:
+            if peer == seams.network.peer:
+                continue
+            try:
+                data = await fetch(
+                    seams.network,
+                    peer,
+                    FetchModel(name),
+                    seconds=FETCH_SECONDS_MAX,
+                    bytes_max=GRAPH_BYTES_MAX,
+                )
+                graph = await seams.executor.run(partial(_decode, name, data), apart=True)
+                await self._keep(name, data, None)
+            except Unreachable as error:
+                reasons.append(error.detail)
+            except RemoteProtocolError as error:
+                reasons.append(str(error))
+            except OSError as error:
+                raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+            except NoRoom as error:
+                raise Unreachable("refused", f"no room for it: {error}") from None
+            else:
+                self._remember(name, graph)
+                return graph
+        detail = "; ".join(reasons) or "nobody is known to hold it"
+        raise Unreachable("unknown", f"the model's graph was not handed over: {detail}")
+
+    async def read(self, name: bytes) -> bytes | None:
+        """A graph's bytes, where they are here."""
+        return await self._seams.executor.run(partial(self._seams.storage.read, graph_name(name)))
+
+    async def read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
+        """A part of a graph's first values, counted from where their data begins; None if not here."""
+        return await self._seams.executor.run(partial(self._read_range, name, offset, length))
+
+    def _read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
+        part = self._open_range(name, offset, length)
+        if part is None:
+            return None
+        with part.file as file:
+            file.seek(part.offset)
+            data = file.read(length)
+        return data if len(data) == length else None
+
+    async def open(self, name: bytes) -> FilePart | None:
+        """A graph's file, where it is here; to be closed."""
+        return await self._seams.executor.run(lambda: whole(self._seams.storage.open(graph_name(name))))
+
+    async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
+        """As `read_range`, to be read and closed by the caller."""
+        return await self._seams.executor.run(partial(self._open_range, name, offset, length))
+
+    def _open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
+        values = whole(self._seams.storage.open(values_name(name)))
+        if values is None:
+            return None
+        values.file.seek(0)
+        head = values.file.read(_LENGTH_BYTES)
+        start = _LENGTH_BYTES + int.from_bytes(head, "little") + offset
+        if len(head) < _LENGTH_BYTES or start + length > values.length:
+            values.file.close()
+            return None
+        return FilePart(values.file, start, length)
+
+    # First values
+
+    async def fill(self, stage: Stage, specification: StageSpecification, holders: Sequence[PeerId]) -> None:
+        """Put a stage's stored first values into its arena, and have it take them from there.
+
+        Raises:
+            StageFailed: they did not come in time, or are not what the graph says.
+        """
+        slots = [
+            slot for slot in parameter_layout(specification) if isinstance(slot.parameter.source, Stored)
+        ]
+        if not slots:
+            return
+        arena, item_bytes = stage.vector("parameters"), specification.item_bytes
+        with trio.move_on_after(FILL_SECONDS_MAX):
+            for slot in slots:
+                source = slot.parameter.source
+                assert isinstance(source, Stored)
+                start = slot.offset * item_bytes
+                part = arena[start : start + slot.size * item_bytes]
+                await self._fill(specification.graph.graph, source.offset, part, holders)
+                try:
+                    await self._seams.executor.run(partial(check_range, source, part))
+                except RemoteProtocolError as error:
+                    raise StageFailed(f"first values of {slot.name}: {error}") from None
+            await stage.call(Reload())
+            return
+        raise StageFailed("the first values did not come in time")
+
+    async def _fill(self, name: bytes, offset: int, part: memoryview, holders: Sequence[PeerId]) -> None:
+        for begin in range(0, len(part), RANGE_BYTES_MAX):
+            length = min(RANGE_BYTES_MAX, len(part) - begin)
+            data = await self.read_range(name, offset + begin, length)
+            while data is None:
+                data = await self._fetch_range(FetchRange(name, offset + begin, length), holders)
+            # Megabytes into pages that nobody has touched yet: not on the event loop.
+            await self._seams.executor.run(partial(part.__setitem__, slice(begin, begin + length), data))
+
+    async def _fetch_range(self, request: FetchRange, holders: Sequence[PeerId]) -> bytes | None:
+        """From the first holder that hands it over; None after a pause, for each may only be busy."""
+        network = self._seams.network
+        for peer in holders:
+            if peer == network.peer:
+                continue
+            try:
+                data = await fetch(
+                    network, peer, request, seconds=RANGE_SECONDS_MAX, bytes_max=request.length
+                )
+            except Unreachable:
+                continue
+            if len(data) == request.length:
+                return data
+        await trio.sleep(RETRY_SECONDS)
+        return None
+
+    # On disk and in memory
+
+    def _remember(self, name: bytes, graph: Graph) -> None:
+        self._decoded[name] = graph
+        self._decoded.move_to_end(name)
+        while len(self._decoded) > GRAPHS_IN_MEMORY_MAX:
+            self._decoded.popitem(last=False)
+
+    async def _keep(self, name: bytes, graph: Path | bytes, values: Path | None) -> None:
+        """Put a graph on disk, and its first values, and let go of the oldest. Raises OSError."""
+        storage, needed = self._seams.storage, {name, *self._needed()}
+
+        def write() -> None:
+            if isinstance(graph, bytes):
+                if self._guests is not None:
+                    self._guests.admit(graph_label(name), [graph_name(name)], len(graph))
+                storage.write(graph_name(name), graph)
+            else:
+                if self._guests is not None:
+                    self._guests.release(graph_label(name))
+                storage.copy_in(graph_name(name), graph)
+            if values is not None:
+                storage.copy_in(values_name(name), values)
+            names = [other for other in _read_index(storage.read(_INDEX_NAME)) if other != name]
+            names.append(name)
+            for old in [other for other in names[:-GRAPHS_KEPT_MAX] if other not in needed]:
+                storage.delete(graph_name(old))
+                storage.delete(values_name(old))
+                if self._guests is not None:
+                    self._guests.release(graph_label(old))
+                names.remove(old)
+            storage.write(_INDEX_NAME, encode(names))
+
+        async with self._index:  # one writer of the index at a time
+            await self._seams.executor.run(write)
+
+
+def _read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path | None]:
+    """The graph's hash, the graph, and the file of its first values, if it has one."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(GRAPH_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}") from None
+    name = graph_hash(data)
+    try:
+        graph = _decode(name, data)
+    except RemoteProtocolError as error:
+        raise UsageError(f"{path}: no graph that can be trained: {error}") from None
+    if not stored_parameters(graph):
+        return name, graph, None  # a file beside it, such as a run's result, is no part of it
+    beside = values or path.with_suffix(".safetensors")
+    try:
+        with beside.open("rb") as file:
+            check_file(graph, file.read(len(file_header(graph))), beside.stat().st_size)
+    except (OSError, RemoteProtocolError) as error:
+        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(
+            f"{path}: its first values lie in a file beside it: {beside}: {reason}", "keep both together"
+        ) from None
+    return name, graph, beside
+
+
+def _decode(name: bytes, data: bytes) -> Graph:
+    """A graph that holds together; else RemoteProtocolError."""
+    if graph_hash(data) != name:
+        raise RemoteProtocolError("a graph with another hash than it was asked for by")
+    graph = decode_graph(data)
+    check_graph(graph)
+    return graph
+
+
+def _read_index(data: bytes | None) -> list[bytes]:
+    try:
+        names: list[bytes] = decode(data or encode([]), list[bytes], bytes_max=1 << 20)
+    except RemoteProtocolError:
+        return []
+    return [name for name in names if len(name) == len(graph_hash(b""))]
+
+
+def graph_label(name: bytes) -> str:
+    """What a fetched graph is called among the guests."""
+    return f"graph {name.hex()}"
+
+
+def graph_name(name: bytes) -> str:
+    """Where a node keeps a graph, in its storage."""
+    return f"models/{name.hex()}.peerloom"
+
+
+def values_name(name: bytes) -> str:
+    """Where it keeps a graph's first values."""
+    return f"models/{name.hex()}.safetensors"

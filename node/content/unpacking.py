@@ -1,0 +1,191 @@
+"""A process of its own that reads an npz file: `python -m node.content.unpacking`, and who starts it.
+
+It inherits two descriptors, the archive and a file without a name for the numbers, and fences itself in
+(`node.stages.sandbox`) before it looks at either: whatever a made-up archive does to zlib or numpy, it
+reaches no network, no other file, and little memory. It says what the archive holds; the node checks that for
+itself, makes room on the disk, and has the numbers put there. The node maps them and never parses a byte.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import trio
+
+from node.content.npz import (
+    RATIO_FREE_BYTES,
+    RATIO_MAX,
+    Arrays,
+    BadArchive,
+    Layouts,
+    arrays_of,
+    check_layouts,
+    read_layouts,
+    unpack_into,
+)
+from node.stages import sandbox
+from node.stages.scratch import Scratch
+from node.storage.budget import ScratchBudget
+
+MEMORY_BYTES = 256 << 20
+"""On top of Python and numpy: a few chunks, and the directory of an archive that is all directory."""
+START_SECONDS = 30.0
+"""Python and numpy take a third of a second; a machine may be busy."""
+SLOW_BYTES_PER_SECOND = 1e7
+"""Of numbers unpacked and written: a slow disk."""
+LINE_BYTES_MAX = 65_536
+"""Of what the process says."""
+_REASON_LENGTH_MAX = 200
+_ROOT = str(Path(__file__).parents[2])
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """A line of the process: what it found, or why it goes no further; empty when it is done."""
+
+    layouts: Layouts | None = None
+    refused: str = ""
+
+
+async def unpack_fenced(
+    archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool, budget: ScratchBudget | None = None
+) -> Arrays:
+    """The arrays of an npz, unpacked into `out`, an empty file of this node's, and mapped.
+
+    They count in `budget` until nobody looks at them any more.
+
+    Raises:
+        BadArchive: it holds no data, or more than it may, or no process can be fenced in.
+        OSError: the disk is full, or the budget is spent.
+    """
+    archive_bytes = os.fstat(archive.fileno()).st_size
+    scratch = await trio.to_thread.run_sync(Scratch)
+    try:
+        process = _start(archive, out, scratch.path, archive_bytes, allow_unfenced=allow_unfenced)
+        try:
+            # A file of its own: a thread that nobody waits for any more must not meet another's descriptor.
+            room = os.fdopen(os.dup(out.fileno()), "r+b", buffering=0)
+            converse = partial(_converse, process, archive_bytes, room, budget)
+            with trio.move_on_after(_seconds(archive_bytes)):
+                return arrays_of(*await trio.to_thread.run_sync(converse, abandon_on_cancel=True))
+        finally:
+            process.kill()  # whoever still talks to it hears that it has ended
+            process.wait()
+        raise BadArchive("it took too long to read")
+    finally:
+        scratch.remove()
+
+
+def _seconds(archive_bytes: int) -> float:
+    """How long an archive so long may take."""
+    return START_SECONDS + (RATIO_FREE_BYTES + RATIO_MAX * archive_bytes) / SLOW_BYTES_PER_SECOND
+
+
+def _start(
+    archive: IO[bytes], out: IO[bytes], scratch: str, archive_bytes: int, *, allow_unfenced: bool
+) -> "subprocess.Popen[bytes]":
+    descriptors = archive.fileno(), out.fileno()
+    seconds = round(_seconds(archive_bytes))
+    arguments = map(str, (*descriptors, os.getpid(), seconds, int(allow_unfenced)))
+    return subprocess.Popen(  # noqa: S603 - our own program and arguments
+        [sys.executable, "-P", "-m", "node.content.unpacking", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        cwd=scratch,
+        env=sandbox.environment(os.environ, scratch=scratch, path=_ROOT, threads=1),
+    )
+
+
+def _converse(
+    process: "subprocess.Popen[bytes]", archive_bytes: int, room: IO[bytes], budget: ScratchBudget | None
+) -> tuple[Layouts, mmap.mmap]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with room, process.stdin as to, process.stdout as come:
+        layouts = _listen(come).layouts
+        if layouts is None:
+            raise BadArchive("the process that reads it said nothing")
+        check_layouts(layouts, archive_bytes)
+        mapping = _make_room(room, layouts.unpacked_bytes, budget)
+        try:
+            to.write(b"go\n")
+            to.flush()
+        except BrokenPipeError:
+            raise BadArchive("the process that reads it has ended") from None
+        _listen(come)
+    return layouts, mapping
+
+
+def _make_room(room: IO[bytes], size: int, budget: ScratchBudget | None) -> mmap.mmap:
+    """Have an empty file be so long, and a map of it. Raises OSError."""
+    if budget is not None:
+        budget.take(size)
+    try:
+        if sys.platform == "linux":
+            # Real blocks and no hole: a full disk is an error here, and would kill whoever writes to the map.
+            os.posix_fallocate(room.fileno(), 0, size)
+        else:
+            room.truncate(size)
+        mapping = mmap.mmap(room.fileno(), size, access=mmap.ACCESS_READ)
+    except BaseException:
+        if budget is not None:
+            budget.give(size)
+        raise
+    if budget is not None:
+        weakref.finalize(mapping, budget.give, size)
+    return mapping
+
+
+def _listen(come: IO[bytes]) -> _Said:
+    line = come.readline(LINE_BYTES_MAX)
+    try:
+        said = msgspec.json.decode(line, type=_Said)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BadArchive("the process that reads it has ended") from None
+    if said.refused:
+        printable = "".join(each if each.isprintable() else "?" for each in said.refused)
+        raise BadArchive(printable[:_REASON_LENGTH_MAX])
+    return said
+
+
+def main(arguments: list[str]) -> None:
+    archive, out, parent, seconds, allow_unfenced = map(int, arguments)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    try:
+        sandbox.enter(
+            scratch=os.getcwd(), device="cpu", memory_bytes=MEMORY_BYTES, allow_unfenced=bool(allow_unfenced)
+        )
+        with os.fdopen(archive, "rb") as file, os.fdopen(out, "r+b") as room:
+            layouts = read_layouts(file)
+            _say(_Said(layouts))
+            if sys.stdin.readline():
+                unpack_into(file, layouts, room)
+                _say(_Said())
+    except BadArchive as error:
+        _say(_Said(refused=str(error) or "it cannot be read"))
+    except sandbox.NotFenced as error:
+        _say(_Said(refused=f"no process can be fenced in to read it: {error}"))
+
+
+def _say(said: _Said) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,300 @@
+"""The shell around a `partition.steps.committer.Committer`: time, events for people, what it asks of others.
+
+One plan's. Whoever is lost makes the next plan, and with it the next committer.
+"""
+
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from partition.plan.plan import Plan
+from partition.run.failures import Failures
+from partition.run.timeouts import START_SECONDS_MAX
+from partition.steps import committer as core
+from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
+from partition.steps.messages import Synced, Unusable, Work
+from partition.steps.routes import ATTEMPTS_PER_PLAN
+
+CORRECT = "correct"
+"""The metric that counts right answers: over the samples it is the accuracy."""
+
+VOUCHES_MAX = 64
+"""Frames that are compared with this node's own data, one after the other; more are judged without."""
+
+RunEvent = StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
+
+
+class CommitterShell:
+    """Commits one run's steps from this node. `run` returns None when trained, or why it failed."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        plan: Plan,
+        publish: Callable[[RunEvent], None],
+        *,
+        absent: Callable[[PeerId, str], None],
+        paused: Callable[[int], None],
+        stalled_since: float,
+        saved: int,
+        failures: Failures,
+        lost_steps: int = 0,
+    ) -> None:
+        """`absent` is told whom the next plan must do without, `paused` that no step is open; `failures` is
+        what went wrong under the plans before. Nothing was computed since `stalled_since`, `saved` is the
+        step of the newest checkpoint, and `lost_steps` are to be computed again."""
+        manifest = run.manifest
+        self.core = core.Committer(
+            service.signer.peer,
+            plan,
+            steps=manifest.steps,
+            evaluations=manifest.evaluations,
+            metrics=len(manifest.metrics),
+            save_every=manifest.save_every,
+            saved=saved,
+            skips_diverged=manifest.on_divergence == "continue",
+        )
+        self._signer = service.signer
+        self._run = run
+        self._plan = plan
+        self._clock = clock = service.seams.clock
+        self._send = service.send
+        self._publish = publish
+        self._absent = absent
+        self._paused = paused
+        self._stalled_since = stalled_since
+        self._failures = failures
+        self._refuse = service.refuse
+        self._to_vouch: deque[tuple[PeerId, Unusable]] = deque()
+        self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
+        """What this node's own data comes to, in the place of a trainer's frame."""
+        self.refused: tuple[int, bool] | None = None
+        """The micro-batch, and whether it is one to train on, whose data ended the run."""
+        self._lost_steps = lost_steps
+        self._synced: set[PeerId] = set()
+        self._moved: Counter[PeerId] = Counter()
+        self._events: deque[Any] = deque()
+        self._more = trio.Event()
+        self._step_started = clock.monotonic()
+
+    async def run(self) -> str | None:
+        """Train and evaluate. Returns why it failed, None if it did not."""
+        self._pass_on(self.core.start(self._clock.monotonic()))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._give_up)
+            reason = await self._follow()
+            nursery.cancel_scope.cancel()
+        return reason
+
+    async def _follow(self) -> str | None:
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                match event:
+                    case core.TrainingEvaluated():
+                        self._evaluated(event)
+                        return None
+                    case core.TrainingFailed(stage=None):
+                        self.refused = event.microbatch
+                        return str(event.reason)
+                    case core.ReplicaFailed():
+                        if (reason := self._failed(event)) is not None:
+                            return reason
+                    case _:
+                        self._note(event)
+            if self._to_vouch:
+                await self._vouch(*self._to_vouch.popleft())
+                continue
+            self._more = trio.Event()
+            due = self.core.deadline
+            with trio.move_on_at(due):
+                await self._more.wait()
+            if not self._more.is_set():
+                # Whatever the clock rounds to, the time has come.
+                self._pass_on(self.core.wake(max(self._clock.monotonic(), due)))
+
+    async def _vouch(self, sender: PeerId, message: Unusable) -> None:
+        """A number in a frame is of no use: is it in this node's own data too?"""
+        try:
+            header = read_header(message.frame)
+            if self.made is not None and message.frame.author != self._signer.peer:
+                payload = await self.made(header)
+                if payload == (header.sizes, header.tensors, header.codec, header.digest):
+                    self.core.vouched.add(header.digest)
+            self._pass_on(self.core.receive(self._clock.monotonic(), sender, message))
+        except RemoteProtocolError as error:
+            self._refuse(sender, error)
+
+    def _note(self, event: Any) -> None:
+        match event:
+            case core.StepApplied():
+                self._step_applied(event)
+            case core.MicrobatchesMoved():
+                self._moved[event.peer] += event.count
+            case core.Resumed():
+                self._resumed(event)
+            case core.StepsPaused():
+                self._paused(event.step)
+            case core.TrainingFailed():
+                self._lost(event)
+
+    def _failed(self, event: core.ReplicaFailed) -> str | None:
+        """Go on without it; why the run is over, where that is not the fault of a peer."""
+        reason = self._failures.note(event.peer, event.step, event.reason)
+        if reason is None:
+            self._absent(event.peer, event.reason)
+        return reason
+
+    def _lost(self, event: core.TrainingFailed) -> None:
+        """A stage has replicas, and none of them its parameters: it is as if it had none."""
+        assert event.stage is not None
+        for peer in self._plan.stages[event.stage].replicas:
+            self._absent(PeerId(peer), event.reason)
+
+    async def _give_up(self) -> None:
+        """The next plan does without replicas that have not opened their stage in time."""
+        await trio.sleep(START_SECONDS_MAX)
+        replicas = {PeerId(peer) for stage in self._plan.stages for peer in stage.replicas}
+        for peer in sorted(replicas - self._synced) if self.core.phase == "syncing" else ():
+            self._absent(peer, f"its stage was not open after {START_SECONDS_MAX:.0f} s")
+
+    # What others say
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> None:
+        """A step message of a replica. Raises RemoteProtocolError."""
+        if isinstance(message, Synced):
+            self._synced.add(sender)
+        elif isinstance(message, Unusable):
+            self._signer.check(FRAME_PURPOSE, message.frame)
+            if message.of_values and len(self._to_vouch) < VOUCHES_MAX:
+                self._to_vouch.append((sender, message))
+                self._more.set()
+                return
+        self._pass_on(self.core.receive(now, sender, message))
+
+    def suspect(self, peer: PeerId) -> None:
+        """A member may be dead: what it has not finished goes to others meanwhile."""
+        self._pass_on(self.core.suspect(self._clock.monotonic(), peer))
+
+    def pause(self) -> None:
+        """Open nothing after this step."""
+        self._pass_on(self.core.pause(self._clock.monotonic()))
+
+    def save(self) -> None:
+        """Have every stage copied after this step."""
+        self._pass_on(self.core.save(self._clock.monotonic()))
+
+    def reconnected(self, peer: PeerId) -> None:
+        """A link to `peer` was opened anew: send again what it may have lost."""
+        self._pass_on(self.core.reconnected(peer))
+
+    def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
+        self._events.extend(self.core.events)
+        self.core.events.clear()
+        self._more.set()
+        for peer, message in sends:
+            self._send(peer, message)
+
+    def dropped(self, after: Plan) -> list[ReplicaDropped]:
+        """Whom the plan `after` has lost, and how many micro-batches of the open step others compute in
+        their place."""
+        return [
+            ReplicaDropped(
+                at=self._clock.wall(),
+                run=self._run.text,
+                step=self.core.step,
+                stage=number,
+                peer=PeerId(peer),
+                microbatches_replayed=self._moved[PeerId(peer)] + self.core.open_count(PeerId(peer)),
+            )
+            for number, (old, new) in enumerate(zip(self._plan.stages, after.stages, strict=True))
+            for peer in old.replicas
+            if peer not in new.replicas
+        ]
+
+    # Events for people
+
+    def _step_applied(self, event: core.StepApplied) -> None:
+        now = self._clock.monotonic()
+        seconds = now - self._step_started
+        rows = event.work
+        is_known = all(work.busy_nanoseconds for row in rows for work in row)
+        self._publish(
+            StepCommitted(
+                at=self._clock.wall(),
+                run=self._run.text,
+                step=event.step,
+                loss=event.loss,
+                samples=event.samples,
+                seconds=seconds,
+                replicas=event.replicas,
+                utilisation=tuple(_utilisation(row, seconds) for row in rows) if is_known else (),
+                bubble=1 - _utilisation([work for row in rows for work in row], seconds) if is_known else 0.0,
+                sent_bytes=tuple(sum(work.sent_bytes for work in row) for row in rows),
+                returned_bytes=tuple(sum(work.returned_bytes for work in row) for row in rows),
+                replayed=sum(work.replayed for row in rows for work in row),
+                rounding=_rounding([work for row in rows for work in row]),
+                height=event.attempt // ATTEMPTS_PER_PLAN,
+                diverged=event.diverged,
+            )
+        )
+        self._step_started = now
+        self._moved.clear()
+
+    def _resumed(self, event: core.Resumed) -> None:
+        now = self._clock.monotonic()
+        self._step_started = now
+        if self._plan.height:
+            self._publish(
+                RunResumed(
+                    at=self._clock.wall(),
+                    run=self._run.text,
+                    height=self._plan.height,
+                    step=event.step,
+                    replayed=event.replayed,
+                    lost_steps=self._lost_steps,
+                    filled=event.filled,
+                    seconds=now - self._stalled_since,
+                )
+            )
+
+    def _evaluated(self, event: core.TrainingEvaluated) -> None:
+        samples = max(1, event.samples)
+        named = dict(zip(self._run.manifest.metrics, event.metrics, strict=True))
+        self._publish(
+            RunEvaluated(
+                at=self._clock.wall(),
+                run=self._run.text,
+                accuracy=named[CORRECT] / samples if CORRECT in named else None,
+                loss=event.loss / samples,
+                samples=event.samples,
+                metrics=event.metrics,
+            )
+        )
+
+
+def _rounding(rows: Sequence[Work]) -> tuple[float, float]:
+    """The relative error of activations and of gradients: norm of the error over the norm."""
+    found = []
+    for direction in range(2):
+        pairs = [work.rounding[direction] for work in rows if len(work.rounding) > direction]
+        error, norm = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+        # What a replica says of itself may be anything, and the root of a negative number is a complex one.
+        ratio = error / norm if error >= 0 and norm > 0 else 0.0
+        found.append(ratio**0.5 if isfinite(ratio) else 0.0)
+    return found[0], found[1]
+
+
+def _utilisation(row: "list[Work] | tuple[Work, ...]", seconds: float) -> float:
+    """The share of `seconds` in which the replicas of `row` computed, on average."""
+    busy = sum(work.busy_nanoseconds for work in row) / 1e9
+    return min(1.0, busy / max(1e-9, seconds * len(row)))

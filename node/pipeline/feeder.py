@@ -1,0 +1,129 @@
+"""The shell around a `partition.steps.feeder.Feeder`: it turns sample numbers into signed frames.
+
+Frames of a step are kept until the next one opens, so that a replay sends the same bytes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.content.datasets import Array, Batches
+from node.protocols.manifest import Run
+from node.seams import Executor
+from partition.codec import Payload, pack, typed
+from partition.plan.plan import Plan
+from partition.steps import feeder as core
+from partition.steps.frames import Direction, FrameHeader, make_frame
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
+
+Send = Callable[..., None]
+"""As `node.runs.context.Service.send`."""
+
+
+class FeederShell:
+    """Feeds this trainer's share of one run under one plan."""
+
+    def __init__(
+        self, signer: Signer, run: Run, plan: Plan, batches: Batches, executor: Executor, send: Send
+    ) -> None:
+        self.core = core.Feeder(signer.peer, plan)
+        self._signer = signer
+        self._run = run
+        self._plan = plan
+        self.batches = batches
+        self._executor = executor
+        self._send = send
+        self._payloads: dict[tuple[int, bool], tuple[Payload, Payload]] = {}
+        self._work: deque[Any] = deque()
+        self._more = trio.Event()
+
+    async def run(self) -> None:
+        """Feed until cancelled."""
+        while True:
+            while self._work:
+                match self._work.popleft():
+                    case core.FeedReady() as event:
+                        await self._feed(event)
+                    case core.FramesDone() as event:
+                        self._forget(event)
+            self._more = trio.Event()
+            if not self._work:
+                await self._more.wait()
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> None:
+        """What the committer has opened. Raises RemoteProtocolError."""
+        if isinstance(message, Open) and not message.train:
+            end = message.first + len(message.stages[0].owners)
+            if end > self._run.manifest.evaluations:
+                raise RemoteProtocolError("an Open of held-out micro-batches that do not exist")
+        self.core.receive(now, sender, message)
+        self._take_events()
+
+    def reconnected(self, peer: PeerId) -> None:
+        """A link to `peer` was opened anew: send again what it may have lost."""
+        self.core.reconnected(peer)
+        self._take_events()
+
+    def _take_events(self) -> None:
+        self._work.extend(self.core.events)
+        self.core.events.clear()
+        self._more.set()
+
+    def _forget(self, event: core.FramesDone) -> None:
+        first = (event.step + 1) * self._plan.microbatches
+        self._payloads = {key: row for key, row in self._payloads.items() if not key[1] or key[0] >= first}
+
+    async def _feed(self, feed: core.FeedReady) -> None:
+        key = (feed.microbatch, feed.train)
+        if not feed.train:
+            # The core never asks for one so far before another.
+            self._payloads.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
+        if key not in self._payloads:
+            self._payloads[key] = await self._executor.run(lambda: self._make(feed))
+        inputs, labels = self._payloads[key]
+        if feed.input_to is not None:
+            self._send_frame(feed.input_to, feed, inputs, 0, "input")
+        if feed.labels_to is not None:
+            self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
+
+    def _make(self, feed: core.FeedReady) -> tuple[Payload, Payload]:
+        source = self.batches.train if feed.train else self.batches.test
+        inputs, labels = source(feed.microbatch)
+        samples = len(inputs[0])
+        return self._pack(inputs, samples), self._pack(labels, samples)
+
+    async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
+        """What this node would have sent in the place of a trainer's frame: sizes, tensors, codec, digest."""
+        if header.direction == "gradient" or (header.direction == "input" and header.stage):
+            return None
+        if not self.batches.rows(header.microbatch, train=header.train):
+            return None
+        feed = core.FeedReady(header.step, header.attempt, header.microbatch, header.train, None, None)
+        inputs, labels = await self._executor.run(lambda: self._make(feed))
+        payload = labels if header.direction == "labels" else inputs
+        return payload.sizes, payload.tensors, payload.codec, payload.digest
+
+    def _pack(self, arrays: Sequence[Array], samples: int) -> Payload:
+        manifest = self._run.manifest
+        return pack([typed(array) for array in arrays], "zstd", (samples, *manifest.sizes))
+
+    def _send_frame(
+        self, peer: PeerId, feed: core.FeedReady, payload: Payload, stage: int, direction: Direction
+    ) -> None:
+        frame = make_frame(
+            self._signer,
+            payload,
+            plan=self.core.plan_hash,
+            step=feed.step,
+            microbatch=feed.microbatch,
+            attempt=feed.attempt,
+            stage=stage,
+            direction=direction,
+            train=feed.train,
+        )
+        self._send(peer, frame, payload.data)

@@ -1,0 +1,82 @@
+"""The sum of a step's gradients: one all-reduce for a stage, and one for each group of tied weights.
+
+What a stage has to itself is summed over its replicas. A weight that several stages share is summed over all
+replicas of all of them, so that each ends with the same total; rows shared by the same stages go together.
+Who takes part and what lies where follows from graph and plan, so every replica finds the same groups.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+
+from crypto.identity import PeerId
+from gossip.allreduce import AllReduce, Part, Vector
+from partition.steps.replica import ReduceReady
+from partition.steps.shares import Share
+
+Sends = list[tuple[PeerId, Part]]
+
+
+class Reduction:
+    """One replica's side of all sums of one attempt. `start` once; then `receive` until `done`."""
+
+    def __init__(self, me: PeerId, work: ReduceReady, parts: Sequence[Share], sums: Vector) -> None:
+        self.key = reduction_key(work)
+        self._shares = parts
+        self._sums = sums
+        self._machines: dict[bytes, AllReduce] = {}
+        for share in parts:
+            members = tuple(peer for stage in share.stages for peer in work.members[stage])
+            if members == (me,):
+                continue  # nobody else has anything to add
+            vector = np.concatenate([sums[begin:end] for begin, end in share.spans])
+            key = self._key_of(share)
+            self._machines[key] = AllReduce(me, members, key, vector)
+
+    def _key_of(self, share: Share) -> bytes:
+        return self.key + share.name.to_bytes(4, "big")
+
+    def start(self) -> Sends:
+        """This replica's summands, for the others."""
+        return [send for machine in self._machines.values() for send in machine.start()]
+
+    def receive(self, sender: PeerId, part: Part) -> Sends:
+        """A part that `is_of` this. Raises RemoteProtocolError for what does not belong here."""
+        machine = self._machines.get(part.key)
+        return [] if machine is None else machine.receive(sender, part)
+
+    def is_of(self, part: Part) -> bool:
+        """Whether a part belongs to this attempt."""
+        return part.key.startswith(self.key)
+
+    @property
+    def done(self) -> bool:
+        return all(machine.done for machine in self._machines.values())
+
+    def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
+        """How many chunks are still to come, from whom, and whether only their sums are missing."""
+        machines = self._machines.values()
+        left = sum(machine.left for machine in machines)
+        unsummed = [peer for machine in machines for peer in machine.unsummed]
+        missing = unsummed or [peer for machine in machines for peer in machine.missing]
+        return left, tuple(dict.fromkeys(missing)), not unsummed
+
+    def finish(self, totals: Vector) -> bytes:
+        """Put the sums into `totals`; their BLAKE3, which all replicas of a stage must share."""
+        for share in self._shares:
+            machine = self._machines.get(self._key_of(share))
+            start = 0
+            for begin, end in share.spans:
+                found = (
+                    self._sums[begin:end] if machine is None else machine.total[start : start + end - begin]
+                )
+                totals[begin:end] = found
+                start += end - begin
+        little = totals.astype(totals.dtype.newbyteorder("<"), copy=False)
+        return blake3(little.data.cast("B") if little.size else b"").digest()
+
+
+def reduction_key(work: ReduceReady) -> bytes:
+    """What names one attempt: plan, step and attempt."""
+    return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")

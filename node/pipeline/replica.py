@@ -1,0 +1,522 @@
+"""The shell around a `partition.steps.replica.Replica`: its stage process, its frames, its all-reduce.
+
+One task computes, in the order in which the core says; messages are taken in between, so a probe or a new
+plan never waits for a product of matrices. The frames that the core keeps lie in a
+`node.pipeline.frame_store`.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from gossip.allreduce import Part
+from node.errors import PayloadRefused, StageDiverged, StageFailed
+from node.pipeline.codec_choice import LinkCodecs
+from node.pipeline.frame_store import FrameStore
+from node.pipeline.gradient_sum import Reduction
+from node.pipeline.spans import Kind, Span, Spans
+from node.pipeline.state_transfer import fill
+from node.placement.admission import TRAIN
+from node.protocols.runs import FetchState, GroupPart
+from node.seams import Seams, Stage
+from partition import stage as api
+from partition.codec import Codec, Payload, Rounding
+from partition.plan.plan import Plan
+from partition.steps import replica as core
+from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, OpenedFrame, Outgoing, make_frame
+from partition.steps.messages import Work
+from partition.steps.order import Schedule
+from partition.steps.shares import Share
+
+EARLY_PARTS_MAX = 4_096
+"""All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
+as the largest stage (4 GiB) has."""
+
+Send = Callable[..., None]
+"""As `node.runs.context.Service.send`."""
+Save = Callable[[Plan, int, int, Stage], Awaitable[None]]
+"""Keep a copy of a stage: its plan, its number, the steps applied."""
+Restore = Callable[[bytes, int, int, Stage], Awaitable[None]]
+"""Bring a stage to a checkpoint: its name, the stage's number, the steps applied."""
+
+
+@dataclass
+class _Export:
+    """Somebody waits for the stage's parameters."""
+
+    ready: trio.Event = field(default_factory=trio.Event)
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A frame but for what it is signed for: it may be sent again under another plan."""
+
+    payload: Payload
+    step: int
+    microbatch: int
+    stage: int
+    direction: Direction
+    train: bool
+
+
+_SPAN_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward", api.Apply: "apply"}
+
+
+class ReplicaShell:
+    """Hosts one stage of one run on this node."""
+
+    def __init__(
+        self,
+        signer: Signer,
+        plan: Plan,
+        specification: api.StageSpecification,
+        parts: Sequence[Share],
+        stage: Stage,
+        seams: Seams,
+        send: Send,
+        *,
+        step: int | None,
+        in_flight_max: int,
+        schedule: Schedule,
+        codecs: LinkCodecs,
+        save: Save,
+        restore: Restore,
+        spans: Spans,
+    ) -> None:
+        """`save` keeps a copy of the stage as it is after a step, `restore` brings it back to one."""
+        entry = specification.graph.entry(TRAIN)
+        self.core = core.Replica(
+            signer.peer,
+            plan,
+            step=step,
+            awaits_gradient=bool(entry.backward_outputs),
+            in_flight_max=in_flight_max,
+            schedule=schedule,
+        )
+        self._signer = signer
+        self._dtype = specification.dtype
+        self._shares = parts
+        self._stage = stage
+        self._seams = seams
+        self._send = send
+        self._spans = spans
+        self._save = save
+        self._restore = restore
+        self._parts: deque[tuple[PeerId, Part]] = deque()
+        self._exports: deque[_Export] = deque()
+        self._more = trio.Event()
+        self._reduction: Reduction | None = None
+        self._reducing: core.ReduceReady | None = None
+        self._starting: core.ReduceReady | None = None
+        self._void: core.ReduceReady | None = None
+        self._parts_sent: list[tuple[PeerId, Part]] = []
+        self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
+        self._is_over = False
+        self._filling = trio.CancelScope()
+        self._is_changing = False
+        self._busy = 0.0
+        self._sent = 0
+        self._returned = 0
+        self._replayed = 0
+        self._sent_before: set[tuple[int, Direction]] = set()
+        self._codecs = codecs
+        self._rounded = {False: Rounding(), True: Rounding()}
+        self._frames = FrameStore(seams.storage, seams.executor)
+        self._failure: StageFailed | None = None
+        self._computing: int | None = None
+        self.failed = trio.Event()
+
+    async def run(self) -> None:
+        """Compute what the core asks for, until the stage fails."""
+        try:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._parts:
+                    await self._part(*self._parts.popleft())
+                elif (work := self.core.next(self._seams.clock.monotonic())) is not None:
+                    await self._perform(work)
+                elif self._exports:
+                    await self._export(self._exports.popleft())
+                else:
+                    self._more = trio.Event()
+                    await self._more.wait()
+        except StageFailed as error:
+            self._pass_on(self.core.failed(str(error), step=self._computing))
+            self.failed.set()
+        finally:
+            self._is_over = True
+            for request in self._exports:
+                request.ready.set()
+
+    async def aclose(self) -> None:
+        """End the stage's process."""
+        await self._stage.aclose()
+
+    def adopt(self, plan: Plan) -> None:
+        """A new plan has come into force."""
+        self.core.adopt(plan)
+        self._pass_on([])
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> None:
+        """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
+        if isinstance(message, Part):
+            if self.core.plan.stage_of(sender) is None:
+                raise RemoteProtocolError("a part from a peer that holds no stage")
+            self._parts.append((sender, message))
+            self._more.set()
+        else:
+            self._pass_on(self.core.receive(now, sender, message))
+
+    async def keep(self, frame: OpenedFrame) -> OpenedFrame | None:
+        """A frame that has come, in memory it may stay in until its step is applied; None where there is no
+        room, and the stage fails."""
+        try:
+            return replace(frame, payload=await self._frames.keep(frame.payload))
+        except StageFailed as error:
+            self._failure = error
+            self._more.set()
+            return None
+
+    def reconnected(self, peer: PeerId) -> None:
+        """A link to `peer` was opened anew: send again what it may have lost."""
+        self._pass_on(self.core.reconnected(peer))
+        for receiver, part in self._parts_sent:
+            if receiver == peer:
+                self._send(receiver, GroupPart(part))
+
+    async def export(self) -> bytes:
+        """The stage's parameters as a safetensors file. Raises StageFailed."""
+        request = _Export()
+        if not self._is_over:
+            self._exports.append(request)
+            self._more.set()
+            await request.ready.wait()
+        if request.data is None:
+            raise StageFailed("the stage has ended")
+        return request.data
+
+    async def read_state(self, request: FetchState) -> bytes | None:
+        """A range of an arena as it is after the step asked for; None where it is not that step's."""
+        if not self._is_at(request.step):
+            return None
+        vector = self._stage.vector(request.arena)
+        part = vector[request.offset : request.offset + request.length]
+        data = await self._seams.executor.run(lambda: bytes(part))
+        # It may have been overwritten meanwhile.
+        return data if self._is_at(request.step) else None
+
+    def _is_at(self, step: int) -> bool:
+        return self.core.step == step and not self._is_changing
+
+    def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
+        events = self.core.events[:]
+        self.core.events.clear()
+        for event in events:
+            match event:
+                case core.ReduceVoided():
+                    self._void = self._starting
+                    self._reduction = self._reducing = None
+                    self._parts_sent.clear()
+                case core.FillVoided():
+                    self._filling.cancel()
+                case core.ReduceAsked():
+                    # While sums are copied, or the total is, it waits for nobody.
+                    left, peers, for_sums = (
+                        self._reduction.waits() if self._reducing and self._reduction else (1, (), False)
+                    )
+                    sends = sends + self.core.waits(event.answer(left, peers, for_sums=for_sums))
+        for peer, message in sends:
+            if isinstance(message, Outgoing):
+                self._send_frame(peer, message)
+            else:
+                self._send(peer, message)
+        self._more.set()
+
+    # What the core asks for
+
+    async def _perform(self, work: core.WorkItem) -> None:
+        is_save_or_fill = isinstance(work, core.StepDiscarded | core.FillReady | core.SaveReady)
+        self._computing = None if is_save_or_fill else self.core.step
+        match work:
+            case core.ForwardReady() | core.BackwardReady():
+                await self._pass(work)
+            case core.RemoveReady():
+                await self._remove(work)
+            case core.ForgetReady():
+                await self._call(api.Forget(work.step, work.microbatch))
+                self._pass_on(self.core.forgotten(work))
+            case core.ReduceReady():
+                await self._reduce(work)
+            case core.ApplyReady():
+                await self._apply(work)
+            case core.StepDiscarded():
+                await self._call(api.Discard())
+                self._pass_on(self.core.discarded(work))
+            case core.FillReady():
+                await self._fill(work)
+            case core.SaveReady():
+                await self._copy(work)
+
+    async def _call(self, request: api.Request) -> object:
+        began, begun = self._seams.clock.monotonic(), self._seams.clock.wall()
+        reply = await self._stage.call(request)
+        # What the process says of itself, where it does: waiting for it is not its being busy.
+        busy = getattr(reply, "busy_nanoseconds", 0)
+        lasted = self._seams.clock.monotonic() - began
+        self._busy += busy / 1e9 if busy else lasted
+        self._record(request, begun, lasted, busy)
+        return reply
+
+    def _record(self, request: api.Request, begun: float, lasted: float, busy: int) -> None:
+        kind = _SPAN_KINDS.get(type(request), "other")
+        microbatch = getattr(request, "microbatch", -1)
+        step = getattr(request, "step", self.core.step)
+        span = Span(
+            step if isinstance(step, int) else -1,
+            self.core.stage,
+            microbatch if isinstance(microbatch, int) else -1,
+            kind,
+            int(begun * 1e9),
+            int(lasted * 1e9),
+            busy,
+        )
+        self._spans.add(self.core.plan.run, span)
+
+    async def _pass(self, work: core.ForwardReady | core.BackwardReady) -> None:
+        try:
+            if isinstance(work, core.ForwardReady):
+                await self._forward(work)
+            else:
+                await self._backward(work)
+        except PayloadRefused as error:
+            self._pass_on(self.core.refused(work, error.part, str(error), of_values=error.of_values))
+        except StageDiverged as error:
+            if isinstance(work, core.BackwardReady):
+                raise  # a gradient may be anything: only the way forward is held to be finite
+            self._pass_on(self.core.diverged(work, str(error)))
+
+    async def _forward(self, work: core.ForwardReady) -> None:
+        done = await self._call(
+            api.Forward(
+                work.step,
+                work.microbatch,
+                work.train,
+                work.input,
+                work.labels,
+                codec=self._codec_towards(-1 if self.core.is_last else +1),
+            )
+        )
+        assert isinstance(done, api.Forwarded)
+        self._rounded[self.core.is_last] += done.rounding
+        sends = self.core.forwarded(
+            work,
+            output=await self._draft(work, done.output, +1, "input", train=work.train),
+            gradient=await self._draft(work, done.gradient, -1, "gradient", train=True),
+            samples=done.samples,
+            loss=done.loss,
+            metrics=done.metrics,
+        )
+        self._pass_on(sends)
+
+    async def _backward(self, work: core.BackwardReady) -> None:
+        done = await self._call(
+            api.Backward(work.step, work.microbatch, work.gradient, codec=self._codec_towards(-1))
+        )
+        assert isinstance(done, api.BackwardDone)
+        self._rounded[True] += done.rounding
+        draft = await self._draft(work, done.gradient, -1, "gradient", train=True)
+        self._pass_on(self.core.backwarded(work, gradient=draft))
+
+    def _codec_towards(self, towards: int) -> Codec:
+        """What goes to the stage after this one, or back to the one before, is packed with."""
+        stages, other = self.core.plan.stages, self.core.stage + towards
+        receivers = [PeerId(peer) for peer in stages[other].replicas] if 0 <= other < len(stages) else []
+        return self._codecs.codec(receivers, is_gradient=towards < 0)
+
+    async def _remove(self, work: core.RemoveReady) -> None:
+        """Replay a micro-batch that another replica counts, with the other sign."""
+        await self._call(api.Forward(work.step, work.microbatch, True, work.input, work.labels, sign=-1))
+        if work.gradient is not None:
+            await self._call(api.Backward(work.step, work.microbatch, work.gradient, sign=-1))
+        self._pass_on(self.core.removed(work))
+
+    async def _draft(
+        self,
+        work: core.ForwardReady | core.BackwardReady,
+        payload: Payload | None,
+        towards: int,
+        direction: Direction,
+        *,
+        train: bool,
+    ) -> Draft | None:
+        if payload is None:
+            return None
+        if len(payload.data) > PAYLOAD_BYTES_MAX:
+            raise StageFailed(
+                f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent"
+            )
+        await self._codecs.learn(payload, is_gradient=direction == "gradient")
+        payload = await self._frames.keep(payload)
+        return Draft(payload, work.step, work.microbatch, self.core.stage + towards, direction, train)
+
+    def _send_frame(self, peer: PeerId, outgoing: Outgoing) -> None:
+        """Sign a frame for the plan and attempt in force."""
+        draft = outgoing.frame
+        assert isinstance(draft, Draft)
+        size = len(draft.payload.data)
+        if draft.direction == "gradient":
+            self._returned += size
+        else:
+            self._sent += size
+        if draft.train:
+            key = (draft.microbatch, draft.direction)
+            self._replayed += key in self._sent_before
+            self._sent_before.add(key)
+        frame = make_frame(
+            self._signer,
+            draft.payload,
+            plan=self.core.plan_hash,
+            step=draft.step,
+            microbatch=draft.microbatch,
+            attempt=outgoing.attempt,
+            stage=draft.stage,
+            direction=draft.direction,
+            train=draft.train,
+        )
+        self._send(peer, frame, draft.payload.data)
+
+    async def _fill(self, work: core.FillReady) -> None:
+        digest = work.digest
+        with trio.CancelScope() as self._filling:
+            if work.sources:
+                digest = await fill(
+                    self._seams.network,
+                    self._seams.executor,
+                    self._stage,
+                    plan=work.plan,
+                    step=work.step,
+                    sources=work.sources,
+                    digest=work.digest,
+                )
+            else:
+                await self._restore(work.checkpoint, self.core.stage, work.step, self._stage)
+        if self._filling.cancelled_caught:
+            return  # a new plan names other sources, or another checkpoint
+        await self._call(api.Restore(work.step))
+        self._pass_on(self.core.filled(work, digest))
+
+    async def _copy(self, work: core.SaveReady) -> None:
+        """Have a copy kept, but never of a state that no training could go on from."""
+        arenas = [
+            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("parameters", "moments")
+        ]
+        if await self._seams.executor.run(lambda: all(map(_is_finite, arenas))):
+            await self._save(self.core.plan, self.core.stage, work.step, self._stage)
+            self._pass_on(self.core.saved(work))
+        else:
+            self._pass_on(self.core.diverged(work, "a parameter or moment is not finite"))
+
+    # The step
+
+    async def _reduce(self, work: core.ReduceReady) -> None:
+        self._starting = work
+        sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._dtype)
+        reduction, sends = await self._seams.executor.run(
+            lambda: _begin_reduction(self.core.me, work, self._shares, sums)
+        )
+        if self._void is work:
+            return  # a new plan came meanwhile
+        self._reduction, self._reducing = reduction, work
+        self._parts_sent.clear()
+        self._send_parts(sends)
+        early = list(self._early_parts)
+        self._early_parts.clear()
+        for sender, part in early:
+            await self._part(sender, part)
+        await self._finish_reduction()
+
+    async def _part(self, sender: PeerId, part: Part) -> None:
+        reduction, reducing = self._reduction, self._reducing
+        if reduction is None or reducing is None or not reduction.is_of(part):
+            # Ahead of us, or of a reduction that is over; the key tells which once ours begins.
+            self._early_parts.append((sender, part))
+            return
+        try:
+            sends = await self._seams.executor.run(lambda: reduction.receive(sender, part))
+        except RemoteProtocolError:
+            return  # a part that fits nowhere: the sum goes on without it
+        self._send_parts(sends)
+        await self._finish_reduction()
+
+    def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
+        self._parts_sent += sends
+        for peer, part in sends:
+            self._send(peer, GroupPart(part))
+
+    async def _finish_reduction(self) -> None:
+        reduction, reducing = self._reduction, self._reducing
+        if reduction is None or reducing is None or not reduction.done:
+            return
+        totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
+        digest = await self._seams.executor.run(lambda: reduction.finish(totals))
+        # The machine stays until the next one: a member may still have to hear our parts.
+        self._reducing = None
+        # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
+        normed = await self._call(api.Norm())
+        assert isinstance(normed, api.Normed)
+        self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))
+
+    async def _apply(self, work: core.ApplyReady) -> None:
+        self._is_changing = True
+        try:
+            done = await self._call(
+                api.Apply(work.step, work.samples, work.squared_norm, is_skipped=work.is_skipped)
+            )
+        finally:
+            self._is_changing = False
+        assert isinstance(done, api.Applied)
+        self._reduction = None
+        self._parts_sent.clear()
+        self._early_parts.clear()
+        self._sent_before.clear()
+        lost = [self._rounded[False], self._rounded[True]]
+        spent = Work(
+            int(self._busy * 1e9),
+            self._sent,
+            self._returned,
+            self._replayed,
+            tuple((row.squared_error, row.squared_norm) for row in lost),
+        )
+        self._rounded = {False: Rounding(), True: Rounding()}
+        self._busy, self._sent, self._returned, self._replayed = 0.0, 0, 0, 0
+        self._pass_on(self.core.applied(work, done.digest, spent))
+
+    async def _export(self, request: _Export) -> None:
+        try:
+            exported = await self._stage.call(api.Export())
+            assert isinstance(exported, api.Exported)
+            request.data = exported.data
+        finally:
+            request.ready.set()
+
+
+def _is_finite(vector: "np.ndarray[Any, np.dtype[Any]]") -> bool:
+    """Whether no element is infinite or not a number, without a copy of them."""
+    return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))
+
+
+def _begin_reduction(
+    me: PeerId, work: core.ReduceReady, parts: Sequence[Share], sums: "np.ndarray[Any, np.dtype[Any]]"
+) -> tuple[Reduction, list[tuple[PeerId, Part]]]:
+    reduction = Reduction(me, work, parts, sums)
+    return reduction, reduction.start()

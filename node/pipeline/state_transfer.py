@@ -1,0 +1,80 @@
+"""A stage's state from replicas that have it: parameters and moments, in ranges, from several at once.
+
+For who has just joined, or holds other numbers than its peers. What comes is compared with the digest that
+the committer named; a peer that declines, stalls or dies is left out, and its ranges go to the others.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import trio
+from blake3 import blake3
+
+from crypto.identity import PeerId
+from node.errors import StageFailed, Unreachable
+from node.protocols.runs import FetchState, fetch
+from node.seams import Executor, Network, Stage
+from partition.plan.plan import NOTHING
+
+STATE_RANGE_BYTES = 4 << 20
+"""Of one answer: long beside a round trip, short beside a link that turns out to be slow."""
+RANGE_SECONDS_MAX = 30.0
+PER_SOURCE = 2
+"""Ranges asked for at once from each source: one on its way while the other is read."""
+Arena = Literal["parameters", "moments"]
+
+
+async def fill(
+    network: Network,
+    executor: Executor,
+    stage: Stage,
+    *,
+    plan: bytes,
+    step: int,
+    sources: Sequence[PeerId],
+    digest: bytes,
+) -> bytes:
+    """Write the state after `step` steps into the stage's arenas; BLAKE3 of its parameters.
+
+    Raises:
+        StageFailed: the sources did not hand over what the committer named.
+    """
+    arenas: tuple[Arena, ...] = ("parameters", "moments")
+    ranges = deque(
+        (arena, begin, min(STATE_RANGE_BYTES, size - begin))
+        for arena in arenas
+        for size in (len(stage.vector(arena)),)
+        for begin in range(0, size, STATE_RANGE_BYTES)
+    )
+    reasons: list[str] = []
+
+    async def drain(source: PeerId) -> None:
+        while ranges:
+            arena, begin, length = ranges.popleft()
+            request = FetchState(plan, step, arena, begin, length)
+            try:
+                data = await fetch(
+                    network, source, request, seconds=RANGE_SECONDS_MAX, bytes_max=STATE_RANGE_BYTES
+                )
+                if len(data) != length:
+                    raise Unreachable("refused", f"{len(data)} bytes of state, {length} asked for")
+            except Unreachable as error:
+                ranges.append((arena, begin, length))
+                reasons.append(error.detail)
+                return
+            vector = stage.vector(arena)
+            # Megabytes into pages that nobody has touched yet: not on the event loop.
+            await executor.run(partial(vector.__setitem__, slice(begin, begin + length), data))
+
+    async with trio.open_nursery() as nursery:
+        for source in sources:
+            for _ in range(PER_SOURCE):
+                nursery.start_soon(drain, source)
+    if ranges:
+        raise StageFailed(f"nobody handed over the state of step {step}: {'; '.join(reasons[-3:])}")
+    found = await executor.run(lambda: blake3(stage.vector("parameters")).digest())
+    if digest not in (NOTHING, found):
+        raise StageFailed(f"the state of step {step} that came is another than its replicas hold")
+    return found

@@ -1,0 +1,80 @@
+"""Whether a stage fits this machine, as others ask: what they may have computed here for it, and no more.
+
+To answer takes a cut of the model, in Python: a tenth of a second for a transformer of a hundred layers, a
+second or two for a graph made to be slow. So it is computed one at a time, away from the threads that wait
+for the disk, only so often for one peer, and not again for what has been answered.
+"""
+
+from collections import OrderedDict
+from functools import partial
+
+import trio
+
+from crypto.buckets import Buckets
+from crypto.encoding import encode
+from crypto.identity import PeerId
+from node.placement.admission import Machine, misfit
+from node.protocols.manifest import Run
+from node.protocols.permits import Permits
+from node.seams import Clock, Executor
+from partition.model.graph import Graph
+from partition.plan.plan import Plan
+
+RATE = 0.5
+"""Checks a second that one peer may have computed. Planning asks each provider once."""
+BURST = 8
+"""At once: a planner tries other plans where it is refused."""
+PEERS_MAX = 1_024
+"""Peers whose checks are counted."""
+WAITING_MAX = 8
+"""Checks that wait for their turn; one of each peer."""
+REMEMBERED_MAX = 256
+"""Answers, of a line each."""
+
+BUSY = "busy: too many leases are looked at"
+
+
+class LeaseChecks:
+    """Those of the node `me`; `machine` is what it gives to a stage."""
+
+    def __init__(self, me: PeerId, executor: Executor, clock: Clock, machine: Machine) -> None:
+        self._me = me
+        self._executor = executor
+        self._clock = clock
+        self._machine = machine
+        self._buckets = Buckets[PeerId](RATE, BURST, PEERS_MAX)
+        self._permits = Permits(WAITING_MAX, 1, patience_seconds=0.0)
+        self._turn = trio.Lock()
+        self._answers: OrderedDict[bytes, str | None] = OrderedDict()
+
+    def known(self, run: Run, plan: Plan, stage: int) -> str | None:
+        """Why this stage cannot be here, where that has been found out before."""
+        return self._answers.get(_key(run, plan, stage))
+
+    async def misfit(self, asker: PeerId, run: Run, graph: Graph, plan: Plan, stage: int) -> str | None:
+        """Why this stage cannot be here, in words for a person; None if it can."""
+        key = _key(run, plan, stage)
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
+        now = self._clock.monotonic()
+        if asker != self._me and not self._buckets.of(asker, now).take(now):
+            return BUSY
+        with self._permits.take(asker) as permit:
+            if permit is None:
+                return BUSY
+            async with self._turn:
+                work = partial(misfit, run, graph, plan, stage, self._machine)
+                answer = await self._executor.run(work, apart=True)
+            self._answers[key] = answer
+            while len(self._answers) > REMEMBERED_MAX:
+                self._answers.popitem(last=False)
+        return answer
+
+
+def _key(run: Run, plan: Plan, stage: int) -> bytes:
+    """All that the answer depends on but for this machine."""
+    manifest = run.manifest
+    rows = [(row.first_layer, row.last_layer, len(row.replicas)) for row in plan.stages]
+    settings = (manifest.microbatches, manifest.optimizer, manifest.autocast, manifest.recompute)
+    return encode((manifest.graph_hash, manifest.sizes_max, manifest.metrics, settings, rows, stage))

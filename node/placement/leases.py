@@ -1,0 +1,302 @@
+"""The first plan of a run: from what members offer to a plan whose slots are leased.
+
+The requester makes it, for nobody has a vote before there is a roster. Leases are taken in provider-id order,
+all or none.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import trio
+from blake3 import blake3
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId, short_peer
+from node.errors import Unreachable
+from node.placement.admission import check_model, fed_bytes
+from node.protocols.manifest import Manifest, Run
+from node.protocols.runs import (
+    LEASE_PURPOSE,
+    Declined,
+    Done,
+    LeaseBody,
+    Leased,
+    LeaseRequest,
+    Prepare,
+    Release,
+    Reply,
+    Request,
+    Start,
+)
+from node.seams import Executor
+from partition.model.graph import Graph
+from partition.plan.history import History
+from partition.plan.layer_costs import layer_costs
+from partition.plan.operations import Operations, layer_operations
+from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
+from partition.plan.rates import assumed
+from partition.plan.solver import solve
+from partition.run.decliners import Decliners
+from partition.run.timeouts import LEASE_SECONDS_MAX
+from partition.steps.frames import PAYLOAD_BYTES_MAX
+
+PLACEMENT_SECONDS_MAX = 300.0
+"""How long a placement goes on planning around providers that decline: ten that are silent. A number of
+refusals would let as many members that only decline stop every run."""
+CLAIM_RATIO_MAX = 100
+"""A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
+claims more is not dealt a plan of its own."""
+REASONS_MAX = 8
+"""Refusals named where a placement gives up, the last ones."""
+RATE_MAX = 1e18
+"""FLOP/s in a plan, whose numbers have 63 bits; beyond what any machine has."""
+RATE_DIGITS = 2
+"""Significant digits of a rate in a plan: measuring noise must not deal equal machines unequal shares."""
+FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
+"""A micro-batch between two stages; zstd may add a little to what it cannot compress."""
+
+Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one live member offers to runs."""
+
+    peer: PeerId
+    flops_per_second: float
+    memory_bytes: int
+    has_slot: bool
+
+
+def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers, none with a rate above CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
+    rates = sorted(offer.flops_per_second for offer in offers if offer.has_slot)
+    if not rates:
+        return list(offers)
+    most = CLAIM_RATIO_MAX * rates[(len(rates) - 1) // 2]
+    return [
+        replace(offer, flops_per_second=most) if offer.has_slot and offer.flops_per_second > most else offer
+        for offer in offers
+    ]
+
+
+class NotPlaced(Exception):
+    """No plan came about, and why, in words for a person."""
+
+
+def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
+    """The first plan of a run. The requester trains; it holds a stage only where peers are short.
+
+    Raises:
+        NotPlaced: with what is missing.
+    """
+    manifest = run.manifest
+    providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
+    others = [offer for offer in providers if offer.peer != run.requester]
+    needed = max(1, manifest.stages) * max(1, manifest.replicas)
+    # A trainer that computes no stage keeps feeding while stages compute.
+    spare = len(others) >= needed and (bool(manifest.stages) or len(others) >= 2)
+    chosen = others if spare else providers
+    try:
+        check_model(manifest, graph)
+        input_bytes = fed_bytes(manifest, graph)
+        if input_bytes > FRAME_BYTES_MAX:
+            raise NotPlaced(
+                f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
+                f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
+            )
+        split = solve(problem_of(manifest, graph, chosen))
+    except (Infeasible, RemoteProtocolError, ValueError) as error:
+        raise NotPlaced(f"{manifest.model}: {error}") from None
+    stages = _stages(split, chosen)
+    replicas = {peer for stage in stages for peer in stage.replicas}
+    return Plan(
+        run=run.id,
+        parent=NOTHING,
+        height=0,
+        roster=tuple(sorted(replicas | {run.requester})),
+        trainers=_trainers(run, replicas),
+        microbatches=manifest.microbatches,
+        stages=stages,
+    )
+
+
+def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Problem:
+    """What the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not fit."""
+    operations = layer_operations(graph, manifest.sizes_max)
+    return Problem(
+        layers=tuple(layer_costs(graph, manifest.sizes_max)),
+        peers=tuple(_cost(offer, operations) for offer in offers),
+        microbatches=manifest.microbatches,
+        pipeline=manifest.pipeline,
+        recompute=manifest.recompute,
+        moments=manifest.optimizer.moments,
+        input_bytes=fed_bytes(manifest, graph),
+        constraints=Constraints(
+            stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
+        ),
+    )
+
+
+def _cost(offer: Offer, operations: Sequence[Operations]) -> PeerCost:
+    """What the layers take on a peer: classes of operators in proportion to the rate that it offers."""
+    calibration = assumed(whole_rate(offer.flops_per_second))
+    forward, backward = calibration.model_nanoseconds(operations)
+    return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward)
+
+
+def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:
+    """The requester, then as many replicas as the manifest wants, by a hash that nobody chooses."""
+    others = sorted(set(replicas) - {run.requester}, key=lambda peer: blake3(run.id + peer).digest())
+    return (run.requester, *others[: run.manifest.trainers - 1])
+
+
+def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
+    stages = []
+    for (first, last), group in zip(split.ranges, split.groups, strict=True):
+        members = [offers[index] for index in group]
+        rates = tuple(rounded(member.flops_per_second) for member in members)
+        stages.append(StagePlan(first, last, tuple(member.peer for member in members), rates))
+    return tuple(stages)
+
+
+def rounded(rate: float) -> int:
+    """A rate to RATE_DIGITS significant digits, from 1 to RATE_MAX."""
+    whole = whole_rate(rate)
+    return max(1, round(whole, RATE_DIGITS - len(str(whole))))
+
+
+def whole_rate(rate: float) -> int:
+    """A rate as a whole number from 1 to RATE_MAX, whatever was claimed or measured."""
+    return int(max(1.0, min(rate, RATE_MAX)))  # in this order of arguments 1 where it is no number
+
+
+async def place(
+    run: Run,
+    graph: Graph,
+    signer: Signer,
+    offers: Sequence[Offer],
+    ask: Ask,
+    executor: Executor,
+    *,
+    decliners: Decliners,
+    monotonic: Callable[[], float],
+) -> Plan:
+    """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
+    who are asked again only where the others are too few.
+
+    Raises:
+        NotPlaced: no plan came about; every lease taken on the way was given back.
+    """
+    left = list(offers)
+    reasons: list[str] = []
+    until = monotonic() + PLACEMENT_SECONDS_MAX
+    while monotonic() < until:
+        try:
+            plan = await _plan(run, graph, left, decliners.now(monotonic()), executor)
+        except NotPlaced as error:
+            raise NotPlaced("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
+        rows = {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
+        refused = await lease_all(run, plan, rows, signer, ask)
+        if refused is None:
+            return plan
+        peer, reason = refused
+        decliners.note(peer, monotonic())
+        reasons.append(f"{short_peer(peer)} {reason}")
+        left = [offer for offer in left if offer.peer != peer]
+    raise NotPlaced("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
+
+
+async def _plan(
+    run: Run, graph: Graph, offers: Sequence[Offer], last: Collection[PeerId], executor: Executor
+) -> Plan:
+    """Plan without those who come `last`, with them where that is not possible. Raises NotPlaced."""
+    first = [offer for offer in offers if offer.peer not in last]
+    # Among many peers, an infeasible run takes the solver seconds to find out.
+    if len(first) < len(offers):
+        with suppress(NotPlaced):
+            return await executor.run(partial(make_plan, run, graph, tuple(first)))
+    return await executor.run(partial(make_plan, run, graph, tuple(offers)))
+
+
+async def lease_all(
+    run: Run,
+    plan: Plan,
+    rows: Mapping[PeerId, int],
+    signer: Signer,
+    ask: Ask,
+    history: History | None = None,
+) -> tuple[PeerId, str] | None:
+    """Lease the slots of `rows` (peer to stage) in provider-id order; None, or who declined and why."""
+    data = encode_plan(plan)
+    taken: list[PeerId] = []
+    for peer, stage in sorted(rows.items()):
+        reason = await lease(peer, LeaseRequest(run.fact, data, stage, history), run, plan, signer, ask)
+        if reason is not None:
+            # The one that gave no answer too: it may have leased, and its answer was lost.
+            await release(run, plan, [*taken, peer], ask)
+            return peer, reason
+        taken.append(peer)
+    return None
+
+
+async def lease(
+    peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
+) -> str | None:
+    """Lease a stage of `plan`; None, or why that failed."""
+    reply = await _try(ask, peer, request, LEASE_SECONDS_MAX)
+    if isinstance(reply, Declined):
+        return reply.reason
+    if not isinstance(reply, Leased):
+        return "gave no lease"
+    try:
+        body: LeaseBody = decode(reply.lease.body, LeaseBody, bytes_max=512)
+        author = signer.check(LEASE_PURPOSE, reply.lease)
+    except RemoteProtocolError as error:
+        return str(error)
+    if (author, body.run, body.plan, body.stage) != (peer, run.id, plan_hash(plan), request.stage):
+        return "leased something else"
+    return None
+
+
+async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> None:
+    """Give leases of a plan that did not come about back."""
+    for peer in peers:
+        await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
+
+
+async def start(
+    run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask
+) -> dict[PeerId, str]:
+    """Give the plan to `peers`, side by side; who did not take it, and why."""
+    return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, LEASE_SECONDS_MAX)
+
+
+async def ask_all(
+    request: Start | Prepare, peers: Collection[PeerId], ask: Ask, seconds: float
+) -> dict[PeerId, str]:
+    """Put a plan to `peers`, side by side; who did not say Done, and why."""
+    failures: dict[PeerId, str] = {}
+
+    async def tell(peer: PeerId) -> None:
+        reply = await _try(ask, peer, request, seconds)
+        if not isinstance(reply, Done):
+            failures[peer] = reply.reason if isinstance(reply, Declined) else "did not start"
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(tell, peer)
+    return failures
+
+
+async def _try(ask: Ask, peer: PeerId, request: Request, seconds: float) -> Reply:
+    """A peer that cannot be reached declines."""
+    try:
+        return await ask(peer, request, seconds)
+    except Unreachable as error:
+        return Declined(f"{error.reason}: {error.detail}"[:300])

@@ -1,0 +1,264 @@
+"""A run as it is asked for: the RUN.toml a person writes, and the signed manifest made of it.
+
+The manifest is what all members hold; its hash is the run's id. It names the model by the hash of its
+graph, which members fetch from each other (`node.content.graphs`); data shards by hash come into the same
+struct.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from node.errors import UsageError
+from partition.codecs.choice import Frames
+from partition.model.graph import SYMBOLS_MAX
+from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
+from partition.stage import (
+    GROUPS_MAX,
+    IN_FLIGHT_MAX,
+    METRICS_MAX,
+    GroupSettings,
+    OptimizerSettings,
+    Schedule,
+)
+
+MANIFEST_PURPOSE = "run-manifest"
+MANIFEST_BYTES_MAX = 900
+"""So that it fits a DHT record."""
+
+Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
+HexHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class GroupTable(msgspec.Struct, frozen=True):
+    """`[[train.groups]]`: parameters whose names are like one of `match` (`*.bias`, `*norm*`); the first
+    table that has them counts. `rate_factor` multiplies the learning rate."""
+
+    match: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    rate_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+
+
+class TrainTable(msgspec.Struct, frozen=True):
+    """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
+
+    `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
+    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
+    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
+    whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
+    and is counted as skipped ("continue"); more than ten such steps in a row end it too.
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
+    """What older files call a key."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
+    batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
+    microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.002
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    clip_norm: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    autocast: Literal["off", "bfloat16"] = "off"
+    recompute: bool = False
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    frames: Frames = "exact"
+    on_divergence: Literal["stop", "continue"] = "stop"
+    groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
+
+
+class PlanTable(msgspec.Struct, frozen=True):
+    """`[plan]` of RUN.toml; 0 stages or replicas let the solver choose.
+
+    `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
+    work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
+    steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
+    its last replica. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`.
+    """
+
+    stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
+    on_lost_quorum: Literal["wait", "fork"] = "wait"
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """RUN.toml: every key has a default but the model.
+
+    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
+    of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
+    test.npz (arrays x and y, or as the model's inputs and labels are called), a file of text, or what
+    `node.content.sources` makes such a folder of: a table, arrays, images.
+    """
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
+    data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] = "digits"
+    options: dict[str, bool | int | float | str] = {}
+    train: TrainTable = TrainTable()
+    plan: PlanTable = PlanTable()
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """As a stage takes it."""
+        train = self.train
+        return OptimizerSettings(
+            kind=train.optimizer,
+            learning_rate=train.learning_rate,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            schedule=Schedule(train.schedule, train.warmup_steps, train.steps),
+            clip_norm=train.clip_norm,
+            groups=self._groups,
+        )
+
+    @property
+    def _groups(self) -> tuple[GroupSettings, ...]:
+        """The first is of all parameters that no table has."""
+        tables = self.train.groups
+        if not tables:
+            return ()
+        rest = GroupSettings(weight_decay=self.train.weight_decay)
+        return (rest, *(GroupSettings(table.rate_factor, table.weight_decay) for table in tables))
+
+
+def check_run_file(run: RunFile, where: str) -> None:
+    """What no single key's range can say. Raises UsageError."""
+    train = run.train
+    if train.batch % train.microbatch:
+        raise UsageError(
+            f"{where}: train.batch {train.batch} is not a multiple of train.microbatch {train.microbatch}"
+        )
+    if train.batch // train.microbatch > IN_FLIGHT_MAX:
+        raise UsageError(
+            f"{where}: train.batch {train.batch} is {train.batch // train.microbatch} micro-batches of "
+            f"{train.microbatch}; at most {IN_FLIGHT_MAX}",
+            f"a train.microbatch of at least {-(-train.batch // IN_FLIGHT_MAX)}",
+        )
+    if train.schedule != "constant" and train.warmup_steps >= train.steps:
+        raise UsageError(f"{where}: train.warmup_steps {train.warmup_steps} leaves no step to fall over")
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """What a run is. `model` is how a screen calls it, `graph` (BLAKE3, hex) what it is.
+
+    `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds. `sizes` are the graph's
+    symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
+    beside the loss. `window` is how many bytes make a sample of text, 0 for other data.
+    """
+
+    model: Word
+    graph: HexHash
+    data: Annotated[str, msgspec.Meta(pattern=r"^(digits|[0-9a-f]{64})\Z")]
+    test_samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)]
+    microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)]
+    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=SYMBOLS_MAX - 1)]
+    metrics: Annotated[tuple[Word, ...], msgspec.Meta(max_length=METRICS_MAX)]
+    optimizer: OptimizerSettings
+    autocast: Literal["off", "bfloat16"]
+    recompute: bool
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    frames: Frames
+    stages: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    created_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    save_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    on_lost_quorum: Literal["wait", "fork"] = "wait"
+    on_divergence: Literal["stop", "continue"] = "stop"
+
+    @property
+    def graph_hash(self) -> bytes:
+        """As requests name it."""
+        return bytes.fromhex(self.graph)
+
+    @property
+    def sizes_max(self) -> tuple[int, ...]:
+        """All symbols, the batch first, for a whole micro-batch."""
+        return (self.microbatch, *self.sizes)
+
+    @property
+    def evaluations(self) -> int:
+        """Micro-batches of held-out samples."""
+        return -(-self.test_samples // self.microbatch)
+
+
+_NOT_ARITHMETIC = frozenset(
+    {
+        "model",
+        "metrics",
+        "recompute",
+        "frames",
+        "stages",
+        "replicas",
+        "created_milliseconds",
+        "trainers",
+        "pipeline",
+        "save_every",
+        "on_lost_quorum",
+        "on_divergence",
+    }
+)
+"""Fields of a Manifest that change nothing of what a step computes, only whether it is applied.
+`graph` is the model, `model` a name."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A checked manifest: its id, who asks, and the fact to hand on."""
+
+    id: bytes
+    requester: PeerId
+    manifest: Manifest
+    fact: Fact
+
+    @property
+    def random_key(self) -> bytes:
+        """What dropout masks are drawn from: all of the manifest that says what is computed, and nothing of
+        when, by how many, in which order of work, or how it is sent. So the same run asked for twice, by
+        whomever and in whatever shape, draws the same ones."""
+        names = (name for name in Manifest.__struct_fields__ if name not in _NOT_ARITHMETIC)
+        return blake3(encode([getattr(self.manifest, name) for name in names])).digest()
+
+    @property
+    def text(self) -> str:
+        """The run's id as screens and files show it: the first 16 hex digits."""
+        return run_text(self.id)
+
+
+def run_text(run: bytes) -> str:
+    """The short text form of a run id."""
+    return run.hex()[:16]
+
+
+def make_run(signer: Signer, manifest: Manifest) -> Run:
+    """Sign a manifest as its requester."""
+    return check_run(signer, signer.sign(MANIFEST_PURPOSE, encode(manifest)))
+
+
+def check_run(signer: Signer, fact: Fact) -> Run:
+    """A manifest whose signature and ranges hold; else RemoteProtocolError."""
+    if len(fact.body) > MANIFEST_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
+        )
+    manifest: Manifest = decode(fact.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
+    requester = signer.check(MANIFEST_PURPOSE, fact)
+    return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)

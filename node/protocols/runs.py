@@ -1,0 +1,376 @@
+"""Requests between members of a run, each on a stream of its own: one question, one answer.
+
+`/peerloom/runs/1` carries what must be answered: placing, leasing, starting, ending, models, weights. What
+flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/1`.
+"""
+
+from collections.abc import Awaitable, Callable
+from math import isfinite
+from typing import Annotated, Literal
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PEER_ID_BYTES, PeerId
+from gossip.allreduce import Part
+from node.errors import StreamClosed, Unreachable
+from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
+from node.protocols.checkpoint import StageState
+from node.seams import Network, Stream, StreamLimits
+from partition.plan.history import HISTORY_BYTES_MAX, History
+from partition.plan.plan import (
+    PLAN_BYTES_MAX,
+    STAGES_MAX,
+    STEPS_MAX,
+    Count,
+    Hash,
+    StageNumber,
+    StepNumber,
+)
+from partition.plan.votes import AgreementMessage
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason
+from partition.stage import METRICS_MAX
+from partition.steps.frames import Frame
+from partition.steps.messages import CommitterMessage, ReplicaMessage
+
+RUNS_PROTOCOL = "/peerloom/runs/1"
+PIPELINE_PROTOCOL = "/peerloom/pipeline/1"
+REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
+"""A plan, how it came about, and the signatures and the manifest around them."""
+PIPELINE_BYTES_MAX = 4 * 1024 * 1024
+"""The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. What a frame carries goes
+beside it, and has a limit of its own."""
+PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_per_peer_max=4)
+"""A member has one; another where the first broke, and this side has not noticed yet."""
+BLOB_BYTES_MAX = 16 * 1024**3
+RANGE_BYTES_MAX = 16 * 1024 * 1024
+"""Of first values in one answer: some of them fit the memory of whoever answers many."""
+BLOB_CHUNK_BYTES = 4 * 1024 * 1024
+
+NUMBER_MAX = 2**53
+"""What every reader of our JSON can count exactly."""
+NOTICE_SECONDS_MAX = 1e9
+"""What a step may have taken: thirty years, so that a screen can multiply it by the steps that are left."""
+
+PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
+    """Who plans to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
+
+    The first plan has no `history` yet: it is signed once it is in force.
+    """
+
+    manifest: Fact
+    plan: PlanBytes
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+    history: History | None = None
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Whoever asked for a lease: the plan did not come about; the slot is free."""
+
+    run: Hash
+    plan: Hash
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Requester to member, or committer to a newcomer: this plan is in force. Answered by Done when it is
+    known here; the stage opens by itself then."""
+
+    manifest: Fact
+    plan: PlanBytes
+    history: History
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
+    """Whoever has leased a slot to its provider: open the stage, for this plan may soon be decided. Answered
+    by Done when it is open."""
+
+    manifest: Fact
+    plan: PlanBytes
+    history: History
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Committer to member: the run goes on. Answered by Done, or Declined where this node has forgotten
+    it."""
+
+    run: Hash
+    plan: Hash
+
+
+class FetchState(msgspec.Struct, frozen=True, tag="state"):
+    """Newcomer to a replica of its stage: a part of an arena as it is after `step` steps. Answered by a
+    Blob."""
+
+    plan: Hash
+    step: StepNumber
+    arena: Literal["parameters", "moments"]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
+
+
+class FetchData(msgspec.Struct, frozen=True, tag="data"):
+    """Trainer to a holder: one file of the run's data. Answered by a Blob or Declined."""
+
+    data: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    name: Literal["text", "train.npz", "test.npz"]
+
+
+class ExportStage(msgspec.Struct, frozen=True, tag="export"):
+    """Committer to replica: your stage's parameters. Answered by a Blob."""
+
+    plan: Hash
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Committer to member: the run is over. Answered by Done once the weights are fetched.
+
+    `weights` is their BLAKE3 hash in hex, empty where the run failed.
+    """
+
+    plan: Hash
+    outcome: Annotated[str, msgspec.Meta(pattern=r"^(done|failed)\Z")]
+    detail: Reason
+    weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Anybody to member: the run is over, by its requester's signed word (`node.runs.stopping.StopBody`).
+    Answered by Done, or Declined where this node does not know the run."""
+
+    stop: Fact
+
+
+class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
+    """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
+
+    run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+
+
+class FetchModel(msgspec.Struct, frozen=True, tag="model"):
+    """Anybody to a holder: the graph with this hash. Answered by a Blob or Declined."""
+
+    graph: Hash
+
+
+class FetchRange(msgspec.Struct, frozen=True, tag="range"):
+    """Replica to a holder: a part of the file of first values beside a graph, counted from where its data
+    begins. Answered by a Blob or Declined."""
+
+    graph: Hash
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
+
+
+Request = (
+    LeaseRequest
+    | Release
+    | Start
+    | Prepare
+    | Renew
+    | FetchState
+    | FetchData
+    | ExportStage
+    | End
+    | Stop
+    | FetchWeights
+    | FetchModel
+    | FetchRange
+)
+
+
+class Leased(msgspec.Struct, frozen=True, tag="leased"):
+    """The provider's signed promise: a `LeaseBody`."""
+
+    lease: Fact
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """No, and why, in words for a person."""
+
+    reason: Reason
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It was done."""
+
+
+class Blob(msgspec.Struct, frozen=True, tag="blob"):
+    """So many bytes follow on the stream, in chunks."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
+
+
+Reply = Leased | Declined | Done | Blob
+
+
+class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
+    """A provider's promise to hold `stage` of `plan` until it hears nothing of the run for so long."""
+
+    run: Hash
+    plan: Hash
+    stage: Count
+    silence_seconds_max: Count
+
+
+LEASE_PURPOSE = "lease"
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """Committer to everybody else in the plan: what has happened. Nothing depends on its arrival."""
+
+    plan: Hash
+    event: StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
+
+
+def check_step(message: object, steps: int) -> None:
+    """Whether what a message says of a step can be so in a run of `steps`; else RemoteProtocolError."""
+    said = message.event if isinstance(message, Notice) else message
+    done = getattr(said, "step", None)
+    if isinstance(said, StepCommitted):
+        done = said.step + 1
+    if done is not None and done > steps:
+        raise RemoteProtocolError(f"step {done} of a run of {steps}")
+
+
+def check_notice(notice: Notice) -> None:
+    """Numbers that a screen can show; else RemoteProtocolError. Most events are our own, so loosely typed."""
+    for name in notice.event.__struct_fields__:
+        field = getattr(notice.event, name)
+        if isinstance(field, tuple) and len(field) > max(METRICS_MAX, STAGES_MAX):
+            raise RemoteProtocolError(f"a notice with {len(field)} {name}")
+        for value in field if isinstance(field, tuple) else (field,):
+            _check_value(name, value)
+
+
+def _check_value(name: str, field: object) -> None:
+    match field:
+        case float(value) if not isfinite(value):
+            raise RemoteProtocolError(f"a notice whose {name} is not finite")
+        case float(value) if name == "seconds" and not 0 <= value <= NOTICE_SECONDS_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} are impossible")
+        case int(value) if name == "step" and value > STEPS_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} no run has")
+        case int(value) if not 0 <= value <= NUMBER_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} is impossible")
+        case str(value) if len(value) > REASON_LENGTH_MAX:
+            raise RemoteProtocolError(f"a notice whose {name} is too long")
+        case bytes(value) if len(value) != PEER_ID_BYTES:
+            raise RemoteProtocolError(f"a notice whose {name} is no peer")
+
+
+class GroupPart(msgspec.Struct, frozen=True, tag="part"):
+    """Replica to replica: a part of their stage's all-reduce; its key begins with the plan's hash."""
+
+    part: Part
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """Replica to committer: my stage, as it was after `step` steps, is put away here."""
+
+    plan: Hash
+    step: StepNumber
+    stage: StageNumber
+    state: StageState
+
+
+PipelineMessage = (
+    Absent
+    | Leaving
+    | Saved
+    | Checkpointed
+    | GivenUp
+    | Frame
+    | CommitterMessage
+    | ReplicaMessage
+    | GroupPart
+    | Notice
+    | AgreementMessage
+)
+
+
+async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
+    """Put one request to a peer and wait for its answer.
+
+    Raises:
+        Unreachable: no path, no answer in time, or an answer that is none.
+    """
+    with trio.move_on_after(seconds):
+        stream = await network.open(peer, RUNS_PROTOCOL)
+        try:
+            await stream.send(encode(request))
+            return read_reply(await stream.receive())
+        except (StreamClosed, RemoteProtocolError) as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        finally:
+            await _close(stream)
+    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+
+
+async def fetch(
+    network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
+) -> bytes:
+    """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
+    parts = bytearray()
+
+    async def take(chunk: bytes) -> None:
+        parts.extend(chunk)
+
+    await fetch_into(take, network, peer, request, seconds=seconds, bytes_max=bytes_max)
+    return bytes(parts)
+
+
+async def fetch_into(
+    take: Callable[[bytes], Awaitable[None]],
+    network: Network,
+    peer: PeerId,
+    request: Request,
+    *,
+    seconds: float,
+    bytes_max: int,
+) -> None:
+    """The same with each chunk handed to `take` as it comes, so that no more than one is in memory.
+
+    Raises:
+        Unreachable: as `fetch`; what was taken by then is of no use. What `take` raises.
+    """
+    with trio.move_on_after(seconds):
+        stream = await network.open(peer, RUNS_PROTOCOL, message_bytes_max=BLOB_CHUNK_BYTES)
+        try:
+            await stream.send(encode(request))
+            reply = read_reply(await stream.receive())
+            if not isinstance(reply, Blob):
+                reason = reply.reason if isinstance(reply, Declined) else "not what was asked for"
+                raise Unreachable("refused", reason)
+            if reply.size_bytes > bytes_max:
+                raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
+            left = reply.size_bytes
+            while left:
+                chunk = await stream.receive()
+                if not chunk or len(chunk) > left:
+                    raise RemoteProtocolError("a blob of another size than announced")
+                left -= len(chunk)
+                await take(chunk)
+            return
+        except (StreamClosed, RemoteProtocolError) as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        finally:
+            await _close(stream)
+    raise Unreachable("timeout", f"no answer in {seconds:.0f} s")
+
+
+def read_reply(data: bytes) -> Reply:
+    """A reply, or RemoteProtocolError."""
+    reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
+    return reply
+
+
+async def _close(stream: Stream) -> None:
+    with trio.move_on_after(1) as scope:
+        scope.shield = True
+        await stream.aclose()

@@ -1,0 +1,68 @@
+"""Blobs on their way out: what lies in a file is read a chunk at a time, as fast as its receiver takes it.
+
+A receiver that stops reading costs a permit (`node.protocols.permits`), an open file and a chunk in memory,
+and these for some seconds only.
+"""
+
+import io
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
+
+from crypto.encoding import encode
+from node.protocols.permits import Permit
+from node.protocols.runs import BLOB_BYTES_MAX, Blob
+from node.seams import Executor, Stream
+
+CHUNK_BYTES = 256 * 1024
+"""Read and sent at once: all that one upload has in memory."""
+STALL_SECONDS_MAX = 8.0
+"""For one chunk: a receiver slower than 32 kB/s is as good as none."""
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """`length` bytes of an open file from `offset` on, which whoever sends them closes."""
+
+    file: IO[bytes]
+    offset: int
+    length: int
+
+
+Body = bytes | FilePart
+"""What follows a Blob."""
+
+
+def whole(file: IO[bytes] | None, *, bytes_max: int = BLOB_BYTES_MAX) -> FilePart | None:
+    """All of an open file; None where there is none, or it is too long and so closed again."""
+    if file is None:
+        return None
+    length = file.seek(0, os.SEEK_END)
+    if length > bytes_max:
+        file.close()
+        return None
+    return FilePart(file, 0, length)
+
+
+async def send_blob(stream: Stream, body: Body, permit: Permit, executor: Executor) -> None:
+    """Answer with a Blob and its chunks; the permit is lost if one of them is not taken in time."""
+    part = FilePart(io.BytesIO(body), 0, len(body)) if isinstance(body, bytes) else body
+    with part.file:
+        permit.waits(STALL_SECONDS_MAX)
+        await stream.send(encode(Blob(part.length)))
+        sent = 0
+        while sent < part.length:
+            permit.works()
+            wanted = min(CHUNK_BYTES, part.length - sent)
+            chunk = await executor.run(partial(_read, part.file, part.offset + sent, wanted))
+            if not chunk:
+                return  # it has become shorter: the receiver sees that the stream ends too early
+            permit.waits(STALL_SECONDS_MAX)
+            await stream.send(chunk)
+            sent += len(chunk)
+
+
+def _read(file: IO[bytes], offset: int, length: int) -> bytes:
+    file.seek(offset)
+    return file.read(length)

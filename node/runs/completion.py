@@ -1,0 +1,114 @@
+"""The result of a run: the stages' parameters joined, kept, and fetched by each member."""
+
+from contextlib import suppress
+from functools import partial
+
+import trio
+
+from crypto.identity import PeerId
+from node.checkpoints.weights import (
+    FETCH_SECONDS_MAX,
+    collect,
+    digest_of,
+    fetch_weights,
+    has_result,
+    keep,
+    result_bytes,
+    weights_name,
+)
+from node.errors import StageFailed, Unreachable
+from node.pipeline.replica import ReplicaShell
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from node.storage.blobs import NoRoom
+from partition.plan.plan import Plan
+from partition.run.completion import DECLINES_MAX
+from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.timeouts import RETRY_SECONDS
+
+REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
+"""Of why a run failed: what is kept of it must fit behind."""
+
+
+async def collect_result(
+    service: Service, run: Run, plan: Plan, replica: ReplicaShell | None
+) -> tuple[str, str | None]:
+    """Join the stages' parameters and keep them: their hash, and why that could not be done, if so.
+
+    `replica` is the stage that this node holds itself, if it does.
+    """
+    seams, me = service.seams, service.signer.peer
+    own = None
+    if replica is not None:
+        with suppress(StageFailed):  # another replica of its stage may hand them over
+            own = await replica.export()
+    reason = ""
+    for _ in range(DECLINES_MAX):
+        try:
+            graph = await service.models.get(run.manifest.graph_hash, plan.members)
+            data = await collect(run, graph, plan, tuple(service.live()), me, own, seams)
+            await _admit(service, run, len(data))
+            return await seams.executor.run(partial(keep, seams.storage, run.text, data)), None
+        except Unreachable as error:
+            reason = error.detail
+        except NoRoom as error:
+            return "", f"the weights could not be kept: {error}"
+        except OSError as error:
+            return "", f"the weights could not be kept: {error.strerror or error}"
+        # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
+        await trio.sleep(RETRY_SECONDS)
+    return "", reason
+
+
+def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:
+    """Why a run failed, and how a person gets what is left of it: the newest checkpoint and its step."""
+    if kept is None:
+        return reason
+    look = f"python -m node checkpoint export {run.text[:8]} --out FILE"
+    return f"{reason[:REASON_SHOWN_MAX]}; the checkpoint of step {kept[1]} is kept: {look}"
+
+
+async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:
+    """Fetch and keep the result that `source` has; why not, in words for a person, empty where it is here.
+
+    It is as long as the model says, at most, and of another's run it counts against the guests' budget.
+    """
+    seams = service.seams
+    storage, work = seams.storage, seams.executor.run
+    until = seams.clock.monotonic() + FETCH_SECONDS_MAX
+    if await work(partial(has_result, storage, run.text)):
+        is_it = await work(partial(digest_of, storage, run.text)) == weights
+        return "" if is_it else "another result of this run is here already, and stays"
+    is_here = False
+    try:
+        graph = await service.models.get(run.manifest.graph_hash, [source, run.requester])
+        size = await work(partial(result_bytes, run, graph))
+        await _admit(service, run, size)
+        draft = partial(storage.draft, weights_name(run.text))
+        while True:
+            try:
+                await fetch_weights(seams, run.text, [source], weights, draft, size)
+                is_here = True
+                return ""
+            except Unreachable as error:
+                # All members ask at once, and a source serves a few at a time.
+                if not error.detail.startswith("busy") or seams.clock.monotonic() >= until:
+                    raise
+            await trio.sleep(RETRY_SECONDS)
+    except Unreachable as error:
+        return f"the weights are not here: {error.detail}"
+    except NoRoom as error:
+        return f"the weights are not here: {error}"
+    except OSError as error:
+        return f"the weights could not be kept: {error.strerror or error}"
+    finally:
+        if not is_here:
+            with trio.CancelScope(shield=True), suppress(OSError):
+                await work(partial(service.guests.release, run.text))
+
+
+async def _admit(service: Service, run: Run, size: int) -> None:
+    """Have room for a result of this size. Raises NoRoom or OSError."""
+    if run.requester != service.signer.peer:
+        admit = partial(service.guests.admit, run.text, [weights_name(run.text)], size)
+        await service.seams.executor.run(admit)

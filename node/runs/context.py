@@ -1,0 +1,58 @@
+"""What the parts of a run's membership need of the node: the shape of `node.runs.runs.Runs`."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from crypto.noise import Data
+from node.checkpoints.replication import Copies
+from node.checkpoints.service import Checkpoints
+from node.content.datasets import Dataset
+from node.content.graphs import Models
+from node.events import Event
+from node.pipeline.spans import Spans
+from node.placement.admission import Machine
+from node.placement.leases import Offer
+from node.protocols.manifest import Run
+from node.protocols.runs import Reply, Request
+from node.seams import Seams
+from node.storage.guests import Guests
+from partition.plan.plan import Plan
+
+
+class Membership(Protocol):
+    """A member of `run` on this node, as the service tells one from another."""
+
+    run: Run
+
+
+class Service(Protocol):
+    """`live` are those believed alive, `gone` those known to be dead or to have left."""
+
+    seams: Seams
+    signer: Signer
+    models: Models
+    guests: Guests
+    machine: Machine
+    live: Callable[[], Collection[PeerId]]
+    gone: Callable[[], Collection[PeerId]]
+    offers: Callable[[], Sequence[Offer]]
+    publish: Callable[[Event], None]
+    refuse: Callable[[PeerId, RemoteProtocolError], None]
+    checkpoints: Checkpoints
+    copies: Copies
+    spans: Spans
+
+    def link_rate(self, peer: PeerId) -> float | None: ...
+    def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
+    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
+    async def load_data(self, run: Run, holders: Sequence[PeerId]) -> Dataset: ...
+    def follow(self, plan: bytes, member: Membership) -> None: ...
+    def publish_plan(self, run: Run, plan: Plan) -> None: ...
+    def publish_lease(self, run: Run, plan: Plan, stage: int) -> None: ...
+    def forgotten(self, member: Membership) -> None: ...
+    def released(self, member: Membership) -> None: ...
+    async def ended(self, member: Membership, outcome: str, detail: str, weights: str) -> None: ...

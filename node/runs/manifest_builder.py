@@ -1,0 +1,185 @@
+"""From what a person asks for (RUN.toml, a captured model, data) to the manifest of a run.
+
+Everything that does not fit together is said here, in the person's words, before anybody else is asked.
+"""
+
+import re
+from collections.abc import Sequence
+
+from crypto.errors import RemoteProtocolError
+from node.content.datasets import Array, Batches, Dataset
+from node.errors import UsageError
+from node.placement.admission import check_model, train_entry
+from node.protocols.manifest import Manifest, RunFile
+from partition.model.graph import Entry, Graph, Size, TensorType
+from partition.model.sizes import bind
+
+WINDOW = 64
+"""Bytes of text in a sample, where neither the person nor the model says how many."""
+_NAME_LENGTH_MAX = 40
+
+
+def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
+    """How long a sample of text is: as the person says, else as the model takes it. Raises UsageError."""
+    if run_file.train.window:
+        return run_file.train.window
+    entry = _trained(graph, name)
+    shape = graph.types[entry.inputs[0].type].shape
+    if len(shape) != 2 or len(entry.inputs) != 1:
+        return WINDOW  # no text then, or what does not fit is said when it is bound
+    side = shape[1]
+    if not isinstance(side, Size):
+        return side
+    symbols = [symbol for row, symbol in enumerate(graph.symbols) if row == side.row]
+    return min([WINDOW, *(symbol.maximum for symbol in symbols)])
+
+
+def make_manifest(
+    run_file: RunFile, graph: Graph, graph_name: bytes, dataset: Dataset, *, name: str, created: float
+) -> Manifest:
+    """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds. Raises UsageError."""
+    train = run_file.train
+    sizes = bind_data(graph, dataset, train.microbatch, name)
+    entry = train_entry(graph)
+    manifest = Manifest(
+        model=word(graph.name),
+        graph=graph_name.hex(),
+        data=dataset.digest,
+        test_samples=_held_out(dataset, graph, train.microbatch),
+        steps=train.steps,
+        microbatch=train.microbatch,
+        microbatches=train.batch // train.microbatch,
+        sizes=tuple(sizes[1:]),
+        metrics=tuple(metric.name for metric in entry.metrics),
+        optimizer=run_file.optimizer,
+        autocast=train.autocast,
+        recompute=train.recompute,
+        seed=train.seed,
+        frames=train.frames,
+        stages=run_file.plan.stages,
+        replicas=run_file.plan.replicas,
+        created_milliseconds=int(created * 1000),
+        trainers=run_file.plan.trainers,
+        window=dataset.window,
+        pipeline=run_file.plan.pipeline,
+        save_every=run_file.plan.checkpoint_every,
+        on_lost_quorum=run_file.plan.on_lost_quorum,
+        on_divergence=run_file.train.on_divergence,
+    )
+    try:
+        check_model(manifest, graph)
+    except RemoteProtocolError as error:
+        raise UsageError(f"{name}: model: {error}") from None
+    return manifest
+
+
+def _held_out(dataset: Dataset, graph: Graph, microbatch: int) -> int:
+    """How many samples are judged: a rest that is no batch to the model is left out."""
+    count = dataset.test_samples
+    rest = count % microbatch
+    return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
+
+
+def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
+    """The arrays that become inputs and labels, in the order of the model's ports: those of their names, or x
+    and y where there is one of each. Raises UsageError."""
+    entry = _trained(graph, name)
+    found: tuple[list[str], list[str]] = ([], [])
+    for ports, alone, names in ((entry.inputs, "x", found[0]), (entry.labels, "y", found[1])):
+        for port in ports:
+            wanted = port.name if port.name in dataset.train else alone if len(ports) == 1 else ""
+            if wanted not in dataset.train:
+                takes = ", ".join(each.name for each in (*entry.inputs, *entry.labels))
+                raise UsageError(
+                    f"{name}: the model takes {takes}; the data has {', '.join(dataset.train)}",
+                    "name the arrays of train.npz and test.npz as the model's inputs and labels",
+                )
+            names.append(wanted)
+    return found
+
+
+def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tuple[int, ...]:
+    """The graph's symbols for micro-batches of this data. Raises UsageError where they do not fit."""
+    entry = _trained(graph, name)
+    kinds = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
+    inputs, labels = columns_of(graph, dataset, name)
+    named = [(what, dataset.train[what]) for what in (*inputs, *labels)]
+    shapes = []
+    for (what, array), kind in zip(named, kinds, strict=True):
+        if array.dtype.kind == "f" and not kind.dtype.startswith("float"):
+            raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, the data's are {array.dtype}")
+        if kind.dtype == "bfloat16" or kind.dtype.startswith("complex"):
+            raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, which no data is made of")
+        if len(kind.shape) != array.ndim:
+            raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}")
+        shapes.append((microbatch, *array.shape[1:]))
+    batch = graph.symbols[0]
+    if not batch.minimum <= microbatch <= batch.maximum:
+        bounds = (
+            f"{batch.minimum} to {batch.maximum}" if batch.minimum < batch.maximum else f"{batch.minimum}"
+        )
+        raise UsageError(
+            f"{name}: train.microbatch {microbatch}: the model takes {bounds} samples at once",
+            f"train.microbatch = {min(max(microbatch, batch.minimum), batch.maximum)}",
+        )
+    try:
+        return bind(graph.symbols, graph.expressions, kinds, shapes)
+    except RemoteProtocolError as error:
+        for (what, array), kind in zip(named, kinds, strict=True):
+            pairs = zip(kind.shape[1:], array.shape[1:], strict=True)
+            if any(not isinstance(side, Size) and side != given for side, given in pairs):
+                raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}") from None
+        raise UsageError(f"{name}: this data does not fit the model: {error}") from None
+
+
+def _unlike(what: str, kind: TensorType, graph: Graph, array: Array) -> str:
+    sides = [_side(side, graph) for side in kind.shape[1:]]
+    given = [str(side) for side in array.shape[1:]]
+    return f"the model takes samples {what} of {_shape(sides)}, the data's are {_shape(given)}"
+
+
+def _side(side: int | Size, graph: Graph) -> str:
+    if not isinstance(side, Size):
+        return str(side)
+    return graph.symbols[side.row].name if side.row < len(graph.symbols) else "any"
+
+
+def _shape(sides: Sequence[str]) -> str:
+    return "x".join(sides) or "one number"
+
+
+def _trained(graph: Graph, name: str) -> Entry:
+    try:
+        return train_entry(graph)
+    except RemoteProtocolError as error:
+        raise UsageError(f"{name}: model: {error}", "capture it with a loss") from None
+
+
+def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
+    """Whether this data is what a manifest was made for."""
+    try:
+        sizes = bind_data(graph, dataset, manifest.microbatch, manifest.model)
+    except UsageError:
+        return False
+    is_same = (dataset.digest, sizes) == (manifest.data, manifest.sizes_max)
+    return is_same and dataset.test_samples >= manifest.test_samples
+
+
+def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
+    """Micro-batches of data that `fits`, in the types that the model takes."""
+    entry = train_entry(graph)
+    columns = [
+        [(name, graph.types[port.type].dtype) for name, port in zip(names, ports, strict=True)]
+        for names, ports in zip(
+            columns_of(graph, dataset, manifest.model), (entry.inputs, entry.labels), strict=True
+        )
+    ]
+    return Batches(
+        dataset, microbatch=manifest.microbatch, seed=manifest.seed, inputs=columns[0], labels=columns[1]
+    )
+
+
+def word(name: str) -> str:
+    """A model's name as manifests and screens have it."""
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:_NAME_LENGTH_MAX]
+    return clean or "model"

@@ -1,0 +1,61 @@
+"""What this member knows to be committed in a run, and how others hear of it.
+
+How far the run is, and which step is shown once, is for `partition.run.progress`. Not here: committing
+(`node.pipeline.committer`), and what follows from how far a run is.
+"""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from node.events import RunEvaluated, StepCommitted
+from node.pipeline.committer import RunEvent
+from node.protocols.manifest import Run
+from node.protocols.runs import Notice, check_notice
+from node.runs.context import Service
+from partition.plan.plan import Plan, plan_hash
+from partition.run.member import Member
+
+
+@dataclass
+class Shown:
+    """The newest that was shown of each kind."""
+
+    committed: StepCommitted | None = None
+    evaluated: RunEvaluated | None = None
+
+
+class Telling:
+    """One member's, beside its core."""
+
+    def __init__(self, service: Service, run: Run, core: Member) -> None:
+        self.shown = Shown()
+        self._service = service
+        self._run = run
+        self._core = core
+
+    def show(self, event: RunEvent) -> None:
+        """Publish it here; a step that was shown before is not shown again."""
+        if isinstance(event, StepCommitted):
+            if not self._core.show_step(event.step):
+                return
+            self.shown.committed = event
+        elif isinstance(event, RunEvaluated):
+            self.shown.evaluated = event
+        self._service.publish(event)
+
+    def tell(self, plan: Plan, event: RunEvent) -> None:
+        """As the committer: publish it here and have all others do so."""
+        self.show(event)
+        notice = Notice(plan_hash(plan), event)
+        for peer in self._core.others():
+            self._service.send(peer, notice)
+
+    def hear(self, message: Notice) -> None:
+        """The committer says so. Raises RemoteProtocolError."""
+        if message.event.run != self._run.text:
+            raise RemoteProtocolError("a notice of another run")
+        check_notice(message)
+        # By our own clock: another's may be wrong, and this one's screens sort by it.
+        self.show(replace(message.event, at=self._service.seams.clock.wall()))

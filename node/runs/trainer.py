@@ -1,0 +1,112 @@
+"""What a plan gives to this node to do as a trainer: feed its share and, as the first of them, commit.
+
+One plan's: the next one begins with another. Only for `node.runs.member`.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import PeerloomError, Unreachable
+from node.pipeline.committer import CommitterShell
+from node.pipeline.feeder import FeederShell
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from node.runs.manifest_builder import fits, make_batches
+from partition.plan.plan import Plan
+from partition.steps.messages import Open
+
+SAMPLES_SHOWN_MAX = 16
+"""A reason has few words."""
+
+
+class Training:
+    """A trainer under one plan; `committer` where it is the first of them."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        plan: Plan,
+        holders: Sequence[PeerId],
+        committer: CommitterShell | None,
+        *,
+        cannot: Callable[[str], Awaitable[None]],
+        over: Callable[[str | None], Awaitable[None]],
+    ) -> None:
+        """`holders` may hand over the model and the data. `cannot` is told why this node can feed nothing,
+        `over` how the committing ended: None for well."""
+        self.committer = committer
+        self._service = service
+        self._run = run
+        self._plan = plan
+        self._holders = holders
+        self._cannot = cannot
+        self._over = over
+        self._feeder: FeederShell | None = None
+        self._early: Open | None = None
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        """Until the steps are done, or `stop`."""
+        with self._scope:
+            try:
+                feeder = await self._make_feeder()
+            except (PeerloomError, Unreachable) as error:
+                await self._cannot(error.detail if isinstance(error, Unreachable) else str(error))
+                return
+            self._feeder = feeder
+            if self.committer is not None:
+                self.committer.made = feeder.made
+            if self._early is not None:
+                try:
+                    self.open(self._plan.committer, self._early)
+                except RemoteProtocolError as error:
+                    self._service.refuse(self._plan.committer, error)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(feeder.run)
+                if self.committer is not None:
+                    await self._over(_with_samples(await self.committer.run(), self.committer, feeder))
+                    nursery.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        """Another plan is in force, or the run is over."""
+        self._scope.cancel()
+
+    async def _make_feeder(self) -> FeederShell:
+        service, manifest = self._service, self._run.manifest
+        graph = await service.models.get(manifest.graph_hash, self._holders)
+        dataset = await service.load_data(self._run, self._holders)
+        if not fits(dataset, manifest, graph):
+            raise PeerloomError("the data this node has does not fit the run's manifest; has it changed?")
+        batches = make_batches(dataset, manifest, graph)
+        return FeederShell(
+            service.signer, self._run, self._plan, batches, service.seams.executor, service.send
+        )
+
+    def open(self, sender: PeerId, message: Open) -> None:
+        """The committer has opened micro-batches. Raises RemoteProtocolError."""
+        if self._feeder is not None:
+            self._feeder.receive(self._service.seams.clock.monotonic(), sender, message)
+        elif sender == self._plan.committer:
+            self._early = message  # the data is still on its way; the newest says all
+
+    def reconnected(self, peer: PeerId) -> None:
+        """A link to `peer` was opened anew."""
+        if self.committer is not None:
+            self.committer.reconnected(peer)
+        if self._feeder is not None:
+            self._feeder.reconnected(peer)
+
+
+def _with_samples(reason: str | None, committer: CommitterShell, feeder: FeederShell) -> str | None:
+    """Why a run failed, with the samples among which the cause is."""
+    if reason is None or committer.refused is None:
+        return reason
+    number, is_training = committer.refused
+    rows = feeder.batches.rows(number, train=is_training)
+    shown = ", ".join(map(str, rows[:SAMPLES_SHOWN_MAX]))
+    more = ", ..." if len(rows) > SAMPLES_SHOWN_MAX else ""
+    return f"{reason} (samples {shown}{more} {'to train on' if is_training else 'held out'})"

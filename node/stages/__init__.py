@@ -1,0 +1,1 @@
+"""A stage in a process of its own: its host, its limits and its fences."""

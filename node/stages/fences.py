@@ -1,0 +1,83 @@
+"""Try once what a stage's process can be held to here: `python -m node.stages.fences` in a process of its
+own.
+
+A fence stands for good, so the trial puts it up around a process that then ends. The node does so when it
+starts, before it offers anything, and `doctor` whenever it is asked. It is not the fence of any stage: each
+stage's process puts up its own, and refuses if one does not stand (`node.stages.sandbox`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from node.config import Resources
+from node.events import FencesTried
+from node.services.capacity import find_device
+from node.stages import sandbox
+from node.stages.scratch import Scratch, remove_forgotten
+
+TRIAL_SECONDS_MAX = 20.0
+"""It takes 0.1 s; a machine that swaps gets its time, and no start waits for ever."""
+_TRIAL_BYTES = 64 << 20
+_SOURCE_ROOT = str(Path(__file__).parents[2])
+REMEDY = (
+    "to take stages of others all the same: allow_unfenced = true under [resources] in node.toml,"
+    " or PEERLOOM_ALLOW_UNFENCED=true"
+)
+
+
+def try_fences(device: str) -> sandbox.Fenced:
+    """What a process here can be held to that computes on `device`. Call it in a thread; raises nothing.
+
+    Where the trial itself fails nothing is known to hold, and that is what is said. Scratch folders of
+    killed nodes go by the way.
+    """
+    remove_forgotten()
+    try:
+        scratch = Scratch()
+    except OSError as error:
+        return _failed(f"no scratch folder: {error.strerror or error}")
+    try:
+        ended = subprocess.run(  # noqa: S603 - our own program, a device name checked by the config
+            [sys.executable, "-P", "-m", "node.stages.fences", device],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd=scratch.path,
+            env=sandbox.environment(os.environ, scratch=scratch.path, path=_SOURCE_ROOT, threads=1),
+            timeout=TRIAL_SECONDS_MAX,
+            check=True,
+        )
+        said = json.loads(ended.stdout)
+        return sandbox.Fenced(tuple(said["fences"]), tuple(said["unfenced"]))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _failed(str(error))
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return _failed(f"it ended with status {error.returncode}: {last}")
+    except (ValueError, KeyError):
+        return _failed("it said nothing that can be read")
+    finally:
+        scratch.remove()
+
+
+def try_here(resources: Resources, at: float) -> FencesTried:
+    """The same as an event, for the device that a node with these resources computes on."""
+    tried = try_fences(find_device(resources.device))
+    return FencesTried(
+        at=at, fences=tried.fences, unfenced=tried.unfenced, is_allowed=resources.allow_unfenced
+    )
+
+
+def _failed(reason: str) -> sandbox.Fenced:
+    return sandbox.Fenced((), (f"network, programs, files, memory: the trial failed: {reason[:200]}",))
+
+
+def _main(device: str) -> None:
+    fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=_TRIAL_BYTES, allow_unfenced=True)
+    sys.stdout.write(json.dumps({"fences": fenced.fences, "unfenced": fenced.unfenced}))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,409 @@
+"""StageHost: a stage in a process of its own, behind the one message API of `partition.stage`.
+
+Why a process: torch is slow to import and holds the interpreter while it computes, and a stage that breaks
+must not take the node with it. Requests go over a socket pair, one at a time in the order of the calls; the
+numbers lie in shared memory without a name, and the tensors of a micro-batch come and go through more of it
+(`node.stages.framing`). The process gets nothing of the node's but these and fences itself in
+(`node.stages.sandbox`); what it cannot do to itself is done here: while it owes an answer it is watched, and
+one that is frozen, too slow or too large is killed. A node that is killed leaves one empty folder behind,
+which the next stage of any node removes.
+
+A stage that fails stays failed: whoever opened it closes it and opens another.
+"""
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import trio
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.noise import Data
+from node.errors import PayloadRefused, StageFailed
+from node.locks import acquire
+from node.stages import sandbox
+from node.stages.framing import (
+    HEADER_BYTES,
+    Header,
+    Parts,
+    joined,
+    largest_payload,
+    read_header,
+    refusal,
+    split,
+)
+from node.stages.limits import STALLED_SECONDS, Allowance, Watch, allowance_of
+from node.stages.process import SPECIFICATION_BYTES_MAX
+from node.stages.scratch import Scratch, remove_forgotten
+from node.storage.budget import ScratchBudget
+from partition.stage import (
+    REASON_LENGTH_MAX,
+    Admitted,
+    Refused,
+    Reply,
+    StageSpecification,
+    timed,
+)
+
+EPITAPH_SECONDS = 2.0
+"""How long a process that closed its end may take to end, before it is killed and its status not known."""
+REAP_SECONDS = 5.0
+"""How long to wait for a killed process to be gone; only a stuck kernel call takes longer."""
+PART_BYTES = 256 << 10
+"""Read at once: as much as the kernel keeps of a link."""
+YIELD_BYTES = 1 << 20
+"""The loop copies so much in half a millisecond."""
+_REAP_POLL_SECONDS = 0.002
+_STDERR_TAIL_BYTES = 2_000
+_LAST_LINE_MAX = 200
+
+_SOURCE_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = ("-P", "-m", "node.stages.process")
+"""-P: a file in the current folder must not stand in for one of the stage's modules."""
+
+
+class StageHost:
+    """The node's handle on one stage process; implements `node.seams.Stage`.
+
+    Made by `open`. `call` may be used from many tasks; `aclose` must be called in the end. `admitted` is what
+    the process said when it was ready; its `fences` and `unfenced` say what it is held to.
+    """
+
+    admitted: Admitted
+
+    def __init__(
+        self,
+        allowance: Allowance,
+        *,
+        stalled_seconds: float = STALLED_SECONDS,
+        scratch: ScratchBudget | None = None,
+    ) -> None:
+        self._allowance = allowance
+        self._stalled_seconds = stalled_seconds
+        self._answer_seconds = 0.0
+        self._lock = trio.Lock()  # hands over in the order of asking
+        self._failure: str | None = None
+        self._scratch = Scratch(scratch)
+        self._stderr = _make_shared_file("stderr", 0)
+        self._mappings: dict[str, mmap.mmap] = {}
+        ours, theirs = socket.socketpair()
+        both = 2 * allowance.payload_bytes_max
+        descriptors = [_make_shared_file("exchange", both)]
+        with theirs:
+            try:
+                self._exchange_memory = mmap.mmap(descriptors[0], both)
+                for name, size in allowance.arenas.items():
+                    descriptor = _make_shared_file(name, max(1, size))
+                    descriptors.append(descriptor)
+                    self._mappings[name] = mmap.mmap(descriptor, max(1, size))
+                self._process = _start(
+                    theirs.fileno(), descriptors, self._stderr, self._scratch.path, allowance
+                )
+                self._watch = Watch(
+                    self._process.pid, allowance.watched_bytes, stalled_seconds, self._scratch.count
+                )
+            except BaseException:
+                ours.close()
+                os.close(self._stderr)
+                self._scratch.remove()
+                raise
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        ours.setblocking(False)
+        self._link = ours
+
+    @classmethod
+    async def open(
+        cls,
+        specification: bytes,
+        *,
+        start_seconds: float | None = None,
+        stalled_seconds: float = STALLED_SECONDS,
+        scratch: ScratchBudget | None = None,
+    ) -> Self:
+        """Start a process and wait until it is ready, with its first parameters in the arena.
+
+        `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
+        long the process may do nothing while it owes an answer. Its files count in `scratch`.
+
+        Raises:
+            RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
+            StageFailed: the stage was not admitted, or the process ended, or was not ready in time.
+        """
+        # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
+        allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
+        await trio.to_thread.run_sync(remove_forgotten)
+        host = cls(allowance, stalled_seconds=stalled_seconds, scratch=scratch)
+        try:
+            host.admitted = await host._start_up(
+                specification, allowance.start_seconds if start_seconds is None else start_seconds
+            )
+        except BaseException:
+            await host.aclose()
+            raise
+        host._answer_seconds = allowance.answer_seconds(host.admitted)
+        return host
+
+    @property
+    def pid(self) -> int:
+        """Of the stage's process."""
+        return self._process.pid
+
+    async def call(self, request: object, *, seconds: float | None = None) -> Reply:
+        """Hand one request to the stage and wait for its answer; calls are served in order.
+
+        A stage that has not answered after `seconds` (by default far more than its work takes on a slow
+        machine), that stands still, or takes more memory than it may is killed.
+
+        Cancelling a call that is being served ends the process: its answer would be taken for the next
+        call's. The stage then counts as failed.
+
+        Raises:
+            PayloadRefused: what others sent with the request cannot be used; the stage goes on.
+            StageDiverged: what it computes is not finite; the stage goes on.
+            StageFailed: the stage refused the request for another reason (it goes on), or its process is
+                gone.
+        """
+        # At once where the stage is idle: what others do in between, encrypting frames, it would wait for.
+        await acquire(self._lock)
+        try:
+            if self._failure is not None:
+                raise StageFailed(self._failure)
+            parts = split(request)
+            if (complaint := self._complaint(parts.header())) is not None:
+                reason, part = f"a request of {complaint}", largest_payload(request)
+                raise PayloadRefused(reason, part) if part else StageFailed(reason)
+            reply = await self._exchange(parts, self._answer_seconds if seconds is None else seconds)
+        finally:
+            self._lock.release()
+        if isinstance(reply, Refused):
+            raise refusal(reply)
+        return reply
+
+    def vector(self, name: str) -> memoryview:
+        """The bytes of an arena, the very memory the stage computes in.
+
+        A view stays valid as long as somebody holds it, also after the stage has ended. Read or write it
+        only between calls.
+
+        Raises:
+            StageFailed: the stage has been closed.
+        """
+        if name not in self._mappings:
+            raise StageFailed(f"the stage is closed, or has no arena '{name}'")
+        return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
+
+    async def aclose(self) -> None:
+        """End the process, let go of the arenas, remove the scratch folder.
+
+        May be called again; not to be cancelled, but bounded.
+        """
+        self._fail("the stage has been closed")
+        with trio.CancelScope(shield=True):
+            await self._reap(REAP_SECONDS)
+            await trio.to_thread.run_sync(self._scratch.remove)
+        while self._mappings:
+            _, mapping = self._mappings.popitem()
+            # Where somebody still holds a view, the memory goes with the last one.
+            with contextlib.suppress(BufferError):
+                mapping.close()
+        self._exchange_memory.close()
+        if self._stderr >= 0:
+            os.close(self._stderr)
+            self._stderr = -1
+
+    async def _start_up(self, specification: bytes, seconds: float) -> Admitted:
+        reply = await self._exchange(Parts(specification), seconds, what="was not ready")
+        if isinstance(reply, Refused):
+            raise StageFailed(reply.reason)
+        if not isinstance(reply, Admitted):
+            self._fail("the stage's process answered nonsense: it was not asked anything yet")
+            raise StageFailed(self._failure)
+        return reply
+
+    def _complaint(self, header: Header) -> str | None:
+        """What is too long about a message, if anything is."""
+        length, longest = header.message + header.behind + header.payloads, self._allowance.message_bytes_max
+        if length > longest:
+            return f"{length} bytes, at most {longest} allowed"
+        if header.payloads > self._allowance.payload_bytes_max:
+            return f"{header.payloads} bytes of tensors, at most {self._allowance.payload_bytes_max} allowed"
+        return None
+
+    async def _exchange(self, parts: Parts, seconds: float, *, what: str = "has not answered") -> Reply:
+        """Send one message and wait for the answer; every way out but an answer ends the process."""
+        self._watch.begin(seconds, what)
+        try:
+            self._scratch.count()
+            await self._give(parts.payloads)
+            await self._send(parts.header().encode() + parts.message)
+            await self._send(parts.behind)
+            header = read_header(await self._receive(HEADER_BYTES))
+            if (complaint := self._complaint(header)) is not None:
+                raise RemoteProtocolError(f"an answer of {complaint}")
+            message, behind = await self._receive(header.message), await self._receive(header.behind)
+            begin = self._allowance.payload_bytes_max
+            payloads = [
+                await self._take(begin, header.first),
+                await self._take(begin + header.first, header.second),
+            ]
+            answer: Reply = decode(message, Reply, bytes_max=self._allowance.message_bytes_max)
+            reply = timed(joined(answer, behind, payloads), header.busy_nanoseconds)
+        except (OSError, trio.ClosedResourceError):
+            with trio.CancelScope(shield=True):
+                await self._reap(EPITAPH_SECONDS)
+            raise self._failed(f"the stage's process {self._epitaph()}") from None
+        except RemoteProtocolError as error:
+            raise self._failed(f"the stage's process answered nonsense: {error}") from None
+        except StageFailed as error:
+            raise self._failed(str(error)) from None
+        except BaseException:
+            self._fail("a call to the stage was cancelled while it was served")
+            raise
+        return reply
+
+    async def _give(self, payloads: Sequence[Data]) -> None:
+        """Put a request's tensors where the process looks for them."""
+        begin = 0
+        for payload in payloads:
+            view = memoryview(payload)
+            for start in range(0, len(view), YIELD_BYTES):
+                part = view[start : start + YIELD_BYTES]
+                self._shared()[begin : begin + len(part)] = part
+                begin += len(part)
+                await _yield_after(len(part))
+
+    async def _take(self, begin: int, length: int) -> bytes:
+        """A part of an answer's tensors, copied: what the process writes there later is nobody's answer."""
+        if length <= YIELD_BYTES:
+            return self._shared()[begin : begin + length]
+        copied = io.BytesIO()
+        for start in range(begin, begin + length, YIELD_BYTES):
+            copied.write(memoryview(self._shared())[start : min(start + YIELD_BYTES, begin + length)])
+            await trio.lowlevel.checkpoint()
+        return copied.getvalue()
+
+    def _shared(self) -> mmap.mmap:
+        """The memory for tensors. Raises StageFailed: the stage was closed in between."""
+        if self._failure is not None:
+            raise StageFailed(self._failure)
+        return self._exchange_memory
+
+    async def _send(self, message: bytes) -> None:
+        view = memoryview(message)
+        moved = 0
+        while view:
+            try:
+                count = self._link.send(view)
+            except BlockingIOError:
+                await self._watch.wait(trio.lowlevel.wait_writable, self._link)
+                continue
+            view = view[count:]
+            moved = await _yield_after(moved + count)
+
+    async def _receive(self, length: int) -> bytes:
+        """So many bytes. A gigabyte is never copied in one go: a BytesIO grows and hands over what it has."""
+        received = io.BytesIO()
+        moved = 0
+        while length:
+            try:
+                part = self._link.recv(min(length, PART_BYTES))
+            except BlockingIOError:
+                await self._watch.wait(trio.lowlevel.wait_readable, self._link)
+                continue
+            if not part:
+                raise ConnectionResetError
+            received.write(part)
+            length -= len(part)
+            moved = await _yield_after(moved + len(part))
+        return received.getvalue()
+
+    def _failed(self, reason: str) -> StageFailed:
+        self._fail(reason)
+        return StageFailed(self._failure)
+
+    def _fail(self, reason: str) -> None:
+        """Kill the process and remember the first reason. Never blocks; `aclose` reaps."""
+        self._failure = self._failure or reason[:REASON_LENGTH_MAX]
+        self._process.kill()
+        if self._link.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._link)
+            self._link.close()
+
+    async def _reap(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            while self._process.poll() is None:  # noqa: ASYNC110 - no portable event for a child's end
+                await trio.sleep(_REAP_POLL_SECONDS)
+
+    def _epitaph(self) -> str:
+        """How the process ended, with the last line it wrote."""
+        code = self._process.returncode
+        if code is None:
+            return "has closed its end"
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        size = os.fstat(self._stderr).st_size
+        tail = os.pread(self._stderr, _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES))
+        lines = tail.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"{how}: {last[:_LAST_LINE_MAX]}" if last else how
+
+
+async def _yield_after(moved: int) -> int:
+    """Let others run once `moved` bytes have gone through without a pause; what counts from now on."""
+    if moved < YIELD_BYTES:
+        return moved
+    await trio.lowlevel.checkpoint()
+    return 0
+
+
+def _decode_allowance(specification: bytes) -> Allowance:
+    decoded: StageSpecification = decode(specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX)
+    return allowance_of(decoded, len(specification))
+
+
+def _start(
+    link: int, arenas: list[int], stderr: int, scratch: str, allowance: Allowance
+) -> "subprocess.Popen[bytes]":
+    # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
+    # die with its parent as soon as the *thread* that forked it ends.
+    arguments = [link, os.getpid(), allowance.threads, allowance.device, allowance.own_bytes]
+    arguments += [int(allowance.allow_unfenced), *arenas]
+    path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(  # noqa: S603 - our own program and arguments
+        [sys.executable, *_PROGRAM, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=(link, *arenas),
+        cwd=scratch,
+        env=sandbox.environment(os.environ, scratch=scratch, path=path, threads=allowance.threads),
+    )
+
+
+def _make_shared_file(name: str, size: int) -> int:
+    """A descriptor of `size` zero bytes that have no name in any folder."""
+    if sys.platform == "linux":
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"peerloom-{name}", flags)
+        os.truncate(descriptor, size)
+        if size:
+            # A file that shrinks under a mapping kills whoever reads it.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    else:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(size)
+            descriptor = os.dup(file.fileno())
+    return descriptor

@@ -1,0 +1,213 @@
+"""The process that computes one stage: `python -m node.stages.process`.
+
+Not for people: `node.stages.host` starts it, in the stage's scratch folder, with the numbers of descriptors,
+its parent's, and the settings that count before the specification is read. It inherits one end of a socket
+pair and file descriptors: of the memory through which tensors come and go (`node.stages.framing`), and of
+each arena (`partition.stage.ARENAS`). First it loads everything, then it fences itself in
+(`node.stages.sandbox`), and only then it reads what others had a hand in: the specification, which it admits
+or refuses before it touches an arena, and then requests, each of which it answers. It ends when the other
+side closes. On Linux the kernel also kills it when its parent dies, so a long computation does not outlive a
+killed node. An error that is not a refusal ends it with a traceback on stderr, which the node keeps the end
+of: a half-computed stage must not go on.
+
+The node's process never imports torch; this one does, once it can no longer be left behind.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.noise import Data
+from node.stages import sandbox
+from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
+from partition.model.graph import GRAPH_BYTES_MAX
+from partition.stage import (
+    ARENAS,
+    REASON_LENGTH_MAX,
+    Refused,
+    Reply,
+    Request,
+    StageSpecification,
+    arena_bytes,
+    message_bytes_max,
+    payload_bytes_max,
+)
+
+SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
+"""The first message: the stage's share of the graph, and some hundred bytes of settings."""
+PART_BYTES_MAX = 1 << 30
+
+KEPT_BYTES = 128 << 20
+"""Freed memory that the heap keeps. By itself glibc gives back what a micro-batch of megabytes has freed, and
+takes it again, zeroed page by page, for the next: half of what a call costs beside its computing."""
+MAPPED_BYTES = 32 << 20
+"""Pieces of memory below this come from the heap; glibc allows no more."""
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def main(arguments: list[str]) -> None:
+    link_descriptor, parent, threads, device, memory_bytes, allow_unfenced, *descriptors = arguments
+    _die_with(int(parent))
+    _keep_freed_memory()
+    # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = _Link(socket.socket(fileno=int(link_descriptor)))
+    from partition.execute import StageExecutor, prepare_process
+    from partition.execute.admit import admit
+
+    try:
+        fenced = sandbox.enter(
+            scratch=os.getcwd(),
+            device=device,
+            memory_bytes=int(memory_bytes),
+            allow_unfenced=bool(int(allow_unfenced)),
+        )
+    except sandbox.NotFenced as error:
+        # Before a byte that others chose was read.
+        link.send(split(Refused(f"a stage cannot be fenced in here: {error}"[:REASON_LENGTH_MAX])), 0)
+        return
+    prepare_process(int(threads))  # it starts threads, which inherit the fences
+    first = link.receive()
+    if first is None:
+        return
+    specification: StageSpecification = decode(
+        first.message, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
+    )
+    del first
+    exchange, *arenas = map(int, descriptors)
+    try:
+        admitted = admit(specification)
+        handle = StageExecutor(specification, _map_arenas(specification, arenas)).handle
+    except RemoteProtocolError as error:
+        link.send(split(Refused(str(error)[:REASON_LENGTH_MAX])), 0)
+        return
+    link.widen(specification, exchange)
+    ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
+    link.send(split(ready), 0)
+    _serve(link, handle, time.perf_counter_ns)
+
+
+class _Link:
+    """The process's end: a socket, and for tensors the shared memory once it is mapped."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.bytes_max = SPECIFICATION_BYTES_MAX
+        self._socket = link
+        self._requests = self._answers = memoryview(b"")
+
+    def widen(self, specification: StageSpecification, exchange: int) -> None:
+        """From now on there are requests; `exchange` is the descriptor of what their tensors lie in."""
+        size = payload_bytes_max(specification)
+        self.bytes_max = message_bytes_max(specification)
+        whole = _map(exchange, 2 * size)
+        self._requests, self._answers = whole[:size], whole[size:]
+
+    def receive(self) -> Parts | None:
+        """One message, or None when the other side has closed."""
+        found = self._exactly(HEADER_BYTES)
+        if found is None:
+            return None
+        header = read_header(found)
+        length = header.message + header.behind + header.payloads
+        if length > self.bytes_max or header.payloads > len(self._requests):
+            raise RemoteProtocolError(f"a request of {length} bytes, at most {self.bytes_max} allowed")
+        message, behind = self._exactly(header.message), self._exactly(header.behind)
+        if message is None or behind is None:
+            return None
+        first, end = header.first, header.payloads
+        return Parts(message, behind, (bytes(self._requests[:first]), bytes(self._requests[first:end])))
+
+    def send(self, parts: Parts, busy_nanoseconds: int) -> None:
+        """Everything but the payloads, which `give` has put in their place."""
+        self._socket.sendall(parts.header(busy_nanoseconds).encode() + parts.message)
+        self._socket.sendall(parts.behind)
+
+    def give(self, payloads: tuple[Data, ...]) -> None:
+        begin = 0
+        for payload in payloads:
+            self._answers[begin : begin + len(payload)] = payload
+            begin += len(payload)
+
+    def _exactly(self, length: int) -> bytes | None:
+        parts = []
+        while length:
+            # As a rule the whole of it at once: the kernel waits for all, but gives at most 2 GiB.
+            part = self._socket.recv(min(length, PART_BYTES_MAX), socket.MSG_WAITALL)
+            if not part:
+                return None
+            parts.append(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> None:
+    """Answer requests until the other side closes. Only what comes between is `busy`, not waiting for it."""
+    while (received := link.receive()) is not None:
+        begun = clock()
+        answer = split(_answer(handle, received, link.bytes_max))
+        link.give(answer.payloads)
+        link.send(answer, clock() - begun)
+        del received, answer  # not to be kept while the next one comes
+
+
+def _answer(handle: Callable[[Request], Reply], received: Parts, bytes_max: int) -> Reply:
+    try:
+        decoded: Request = decode(received.message, Request, bytes_max=bytes_max)
+        request = joined(decoded, received.behind, received.payloads)
+    except RemoteProtocolError as error:
+        return Refused(str(error)[:REASON_LENGTH_MAX])
+    return handle(request)
+
+
+def _map_arenas(specification: StageSpecification, descriptors: list[int]) -> dict[str, memoryview]:
+    sizes = arena_bytes(specification)
+    return {name: _map(descriptor, sizes[name]) for name, descriptor in zip(ARENAS, descriptors, strict=True)}
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    # Nothing of length zero can be mapped, so every file has one byte at least.
+    view = memoryview(mmap.mmap(descriptor, max(1, size)))[:size]
+    os.close(descriptor)
+    return view
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the kernel was told: then this process has another one by now.
+    if os.getppid() != parent:
+        raise SystemExit(0)
+
+
+def _keep_freed_memory() -> None:
+    if sys.platform == "linux":
+        # Other libraries than glibc's do not have it, and may not need it.
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+            set_option(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    # Not to take torch apart, for a second in which the link is closed already and the status not known.
+    sys.stderr.flush()
+    os._exit(status)

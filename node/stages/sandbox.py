@@ -1,0 +1,335 @@
+"""What a stage's process takes away from itself before it reads a byte that a stranger has chosen.
+
+No stranger's code runs in a stage, so all of this is for the day when a graph finds a fault in torch. By
+then the process can reach nothing worth having: no network, no other program or process, no file to read but
+Python's own, none to write but in its scratch folder and only for an accelerator's driver, and its memory is
+bounded by the kernel.
+
+    seccomp     an allow-list of kernel calls (`node.stages.seccomp`)
+    landlock    what paths may be read and written; none may be executed
+    namespaces  an empty network, and no privilege in the machine's own
+    limits      memory, descriptors, the size of files, no core dumps, less of the processor
+
+A fence that the system lacks is an error unless `allow_unfenced`: whoever offers the machine decides, and the
+report says what holds and what does not. A second thread is always one, since landlock fences only the thread
+that asks for it. An accelerator's driver needs devices and address space, so some fences are lower with
+one. Not a container: the number of threads is bounded only by what is above, and with an accelerator the disk
+that its files take only by the watch (`node.stages.scratch`).
+Sources: seccomp(2), landlock(7), unshare(2), getrlimit(2).
+"""
+
+import contextlib
+import ctypes
+import errno
+import glob
+import os
+import resource
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.stages.seccomp import ARCHITECTURES, compile_filter
+
+DESCRIPTORS_MAX = 256
+"""A stage has some ten open; an accelerator's driver some fifty."""
+FILE_BYTES_MAX = 16 * 1024 * 1024
+"""A file it writes, its stderr among them, which lies in the node's memory."""
+NICE = 5
+"""The node's own loop, and whoever sits at the machine, come first."""
+
+_ENVIRONMENT = ("LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
+_ENVIRONMENT_PREFIXES = (
+    "CUDA_",
+    "GOMP_",
+    "HIP_",
+    "KMP_",
+    "LC_",
+    "MKL_",
+    "NVIDIA_",
+    "OMP_",
+    "PYTORCH_",
+    "ROCR_",
+)
+"""What libraries of arithmetic are set up by. All else stays with the node: some of it is secret."""
+_PACKAGES = ("crypto", "node", "partition")
+
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC = 1, 1
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_RULESET_VERSION, _RULE_PATH = 1, 1
+# landlock(7), "Filesystem actions", by their bits.
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_IOCTL_DEV = 1 << 15
+_READ = _READ_FILE | _READ_DIR
+_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL_DEV
+_HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+"""The actions each version of landlock added."""
+_NET_VERSION, _NET = 4, 0b11
+_SCOPE_VERSION, _SCOPE = 6, 0b11
+
+
+class NotFenced(Exception):
+    """A fence is missing, and nobody has allowed that. The text says which and why."""
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """What holds, by what means; and what does not, and why. Each line fits a screen."""
+
+    fences: tuple[str, ...]
+    unfenced: tuple[str, ...]
+
+
+def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: int) -> dict[str, str]:
+    """The environment of a stage's process: nothing of the node's but what sets up arithmetic."""
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+    }
+    return kept | {
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        # Some of torch's modules make this folder when they are loaded; one that is there may not be written.
+        "TORCHINDUCTOR_CACHE_DIR": scratch,
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        # Threads that wait for each other by spinning take the time of what they wait for, where another
+        # process has a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s without.
+        "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
+        # numpy only packs here; its threads would begin before the fences, which then miss them.
+        "OPENBLAS_NUM_THREADS": "1",
+        # cuBLAS reads it when it is loaded; without it its sums may differ from run to run.
+        "CUBLAS_WORKSPACE_CONFIG": given.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    }
+
+
+def enter(*, scratch: str, device: str, memory_bytes: int, allow_unfenced: bool = False) -> Fenced:
+    """Fence this process in, for good. Call it with everything imported and before any thread is started.
+
+    With an accelerator `scratch` is the only folder it may write to afterwards, else there is none.
+    `memory_bytes` is what it may take on top of what it has now. With `allow_unfenced` it goes on without
+    what this system lacks.
+
+    Raises:
+        NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
+            it would be outside of some fences, and could do for this one what is forbidden to it.
+    """
+    if others := _other_threads():
+        raise NotFenced(f"other threads run already, which some fences would miss: {', '.join(others)}")
+    fenced = _fence(scratch, device, memory_bytes)
+    if fenced.unfenced and not allow_unfenced:
+        raise NotFenced("; ".join(fenced.unfenced))
+    return fenced
+
+
+def _fence(scratch: str, device: str, memory_bytes: int) -> Fenced:
+    tempfile.tempdir = scratch  # else it tries out by writing which folder it may use
+    accelerator = device != "cpu"
+    fences: list[str] = []
+    unfenced: list[str] = []
+    _limit(memory_bytes, device, fences, unfenced)
+    if sys.platform != "linux":
+        unfenced.append(f"network, programs, files: nothing is known here for {sys.platform}")
+        return Fenced(tuple(fences), tuple(unfenced))
+    kernel = _Kernel()
+    namespaces = "an accelerator" if accelerator else _try(kernel.leave_namespaces)
+    kernel.forbid_new_privileges()
+    landlock, problem = kernel.restrict_files(scratch, accelerator=accelerator)
+    seccomp = _try(lambda: kernel.filter_calls(files_fenced=landlock > 0, accelerator=accelerator))
+    by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
+    if landlock:
+        by.append(f"landlock {landlock}")
+        written = "only its scratch" if accelerator else "none"
+        fences.append(
+            f"files: reads only what Python and torch need, writes {written}, by landlock {landlock}"
+        )
+    else:
+        unfenced.append(f"files: no landlock ({problem})")
+        if not seccomp and not accelerator:
+            fences.append("files: opens none for writing, by seccomp")
+    if seccomp:
+        unfenced.append(f"network, programs, other processes: no seccomp ({seccomp})")
+    if by:
+        fences.append(f"network, programs, other processes: {', '.join(by)}")
+    return Fenced(tuple(fences), tuple(unfenced))
+
+
+def _limit(memory_bytes: int, device: str, fences: list[str], unfenced: list[str]) -> None:
+    """What every Unix has; memory and the order of victims on Linux only."""
+    os.nice(NICE)
+    for limit, wanted in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, DESCRIPTORS_MAX),
+        (resource.RLIMIT_FSIZE, FILE_BYTES_MAX),
+    ):
+        _lower(limit, wanted)
+    fences.append(
+        f"limits: {DESCRIPTORS_MAX} descriptors, files of {FILE_BYTES_MAX >> 20} MiB, no core dumps, "
+        f"nice {NICE}"
+    )
+    if sys.platform == "linux" and device == "cpu":
+        # Not the whole address space, most of which torch's libraries only reserve: what is written to.
+        _lower(resource.RLIMIT_DATA, _data_bytes() + memory_bytes)
+        fences.append(f"memory: {memory_bytes >> 20} MiB besides arenas and libraries, by the kernel")
+    elif sys.platform == "linux":
+        # A driver's address space is beyond any limit. The watch ends what takes too much within a second,
+        # and the kernel takes this process before any other.
+        fences.append(f"memory: watched by the node, no limit of the kernel for {device}")
+    else:
+        unfenced.append(f"memory: no limit of the kernel on {sys.platform}, the node only watches")
+    if sys.platform == "linux":
+        # Where the machine runs out all the same, the stage is to go and not the node.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _other_threads() -> list[str]:
+    """The names of the threads beside this one; on other systems than Linux only of those Python knows."""
+    if sys.platform != "linux":
+        return [each.name for each in threading.enumerate() if each is not threading.current_thread()]
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        if int(task) != threading.get_native_id():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return found
+
+
+def _lower(limit: int, wanted: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(limit, (wanted, wanted))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _try(fence: Callable[[], None]) -> str:
+    """Why a fence could not be put up; '' if it stands."""
+    try:
+        fence()
+    except OSError as error:
+        return os.strerror(error.errno or errno.EINVAL)
+    except KeyError as error:
+        return f"unknown architecture {error.args[0]}"
+    return ""
+
+
+class _Kernel:
+    """The calls that Python has no name for, with their errors raised."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def leave_namespaces(self) -> None:
+        """An empty network; and a user namespace, in which old privileges count for nothing."""
+        self._check(self._libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET))
+
+    def forbid_new_privileges(self) -> None:
+        self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
+
+    def filter_calls(self, *, files_fenced: bool, accelerator: bool) -> None:
+        machine = os.uname().machine
+        filtered = compile_filter(machine, os.getpid(), files_fenced=files_fenced, accelerator=accelerator)
+        program = ctypes.create_string_buffer(filtered, len(filtered))
+        # struct sock_fprog: how many instructions of eight bytes, and where.
+        header = ctypes.create_string_buffer(
+            struct.pack("@HP", len(filtered) // 8, ctypes.addressof(program))
+        )
+        self._call(_SECCOMP[machine], _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC, header)
+
+    def restrict_files(self, scratch: str, *, accelerator: bool) -> tuple[int, str]:
+        """Landlock's version and '', or 0 and why it does not stand."""
+        if os.uname().machine not in ARCHITECTURES:
+            return 0, f"unknown architecture {os.uname().machine}"
+        try:
+            version = self._call(_CREATE_RULESET, None, 0, _RULESET_VERSION)
+            handled = max(actions for first, actions in _HANDLED.items() if first <= version)
+            attributes = struct.pack(
+                "=QQQ",
+                handled,
+                _NET if version >= _NET_VERSION else 0,
+                _SCOPE if version >= _SCOPE_VERSION else 0,
+            )
+            # A kernel refuses an attribute longer than its own only where the rest is not zero.
+            buffer = ctypes.create_string_buffer(attributes, len(attributes))
+            ruleset = self._call(_CREATE_RULESET, buffer, len(attributes), 0)
+            try:
+                for path, actions in _open_paths(scratch, accelerator=accelerator):
+                    self._allow_beneath(ruleset, path, actions & handled)
+                self._call(_RESTRICT_SELF, ruleset, 0)
+            finally:
+                os.close(ruleset)
+        except OSError as error:
+            return 0, os.strerror(error.errno or errno.EINVAL)
+        return version, ""
+
+    def _allow_beneath(self, ruleset: int, path: str, actions: int) -> None:
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return  # what is not there needs no permission
+        try:
+            if not os.path.isdir(path):
+                actions &= _ON_FILES
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", actions, place), 12)
+            self._call(_ADD_RULE, ruleset, _RULE_PATH, rule, 0)
+        finally:
+            os.close(place)
+
+    def _call(self, number: int, *arguments: object) -> int:
+        wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+        return self._check(self._libc.syscall(ctypes.c_long(number), *wide))
+
+    def _check(self, result: int) -> int:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return result
+
+
+def _open_paths(scratch: str, *, accelerator: bool) -> Iterator[tuple[str, int]]:
+    """The paths that stay open, and for what; links among them are followed."""
+    # A driver keeps what it has compiled there. The CPU's arithmetic writes nothing, and so may not.
+    yield scratch, ~(_EXECUTE | _IOCTL_DEV) if accelerator else _READ
+    yield "/dev/null", _READ_FILE | _WRITE_FILE
+    for path in _readable():
+        yield path, _READ
+    if accelerator:
+        # Not all of /proc: other processes' environments are there.
+        for path in ("/proc/devices", "/proc/driver", "/proc/modules", "/proc/sys", "/sys", "/etc/nvidia"):
+            yield path, _READ
+        for path in (*glob.glob("/dev/nvidia*"), "/dev/dri", "/dev/kfd", "/dev/shm"):  # noqa: S108 - the driver's
+            yield path, _READ | _WRITE_FILE | _IOCTL_DEV
+
+
+def _readable() -> Iterator[str]:
+    """Where Python, torch and the system's libraries lie, and what the C library asks about the machine."""
+    source = str(Path(__file__).parents[2])
+    yield from (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    # A checkout may hold the node's data folder, and with it the node's key: only our packages in it.
+    yield from (path for path in sys.path if path and path != source)
+    yield from (f"{source}/{package}" for package in _PACKAGES)
+    yield from filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    yield from ("/usr", "/lib", "/lib64", "/opt/rocm", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero")
+    yield from (
+        "/proc/self",
+        "/proc/cpuinfo",
+        "/proc/meminfo",
+        "/proc/stat",
+        "/proc/sys/vm",
+        "/sys/devices/system",
+    )

@@ -1,0 +1,108 @@
+"""A folder for a stage's process to write in, gone with the stage; one that a killed node left goes later.
+
+On Linux a process that computes on the CPU may write nothing there (`node.stages.sandbox`). The files of
+others, for an accelerator's driver or on systems without fences, count in the node's budget, and are looked
+at while an answer is owed.
+
+It lies in the system's temporary folder. Whoever made it holds a lock on it, which the kernel lets go of with
+the holder, so a folder without one is nobody's.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from node.errors import StageFailed
+from node.storage.budget import ScratchBudget
+
+PREFIX = "peerloom-stage-"
+FILES_MAX = 1_000
+"""An accelerator's libraries make some ten; so many are looked through in two milliseconds."""
+_BLOCK_BYTES = 512
+"""What st_blocks counts (stat(2))."""
+
+
+class Scratch:
+    """`path` is empty, private, and this process's own until `remove`. Its files count in `budget`."""
+
+    def __init__(self, budget: ScratchBudget | None = None) -> None:
+        self._budget = budget
+        self._counted_bytes = 0
+        while True:
+            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.path.isdir(self.path):
+                return
+            os.close(self._lock)  # another process took it for a forgotten one, just before the lock
+
+    def count(self) -> None:
+        """Look at what lies here. Raises StageFailed: more than all stages together may hold, or too many."""
+        found = 0
+        for number, size in enumerate(_sizes(self.path), start=1):
+            if number > FILES_MAX:
+                raise StageFailed(f"the stage's process has made more than {FILES_MAX} files")
+            found += size
+        self._count(found)
+
+    def _count(self, found: int) -> None:
+        more = found - self._counted_bytes
+        if self._budget is None or not more:
+            return
+        if more < 0:
+            self._budget.give(-more)
+        else:
+            try:
+                self._budget.take(more)
+            except OSError as error:
+                reason = f"the stage's process has written {found >> 20} MiB to the disk: {error.strerror}"
+                raise StageFailed(reason) from None
+        self._counted_bytes = found
+
+    def remove(self) -> None:
+        """With all that is in it; may be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._count(0)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sizes(folder: str) -> Iterator[int]:
+    """What each file and folder below `folder` takes of the disk; links are not followed."""
+    waiting = [folder]
+    while waiting:
+        try:
+            entries = os.scandir(waiting.pop())
+        except OSError:
+            continue  # removed meanwhile
+        with entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(entry.path)
+                yield status.st_blocks * _BLOCK_BYTES
+
+
+def remove_forgotten() -> None:
+    """Remove what killed nodes have left; what another user or a living node has made stays."""
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
+        finally:
+            os.close(lock)
