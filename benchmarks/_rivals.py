@@ -21,8 +21,8 @@ from node.stages.sandbox import NICE
 from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_correct, next_token_loss
 from partition.codec import Payload, pack, typed
 from partition.execute import StageExecutor, prepare_process
-from partition.execute.boundary import tensor_of
 from partition.execute.interpret import DTYPES, Results, compile_entry
+from partition.execute.tensor_io import tensor_of
 from partition.execute.values import first_values
 from partition.model.cut import cut_layers
 from partition.model.graph import StageGraph, decode_graph, graph_hash

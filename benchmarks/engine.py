@@ -23,7 +23,7 @@ from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, SimClock, SimNetwork
+from sim.seams import SimClock, SimNetwork, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 SEED = 3
@@ -71,7 +71,7 @@ def by_trio(count: int, seconds: float) -> None:
 
 
 async def _drive(count: int, seconds: float) -> None:
-    medium = Medium(Links(MODEL, SEED))
+    medium = SimNetworkFabric(Links(MODEL, SEED))
     swarm = cores(count)
     networks = {peer: medium.attach(peer) for peer, _ in swarm}
     first = networks[swarm[0][0]]

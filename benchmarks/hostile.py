@@ -23,7 +23,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from node.protocols.manifest import make_run
 from node.storage.blobs import GUEST_BYTES_MAX
-from node.transport.doorway import HALF_OPEN_MAX
+from node.transport.half_open import HALF_OPEN_MAX
 from tests.hostile.attack import Attack
 from tests.hostile.client import BY_CONNECTIONS, BY_PACKETS, rates_of
 from tests.hostile.guests import Guests

@@ -32,7 +32,7 @@ import _rivals
 from _figures import Goal, arguments, leave, report
 from _rivals import STAGES
 
-from node.cli.capturing import capture_to
+from node.cli.capture import capture_to
 from node.cli.client import request
 from node.cli.demo.processes import SwarmProcesses
 from node.content.datasets import TEXT_VALUES

@@ -24,8 +24,8 @@ from _figures import Goal, leave, report
 
 from sim.churn.model import Churn, Distribution
 from sim.network.model import NetworkModel
+from sim.observers import Observed, Watch
 from sim.scenario import Membership, Records, Scenario, Start
-from sim.watch import Observed, Watch
 from sim.worlds.cores import CoresWorld
 
 SEED = 5

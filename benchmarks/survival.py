@@ -28,10 +28,10 @@ from _figures import Goal, arguments, leave, report
 from blake3 import blake3
 
 from node import toml
-from node.cli.capturing import capture_to
+from node.cli.capture import capture_to
 from node.cli.client import ask, request
 from node.cli.demo.processes import SwarmProcesses
-from node.cli.stopping import Stopped, StopSign
+from node.cli.signals import StopFlag, Stopped
 from node.errors import EXIT_FORCED, PeerloomError, RunFailed
 from node.protocols.manifest import RunFile
 
@@ -94,7 +94,7 @@ class Shape:
 class Nodes:
     """The living nodes of one swarm, and all that each says of runs, in the order in which it comes."""
 
-    def __init__(self, folder: Path, stop: StopSign) -> None:
+    def __init__(self, folder: Path, stop: StopFlag) -> None:
         self.heard: list[tuple[str, Event]] = []
         self._processes = SwarmProcesses(folder, f"survival-{folder.name[-8:]}", stop.pause)
         self._stop = stop
@@ -430,7 +430,7 @@ def prepare(folder: Path, shape: Shape) -> None:
 def swarm() -> Iterator[tuple[Nodes, Path]]:
     """A swarm without nodes yet, and a folder; whatever happens, no process and no file stays."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-survival-"))
-    stop = StopSign()
+    stop = StopFlag()
     nodes = Nodes(folder, stop)
 
     def force() -> None:

@@ -62,7 +62,7 @@ class IdentitySigner:
 
 
 def signed_bytes(purpose: str, swarm: str, body: bytes) -> bytes:
-    """What a signature covers: domain, purpose and swarm, each ended by a zero byte, then the body."""
+    """Return what a signature covers: domain, purpose and swarm, each ended by a zero byte, then the body."""
     prefix = b"\0".join((_DOMAIN, purpose.encode(), swarm.encode()))
     if prefix.count(b"\0") != 2:
         raise LocalProtocolError("a purpose or swarm name must not hold a zero byte")

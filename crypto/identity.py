@@ -52,7 +52,7 @@ class Identity:
 
 
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` over `data` was made by `peer`."""
+    """Return whether `signature` over `data` was made by `peer`."""
     try:
         Ed25519PublicKey.from_public_bytes(peer).verify(signature, data)
     except (InvalidSignature, ValueError):

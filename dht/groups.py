@@ -14,10 +14,10 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
-from crypto.buckets import HOSTS_MAX, prefix_of
 from crypto.contact import PARSED_MAX, parse_address
 from crypto.crowds import network_of
 from crypto.identity import PeerId
+from crypto.token_buckets import HOSTS_MAX, prefix_of
 
 _LOCAL = tuple(
     ipaddress.ip_network(text)

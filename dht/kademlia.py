@@ -27,9 +27,9 @@ from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addr
 from dht.paths import DisjointLookup
 from dht.records import Record, RecordStore, Refusal, check_record
 from dht.replication import Replication
+from dht.replies import nodes_reply, values_reply
 from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
 from dht.routing import WAITING_MAX, Contact, Table
-from dht.serving import nodes_reply, values_reply
 from dht.settings import Settings
 from dht.timers import Timers
 from dht.tokens import SECRET_BYTES, WriteTokens

@@ -24,7 +24,7 @@ KEY_MAX = 2**KEY_BITS - 1
 
 @lru_cache(maxsize=KEYS_MAX)
 def node_key(peer: PeerId) -> Key:
-    """Where a node stands: SHA-256 of its public key, cut to 160 bits."""
+    """Return where a node stands: SHA-256 of its public key, cut to 160 bits."""
     return Key(hashlib.sha256(peer).digest()[:KEY_BYTES])
 
 
@@ -35,7 +35,7 @@ def node_number(peer: PeerId) -> int:
 
 
 def record_key(purpose: str, name: bytes) -> Key:
-    """Where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
+    """Return where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
 
     The zero byte keeps two purposes apart where one begins as the other. Raises ValueError for a
     purpose that holds one.

@@ -25,7 +25,7 @@ from dht.records import Rank, Record
 from dht.routing import Contact
 from dht.settings import Settings
 
-GHOSTS_MAX = 4
+UNANSWERED_HINTS_MAX = 4
 """Unanswering peers one may name before, and for each good one, before its word is lost. Of an
 honest peer's contacts more than half would have to be dead."""
 
@@ -131,7 +131,7 @@ class Lookup:
             self._push(contact)
 
     def next(self) -> list[Contact]:
-        """Whom to ask now; each is asked once."""
+        """Return whom to ask now; each is asked once."""
         if self.done:
             return []
         settings = self._settings
@@ -290,7 +290,7 @@ class Lookup:
 
     def _has_lost_word(self, source: PeerId) -> bool:
         good, ghosts = self._word[source]
-        return ghosts >= GHOSTS_MAX * (good + 1)
+        return ghosts >= UNANSWERED_HINTS_MAX * (good + 1)
 
     def _drop_hearsay(self) -> None:
         dropped = [

@@ -41,7 +41,7 @@ class DisjointLookup:
         ]
 
     def next(self) -> list[Contact]:
-        """Whom to ask now; each is asked once, on one path."""
+        """Return whom to ask now; each is asked once, on one path."""
         chosen: list[Contact] = []
         for path in self._paths:
             for contact in path.next():

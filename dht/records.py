@@ -98,7 +98,7 @@ class Record:
         return (self.sequence, self.expires, self.fact.body)
 
     def expired(self, wall: float) -> bool:
-        """Whether it is over at the wall clock `wall`, with slack for clocks that differ."""
+        """Return whether it is over at the wall clock `wall`, with slack for clocks that differ."""
         return wall > self.expires + CLOCK_SLACK_SECONDS
 
 
@@ -159,7 +159,7 @@ class RecordStore:
         return self._count
 
     def holds(self, record: Record) -> bool:
-        """Whether one of this key and publisher is kept."""
+        """Return whether one of this key and publisher is kept."""
         return record.publisher in self._by_key.get(record.key, {})
 
     def __iter__(self) -> Iterator[Record]:

@@ -189,7 +189,7 @@ class Replication:
         return self._cache.get(now, self._ground.wall(now), key)
 
     def _is_near(self, key: Key) -> bool:
-        """Whether this node may be one of the k nearest to a key, as far as it knows."""
+        """Return whether this node may be one of the k nearest to a key, as far as it knows."""
         count = HOLDERS_SLACK * self._ground.settings.k
         nearer = self._ground.table.nearest(key, count)
         return len(nearer) < count or distance(self._ground.key, key) < distance(nearer[-1].id, key)

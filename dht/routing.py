@@ -141,7 +141,7 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
             self.nodes[newest.id] = self.replacement_nodes.pop(newest.id)
 
     def head(self) -> Contact:
-        """Who was heard of least recently."""
+        """Return who was heard of least recently."""
         return min(self.nodes.values(), key=_HEARD)
 
     def get_nodes(self) -> list[Contact]:
@@ -211,8 +211,8 @@ class Table:
         return self._bucket(peer).find(node_key(peer))
 
     def wants(self, peer: PeerId, *, waiting: bool = True, group: bytes | None = None) -> bool:
-        """Whether a stranger is worth a ping: there would be a place for it, or, if `waiting`, among those
-        who wait for one."""
+        """Return whether a stranger is worth a ping: there would be a place for it, or, if `waiting`, among
+        those who wait for one."""
         key = node_key(peer)
         if key == self._own.id:
             return False

@@ -203,5 +203,5 @@ class AllReduce:
 
 
 def _split(size: int, count: int) -> list[int]:
-    """Where each of `count` almost equal parts begins, and the end of the last."""
+    """Return where each of `count` almost equal parts begins, and the end of the last."""
     return [size * place // count for place in range(count + 1)]

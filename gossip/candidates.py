@@ -4,13 +4,13 @@ A signature costs its author nothing, so one message can introduce thousands who
 apart from the list: bounded, probed at a bounded rate, and each introducer in turn, so that one who tells of
 many only delays its own. A full table makes room at the cost of whoever told of most.
 
-Not here: probes (`gossip.swim`), and what is listed (`gossip.beliefs`).
+Not here: probes (`gossip.swim`), and what is listed (`gossip.state_table`).
 """
 
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
-from gossip.messages import Announced
+from gossip.messages import AliveFact
 
 PROBED_MAX = 32
 """Candidates probed at once: an honest list of 600 is through in 2 s at a round trip of 100 ms, and of
@@ -25,7 +25,7 @@ TRIES_MAX = 3
 class Candidate:
     """`said` is proved by its signature, and nothing by its existence. `passed_on`: it is news for others."""
 
-    said: Announced
+    said: AliveFact
     introducer: PeerId
     passed_on: bool
     tries: int = 0
@@ -64,7 +64,7 @@ class Candidates:
         return self.rows.get(peer)
 
     def takes(self, introducer: PeerId) -> bool:
-        """Whether there is room for one more of this introducer, if need be at the cost of another."""
+        """Return whether there is room for one more of this introducer, if need be at the cost of another."""
         return len(self.rows) < self._most or self._counts.get(introducer, 0) < max(self._counts.values())
 
     def put(self, candidate: Candidate) -> None:

@@ -79,12 +79,12 @@ class Coordinates:
         self.here = self._said()
 
     def round_trip_seconds_to(self, peer: PeerId) -> float | None:
-        """What a round trip to `peer` takes: as measured, if it was asked lately; else None."""
+        """Return what a round trip to `peer` takes: as measured, if it was asked lately; else None."""
         kept = self._samples.get(peer)
         return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
 
     def round_trip_seconds(self, there: Coordinate) -> float:
-        """What a round trip to somebody who is `there` takes, as far as we can tell."""
+        """Return what a round trip to somebody who is `there` takes, as far as we can tell."""
         point = [value * UNIT_SECONDS for value in there.point]
         return math.dist(self._point, point) + self._height + there.height * UNIT_SECONDS
 

@@ -5,7 +5,7 @@ suspected here, and only then is the accusation passed on. So an accusation trav
 out of reach, a lie ends at those it was told to, and nobody is buried by a forwarder. An author whose
 accusations are refuted too often (`gossip.suspicion.Credit`) is ignored for a while.
 
-Not here: probes (`gossip.swim`), and what follows from a failed one (`gossip.beliefs`).
+Not here: probes (`gossip.swim`), and what follows from a failed one (`gossip.state_table`).
 """
 
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Hints:
         return len(self.rows)
 
     def takes(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId) -> bool:
-        """Whether an accusation is worth a look; `culprit` pays if it is false."""
+        """Return whether an accusation is worth a look; `culprit` pays if it is false."""
         self._age(now)
         hint = self.rows.get(subject)
         is_spared = subject in self._spared[0] or subject in self._spared[1]

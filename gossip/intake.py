@@ -1,7 +1,7 @@
 """Facts of large messages on their way in, a slice at a time: no message stops whoever drives the core.
 
 A Sync may hold thousands of facts, and to check one signature takes 0.1 ms. What goes beyond one slice waits
-here for the next wakes; several senders take turns. Not here: what a fact means (`gossip.beliefs`).
+here for the next wakes; several senders take turns. Not here: what a fact means (`gossip.state_table`).
 """
 
 from collections import deque

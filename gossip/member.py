@@ -134,7 +134,7 @@ class MemberForgotten:
 
 
 @dataclass(frozen=True)
-class NeighboursWanted:
+class NeighbourhoodLookupWanted:
     """Only where peers list their neighbourhood: whoever drives this core should look up the peers nearest
     to `key`, a DHT does that, and `join` through them.
     """
@@ -177,7 +177,7 @@ Event = (
     | MemberLeft
     | MemberForgotten
     | SelfAccused
-    | NeighboursWanted
+    | NeighbourhoodLookupWanted
     | CandidateFound
     | FactsRefused
 )

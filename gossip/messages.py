@@ -21,7 +21,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.coordinates import Coordinate
 from gossip.member import METADATA_BYTES_MAX, MemberChanged, MemberUp, Profile
-from gossip.scope import DEPTH_MAX
+from gossip.view import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
 """So that any one fact, with author and signature, fits `Settings.facts_bytes_max` and so a datagram."""
@@ -192,7 +192,7 @@ def check_body(signer: Signer, fact: Fact, body: Body) -> None:
 
 @lru_cache(maxsize=READ_MAX)
 def read_body(fact: Fact) -> Body:
-    """What a fact claims, well-formed but unproven; else RemoteProtocolError."""
+    """Return what a fact claims, well-formed but unproven; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
         raise RemoteProtocolError("a fact with a malformed author")
     body: Body = decode(fact.body, Body, bytes_max=ALIVE_BODY_BYTES_MAX)
@@ -200,7 +200,7 @@ def read_body(fact: Fact) -> Body:
 
 
 def subject_of(fact: Fact, body: Body) -> PeerId:
-    """Whom a fact is about."""
+    """Return whom a fact is about."""
     return PeerId(body.subject if isinstance(body, SuspectBody | DeadBody) else fact.author)
 
 
@@ -214,7 +214,7 @@ def alive_body(profile: Profile, incarnation: int) -> AliveBody:
         addresses = addresses[:-1]
 
 
-class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
+class AliveFact(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """What a member says of itself, and the alive fact that proves it."""
 
     peer: PeerId
@@ -226,19 +226,19 @@ class Announced(msgspec.Struct, frozen=True, eq=False, weakref=True):
     that only refuted something need not reach everybody."""
 
 
-def announced(fact: Fact, profile: Profile, body: AliveBody) -> Announced:
+def announced(fact: Fact, profile: Profile, body: AliveBody) -> AliveFact:
     """`profile` as its author announced it by `fact`, which holds `body`."""
     peer = PeerId(fact.author)
     said = encode((body.name, body.addresses, body.metadata))
-    return Announced(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
+    return AliveFact(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
 
 
 # One object for all who hold it: where many peers live in one process, their lists would fill it.
-_announced: WeakValueDictionary[Fact, Announced] = WeakValueDictionary()
+_announced: WeakValueDictionary[Fact, AliveFact] = WeakValueDictionary()
 
 
-def read_alive(fact: Fact, body: AliveBody) -> Announced:
-    """What an alive fact, with `body`, says of its author; else RemoteProtocolError."""
+def read_alive(fact: Fact, body: AliveBody) -> AliveFact:
+    """Return what an alive fact, with `body`, says of its author; else RemoteProtocolError."""
     said = _announced.get(fact)
     if said is None:
         # Names reach terminals and logs: no escape sequences, no line breaks.
@@ -251,7 +251,7 @@ def read_alive(fact: Fact, body: AliveBody) -> Announced:
 
 
 def fact_bytes(fact: Fact) -> int:
-    """How much of a message `fact` takes, in bytes, at most two too many."""
+    """Return how much of a message `fact` takes, in bytes, at most two too many."""
     return len(fact.author) + len(fact.body) + len(fact.signature) + 10
 
 
@@ -267,7 +267,7 @@ def incarnation_of(fact: Fact) -> int:
 
 
 def silence_of(fact: Fact) -> int:
-    """How long its author has had no ack, in milliseconds; 0 where it says nothing of it."""
+    """Return how long its author has had no ack, in milliseconds; 0 where it says nothing of it."""
     body = read_body(fact)
     return body.silence_milliseconds if isinstance(body, SuspectBody | DeadBody) else 0
 
@@ -277,13 +277,13 @@ def milliseconds(seconds: float) -> int:
     return min(max(int(seconds * 1000), 0), SILENCE_MILLISECONDS_MAX)
 
 
-def member_up(said: Announced, sender: PeerId) -> MemberUp:
+def member_up(said: AliveFact, sender: PeerId) -> MemberUp:
     """The event that a member is there."""
     profile = said.profile
     return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
 
 
-def member_changed(said: Announced) -> MemberChanged:
+def member_changed(said: AliveFact) -> MemberChanged:
     """The event that a live member says something else of itself."""
     profile = said.profile
     return MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)

@@ -1,10 +1,10 @@
 """How often this peer takes a new incarnation for what others say of it.
 
 Each new incarnation costs others a fact to check, and an accuser nothing. Beyond these bounds a peer refutes
-by its answers to probes alone. Not here: whose accusations are heard at all (`gossip.beliefs`).
+by its answers to probes alone. Not here: whose accusations are heard at all (`gossip.state_table`).
 """
 
-from crypto.buckets import Bucket
+from crypto.token_buckets import Bucket
 
 REFUTATIONS_MAX = 4.0
 REFUTATION_INTERVALS = 30.0
@@ -29,7 +29,7 @@ class Refutations:
         self._outsiders = 0
 
     def allow(self, now: float, *, is_trusted: bool) -> bool:
-        """Whether one more accusation may be refuted, by a trusted accuser or another."""
+        """Return whether one more accusation may be refuted, by a trusted accuser or another."""
         is_usual = is_trusted or self._outsiders < OUTSIDERS_REFUTED_MAX
         return is_usual and self._bucket.left(now) >= 1.0
 

@@ -6,9 +6,9 @@ A member answers for itself where packets of it really come from; an address tha
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from crypto.buckets import prefix_of
 from crypto.identity import PeerId
-from gossip.messages import MEMBERS_MAX, Announced
+from crypto.token_buckets import prefix_of
+from gossip.messages import MEMBERS_MAX, AliveFact
 from gossip.table import Row
 
 SHARES = 4
@@ -31,8 +31,9 @@ class Shares:
         self._most = most
         self.host_of: HostOf | None = None
 
-    def allow(self, rows: Iterable[Row], listed: int, said: Announced, introducer: PeerId) -> bool:
-        """Whether the source of a newcomer has less than its share of `rows`, which are `listed` many."""
+    def allow(self, rows: Iterable[Row], listed: int, said: AliveFact, introducer: PeerId) -> bool:
+        """Return whether the source of a newcomer has less than its share of `rows`, which are `listed`
+        many."""
         if listed < self._most // 2:
             return True
         source = self._source(said, introducer)
@@ -43,7 +44,7 @@ class Shares:
         )
         return found < max(SHARE_MIN, self._most // SHARES)
 
-    def _source(self, said: Announced, found_through: PeerId) -> object:
+    def _source(self, said: AliveFact, found_through: PeerId) -> object:
         if found_through != said.peer:
             return found_through
         if self.host_of is not None:

@@ -98,7 +98,8 @@ class Suspicion:
         return max(min(self._probe_at, last_at), self._probe_at - self._pause_seconds)
 
     def is_over(self, now: float) -> bool:
-        """Whether the suspect is to be given up now: its time is over, and a last probe was in vain."""
+        """Return whether the suspect is to be given up now: its time is over, and a last probe was in
+        vain."""
         return self.deadline <= now and self.is_checked
 
     @property
@@ -107,7 +108,7 @@ class Suspicion:
         return self._started_at + self._shortest_seconds
 
     def wants(self, accuser: PeerId) -> bool:
-        """Whether a confirmation by `accuser` would still change anything."""
+        """Return whether a confirmation by `accuser` would still change anything."""
         return not self.is_confirmed and accuser not in self._accusers
 
     def confirm(self, accuser: PeerId) -> None:
@@ -171,7 +172,8 @@ class Credit:
             del self._counts[next(iter(self._counts))]
 
     def is_spent(self, accuser: PeerId, now: float, pending: int = 0) -> bool:
-        """Whether it has erred too often lately, if `pending` more of its accusations are false as well."""
+        """Return whether it has erred too often lately, if `pending` more of its accusations are false as
+        well."""
         return self._count(accuser, now) + pending > REFUTED_MAX - 1
 
     def _count(self, accuser: PeerId, now: float) -> float:

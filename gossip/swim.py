@@ -2,7 +2,7 @@
 
 Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard); the
 gossip timer of its own, the push-pull sync and the numbers are memberlist's. What a fact makes us
-believe stands in `gossip.beliefs`, numbers in `gossip.settings`.
+believe stands in `gossip.state_table`, numbers in `gossip.settings`.
 
 Each probe interval one member is pinged, all in turn, in a new random order each round. Unanswered,
 it is pinged once more and through relays; unanswered again, it is suspected, which gossip spreads to
@@ -14,7 +14,7 @@ Given `place`, which says where in the key space a peer stands, it lists only th
 key, as in a public swarm: then it answers probes from outside, and passes on only what is inside.
 
 Not here: who may join (the swarm key and admission are the network's and the run's), and how lists are
-compared and exchanged (`gossip.exchange`).
+compared and exchanged (`gossip.push_pull`).
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,8 @@ from random import Random
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from gossip.beliefs import Beliefs
 from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.coordinates import Coordinates
-from gossip.exchange import Exchange
-from gossip.exchange import Sends as Sends
 from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Member, Profile, Status
@@ -43,11 +40,14 @@ from gossip.messages import (
     ScopedSync,
     Sync,
 )
-from gossip.probing import RELAY_PATIENCE, RELAYS_MAX, Flight, Kind, Probe, Relay
-from gossip.scope import Place, Scope
+from gossip.probes import RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
+from gossip.push_pull import Exchange
+from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
 from gossip.shares import HostOf
+from gossip.state_table import MembershipState
 from gossip.table import Row
+from gossip.view import Place, Scope
 
 PROTOCOL = "/peerloom/swim/1"
 
@@ -109,12 +109,14 @@ class Swim:
             members_min=settings.scope_members_min,
             members_max=settings.scope_members_max,
         )
-        self._beliefs = Beliefs(signer, profile, settings, rng, incarnation, now, self.events, self.scope)
+        self._beliefs = MembershipState(
+            signer, profile, settings, rng, incarnation, now, self.events, self.scope
+        )
         self._table = self._beliefs.table
         self._candidates = self._beliefs.candidates
         self._health = self._beliefs.health
         self.coordinates = Coordinates(rng)
-        self._flight = Flight(rng.getrandbits(31))
+        self._flight = InFlightProbes(rng.getrandbits(31))
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
@@ -137,7 +139,7 @@ class Swim:
         return {row.peer: row.status for row in self._table.rows.values()}
 
     def member(self, peer: PeerId) -> Member | None:
-        """What is held of one, None where it is not listed."""
+        """Return what is held of one, None where it is not listed."""
         row = self._table.rows.get(peer)
         return None if row is None else row.snapshot()
 

@@ -1,6 +1,6 @@
 """The member list: what is held of everyone, the round of probes, and random choice among members.
 
-It keeps and chooses; what a fact *means* is decided in `gossip.beliefs`. All orders are defined by
+It keeps and chooses; what a fact *means* is decided in `gossip.state_table`. All orders are defined by
 arrival and `rng`, so a trace repeats from its seed.
 """
 
@@ -13,7 +13,7 @@ from blake3 import blake3
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Member, Profile, Status
-from gossip.messages import Announced
+from gossip.messages import AliveFact
 
 DIGEST_BYTES = 16
 
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
     cycle, so the collector need not look at it.
     """
 
-    said: Announced
+    said: AliveFact
     since: float
     found_through: PeerId | None
     verdict: Verdict | None = None
@@ -109,7 +109,7 @@ class MemberTable:
         if place < self._cursor:
             self._cursor += 1
 
-    def renew(self, row: Row, said: Announced) -> Row:
+    def renew(self, row: Row, said: AliveFact) -> Row:
         """A member says something new of itself; its row from now on."""
         self._unanswered.pop(said.peer, None)
         return self._put(Row(said, row.since, row.found_through, row.verdict))
@@ -185,7 +185,7 @@ class MemberTable:
                 self._cursor -= 1
 
     def gone_before(self, moment: float) -> list[PeerId]:
-        """Who has been dead or gone since before `moment`."""
+        """Return who has been dead or gone since before `moment`."""
         return [row.peer for row in self.rows.values() if not row.live and row.since < moment]
 
     def longest_gone(self) -> PeerId | None:

@@ -16,7 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
 from node import toml
-from node.checkpoints.replication import Copies
+from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import document
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
@@ -26,7 +26,7 @@ from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunEnded
 from node.history import EventHistory
 from node.library.directory import Directory
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols.manifest import Run, RunFile, check_run_file, make_run, run_text
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import make_manifest, window_of
@@ -166,7 +166,7 @@ class Commands:
         node = self._node
         try:
             await node.runs.submit(run, wait_seconds=wait_seconds)
-        except NotPlaced as error:
+        except PlacementFailed as error:
             raise RunFailed(f"run {run.text[:8]} was not placed: {error}") from None
 
     async def _make_run(self, run_file: RunFile, arguments: Mapping[str, Any], name: str) -> Run:
@@ -282,7 +282,8 @@ class Commands:
         return find_run(sorted(known), str(arguments.get("run", "")))
 
     async def _holders(self, run: str, digest: str) -> tuple[str, list[PeerId]]:
-        """Who says in the DHT to keep the weights with this hash; not known, the hash that most name."""
+        """Return who says in the DHT to keep the weights with this hash; not known, the hash that most
+        name."""
         node = self._node
         records = await node.discovery.find(WEIGHTS_PURPOSE, bytes.fromhex(run))
         named = Counter(record.value.hex() for record in records)
@@ -316,7 +317,7 @@ class CheckpointCommands:
         self,
         node: LocalNode,
         checkpoints: Checkpoints,
-        copies: Copies,
+        copies: CheckpointReplicator,
         save: Callable[[str], Awaitable[int]],
     ) -> None:
         self._node = node
@@ -356,7 +357,7 @@ class CheckpointCommands:
         out = Path(str(arguments["out"]))
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, step))
         if kept is None:
-            raise nothing_here(run, step)
+            raise checkpoint_not_found(run, step)
         try:
             holders = [] if kept.is_whole else await self._holders(run)
             requester = PeerId(kept.checkpoint.manifest.author)
@@ -416,8 +417,8 @@ def find_run(known: Iterable[str], prefix: str) -> str:
     )
 
 
-def nothing_here(run: str, step: int | None) -> RunFailed:
-    """What to say where a checkpoint is not."""
+def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
+    """Return what to say where a checkpoint is not."""
     which = f"checkpoint of step {step}" if step is not None else "checkpoint"
     return RunFailed(
         f"no {which} of run {run[:8]} is here",

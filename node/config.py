@@ -22,8 +22,8 @@ import msgspec
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
 from node import eventlog, toml
 from node.errors import UsageError
-from node.nearest import did_you_mean, nearest
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
+from node.suggest import did_you_mean, nearest
 
 DEFAULT_PORT = 9747
 DEFAULT_LISTEN = Address("ip4", "0.0.0.0", DEFAULT_PORT)  # noqa: S104 - a node is there to be reached
@@ -238,7 +238,7 @@ def read_announce(text: str) -> Address:
 
 
 def read_web(text: str) -> Web:
-    """Where the page is served: an address of this machine alone, or `off`."""
+    """Return where the page is served: an address of this machine alone, or `off`."""
     if text == "off":
         return Web(None)
     address = read_listen(text)

@@ -25,8 +25,8 @@ import trio
 
 from node.containment import contain
 from node.errors import EXIT_UNEXPECTED, PeerloomError, UsageError
-from node.nearest import did_you_mean
 from node.paths import CONTROL_NAME, short_path, socket_path
+from node.suggest import did_you_mean
 
 LINE_BYTES_MAX = 4 << 20
 """Of a request: the largest carries a RUN.toml and paths, far below this."""
@@ -162,7 +162,7 @@ def _listen(folder: Path) -> socket.socket:
 
 
 def _is_allowed(stream: trio.SocketStream) -> bool:
-    """Whether the other end is this user, or root; elsewhere than on Linux the modes alone say so."""
+    """Return whether the other end is this user, or root; elsewhere than on Linux the modes alone say so."""
     if sys.platform != "linux":
         return True
     found = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

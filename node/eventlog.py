@@ -21,7 +21,13 @@ LOGS_KEPT = 3
 Format = Literal["off", "text", "json"]
 AREAS = ("node", "swarm", "runs", "alerts")
 LEVELS: Mapping[str, int] = {"info": INFO, "warning": WARNING, "error": ERROR, "off": ERROR + 10}
-_AREAS = {"Member": "swarm", "Join": "swarm", "Reachability": "swarm", "Stranger": "swarm", "Alert": "alerts"}
+_AREAS = {
+    "Member": "swarm",
+    "Join": "swarm",
+    "Reachability": "swarm",
+    "PendingConnection": "swarm",
+    "Alert": "alerts",
+}
 _NODE = ("Node", "Capacity", "Fences", "Page")
 _WARNINGS = frozenset({"MemberLost", "MemberSuspected", "ReplicaDropped", "StrangerRefused", "AlertRaised"})
 
@@ -34,7 +40,7 @@ def area_of(kind: str) -> str:
 
 
 def level_of(event: Mapping[str, Any]) -> int:
-    """What an event means: a run that failed is an error, a loss a warning."""
+    """Return what an event means: a run that failed is an error, a loss a warning."""
     if event["kind"] == "RunEnded" and event["outcome"] == "failed":
         return ERROR
     return WARNING if event["kind"] in _WARNINGS else INFO

@@ -28,7 +28,7 @@ from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
 from node.averaging.service import Averaging
-from node.checkpoints.replication import Copies
+from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import CheckpointCommands, Commands
@@ -58,21 +58,21 @@ from node.protocols.manifest import Run
 from node.runs.runs import Runs
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
 from node.services.adverts import keep_advertised
+from node.services.autonat import Reach
+from node.services.autonat_core import OTHERS
+from node.services.bootstrap import Joining
 from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder, calibrate, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
-from node.services.joining import Joining
+from node.services.lan_discovery import Neighbours
 from node.services.membership import Membership, encode_metadata, read_metadata
-from node.services.neighbours import Neighbours
-from node.services.reach import Reach
-from node.services.reachability import OTHERS
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage, locked_folder
 from node.storage.guests import Guests
 from node.storage.keys import NodeKeys, keys_of
-from node.storage.remembered import read_remembered, write_remembered
+from node.storage.known_peers import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
@@ -346,7 +346,7 @@ class Node(Surface):
             counters=self._refused,
         )
         self.checkpoints = Checkpoints(self.seams, self.signer, self._blobs, refuse=self._refuse)
-        self.copies = Copies(
+        self.copies = CheckpointReplicator(
             self.seams,
             self.checkpoints,
             self.discovery,
@@ -494,8 +494,8 @@ class Node(Surface):
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
-        """What every live member says it offers, this node included; no claim counts for more than a multiple
-        of the median."""
+        """Return what every live member says it offers, this node included; no claim counts for more than a
+        multiple of the median."""
         own = Offer(
             self.peer,
             self.capacity.flops_per_second,

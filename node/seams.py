@@ -36,7 +36,7 @@ class Inbox(Protocol):
     """Datagrams of one protocol that have arrived, oldest first, bounded: the newest are dropped."""
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """What has come, waiting for the first until the monotonic time `until`; may be empty."""
+        """Return what has come, waiting for the first until the monotonic time `until`; may be empty."""
 
     def wake(self) -> None:
         """Make the waiting `take` return now: the deadline it waits for has changed."""
@@ -98,7 +98,7 @@ class LocalNetwork(Protocol):
         """To everybody near, at most `node.transport.beacon.BEACON_BYTES_MAX`; it may come back here too."""
 
     async def take(self, until: float) -> list[tuple[str, bytes]]:
-        """What has come, each with the host it came from, as `Inbox.take`; bounded as that is."""
+        """Return what has come, each with the host it came from, as `Inbox.take`; bounded as that is."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
@@ -159,7 +159,7 @@ class Network(Protocol):
         """Send one message, unreliably; what does not fit a datagram goes by a stream."""
 
     def inbox(self, protocol: str) -> Inbox:
-        """Where messages sent to this node under `protocol` arrive."""
+        """Return where messages sent to this node under `protocol` arrive."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams that peers open under `protocol`, as far as `limits` go."""
@@ -175,7 +175,7 @@ class Network(Protocol):
         Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:
-        """Who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""
+        """Return who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""
 
 
 class Stage(Protocol):
@@ -198,7 +198,7 @@ class Executor(Protocol):
         for long work that strangers cause: one at a time, never in the way of what else runs here."""
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """What every codec takes on this machine, tried on float32 numbers like those that travel."""
+        """Return what every codec takes on this machine, tried on float32 numbers like those that travel."""
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
         """The arrays of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they

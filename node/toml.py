@@ -20,7 +20,7 @@ import msgspec
 from msgspec import inspect as shapes
 
 from node.errors import UsageError
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 
 T = TypeVar("T")
 TomlPath = tuple[str | int, ...]
@@ -94,7 +94,8 @@ def convert(tree: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int
 
 
 def _broken_rule(message: str, places: Document[None]) -> str:
-    """What a struct says of values that do not go together. msgspec ends it in " - at `$.table[0].key`"."""
+    """Return what a struct says of values that do not go together. msgspec ends it in " - at
+    `$.table[0].key`"."""
     what, _, place = message.partition(" - at `$")
     path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.`\[\]]+", place)]
     table = f"[{_dotted(tuple(path))}] " if path else ""
@@ -184,7 +185,7 @@ def _named(path: TomlPath) -> str:
 
 
 def describe(kind: shapes.Type) -> str:
-    """What a type allows, in words: `a whole number, 0 to 1024`."""
+    """Return what a type allows, in words: `a whole number, 0 to 1024`."""
     match kind:
         case shapes.IntType():
             return "a whole number" + _range(kind)

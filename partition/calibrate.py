@@ -392,7 +392,7 @@ def _share() -> int:
 
 
 def hardware(device: str) -> str:
-    """What the device calls itself."""
+    """Return what the device calls itself."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
     try:

@@ -32,14 +32,14 @@ import numpy as np
 from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.codecs import tiles
-from partition.codecs.blocks import Int4, Int8
-from partition.codecs.feedback import Feedback
+from partition.codecs import base
+from partition.codecs.base import ON_WIRE, Coder
+from partition.codecs.base import Array as Array
+from partition.codecs.base import Rounding as Rounding
+from partition.codecs.block_quantization import Int4, Int8
+from partition.codecs.error_feedback import Feedback
 from partition.codecs.floats import Bfloat16, Float16
 from partition.codecs.lossless import restore, shrink
-from partition.codecs.tiles import ON_WIRE, Coder
-from partition.codecs.tiles import Array as Array
-from partition.codecs.tiles import Rounding as Rounding
 from partition.model.graph import FLOATING, ITEM_BYTES, TENSORS_MAX, DataType, RealType
 
 Codec = Literal[
@@ -209,7 +209,8 @@ def check_length(tensors: Sequence[TensorHeader], codec: Codec, length: int) -> 
 
 
 def coded_bytes(dtype: DataType, count: int, codec: Codec) -> int:
-    """How many bytes `codec` makes of a tensor of ordinary numbers, without its word and before any zstd."""
+    """Return how many bytes `codec` makes of a tensor of ordinary numbers, without its word and before any
+    zstd."""
     coder = _coder(dtype, codec, count)
     return count * ITEM_BYTES[dtype] if coder is None else coder.coded_bytes(count)
 
@@ -223,7 +224,7 @@ def _header(dtype: DataType, array: Array) -> TensorHeader:
 
 
 def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
-    """What makes so many items of this type smaller; None where nothing may or does."""
+    """Return what makes so many items of this type smaller; None where nothing may or does."""
     if dtype not in FLOATING or count < CODED_ITEMS_MIN:
         return None
     coder = _CODERS.get(codec.removesuffix("+zstd"))
@@ -234,7 +235,7 @@ def _pack_one(dtype: DataType, flat: Array, codec: Codec) -> tuple[int, bytes | 
     """Marks, bytes and what was rounded off of one tensor."""
     plain = flat.view(np.uint8)
     coder = _coder(dtype, codec, len(flat))
-    found = None if coder is None else tiles.encode(coder, flat, dtype)
+    found = None if coder is None else base.encode(coder, flat, dtype)
     if coder is None or found is None:
         return *_shrunk(0, plain, ITEM_BYTES[dtype], codec), Rounding()
     coded, rounding = found
@@ -252,17 +253,17 @@ def _shrunk(marks: int, data: Array, item_bytes: int, codec: Codec) -> tuple[int
 def _pack_owing(
     dtype: DataType, flat: Array, codec: Codec, feedback: Feedback, place: int
 ) -> tuple[int, bytes | memoryview, Rounding]:
-    """As `_pack_one`, with what was rounded off before, and remembering what is now."""
+    """Like `_pack_one`, with what was rounded off before, and remembering what is now."""
     coder = _coder(dtype, codec, len(flat))
     if coder is None:
         return _pack_one(dtype, flat, codec)
-    wanted = tiles.widen(flat, dtype)
+    wanted = base.widen(flat, dtype)
     feedback.add_to(place, wanted)
-    found = tiles.encode(coder, wanted, "float32")
+    found = base.encode(coder, wanted, "float32")
     if found is None:
         return _pack_one(dtype, flat, codec)
     coded, _ = found
-    rounding = feedback.keep(place, wanted, tiles.decode(coder, coded, len(flat), "float32"))
+    rounding = feedback.keep(place, wanted, base.decode(coder, coded, len(flat), "float32"))
     return *_shrunk(_CODED, coded, coder.item_bytes, codec), rounding
 
 
@@ -300,5 +301,5 @@ def _unpack_one(header: TensorHeader, codec: Codec, marks: int, part: memoryview
     if is_zstd:
         data = restore(part, size, item_bytes, is_apart=bool(marks & _APART))
     if coder is not None:
-        return tiles.decode(coder, data, count, header.dtype)
+        return base.decode(coder, data, count, header.dtype)
     return data.view(ON_WIRE[header.dtype])

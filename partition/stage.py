@@ -277,7 +277,7 @@ def message_bytes_max(specification: StageSpecification) -> int:
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether values of this type can have gradients."""
+    """Return whether values of this type can have gradients."""
     return dtype in FLOATING
 
 

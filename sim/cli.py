@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.dispatch import dispatch
-from node.cli.place import AsJson
+from node.cli.errors import dispatch
+from node.cli.options import AsJson
 from node.cli.render import show, show_json, table
-from node.cli.stopping import StopSign
+from node.cli.signals import StopFlag
 from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
 from node.paths import short_path
 from sim.command import Wanted
 
 if TYPE_CHECKING:
-    from sim.experiment import Breakage, Progress, Result
+    from sim.experiment import InvariantViolation, Progress, Result
 
 PROGRAM = "python -m sim"
 DEFAULT = "lan"
@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def call(arguments: Sequence[str], program: str) -> int:
-    """As `run`, for a command line that this is a part of: errors are raised.
+    """Like `run`, for a command line that this is a part of: errors are raised.
 
     Raises:
         PeerloomError: and typer's errors of usage.
@@ -140,7 +140,7 @@ def _play(wanted: Wanted) -> None:
 
     scenario = with_values(load(wanted.scenario), wanted.values())
     folder = _folder(wanted.out)
-    stop = StopSign()
+    stop = StopFlag()
     screen = None if wanted.quiet else ProgressScreen(sys.stderr, scenario.name)
 
     def on_progress(progress: "Progress") -> None:
@@ -184,7 +184,7 @@ def _tell(wanted: Wanted, folder: Path | None, result: "Result", pictures: Seque
         raise typer.Exit(EXIT_FORCED)
 
 
-def broken_error(broken: "Breakage") -> CheckFailed:
+def broken_error(broken: "InvariantViolation") -> CheckFailed:
     """Show the last events, and make the error that says what broke and how to see it again."""
     count = len(broken.lines)
     show([f"the last {count} events before it:", *broken.lines], sys.stderr)

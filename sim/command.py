@@ -25,7 +25,7 @@ class Wanted:
         return assignments("--set", self.settings)
 
     def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
-        """What to say to play it, with these values besides and this seed."""
+        """Return what to say to play it, with these values besides and this seed."""
         words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
         for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
             words += ["--set", setting]

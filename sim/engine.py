@@ -30,13 +30,13 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Core, Sends
-from sim.calendar import Calendar
+from sim.event_queue import Calendar
 from sim.network.clocks import LocalClock, SkewedCore, act
 from sim.network.instants import TICKS_PER_SECOND, after, instant
 from sim.network.links import Links, Sender
 from sim.network.pace import handling_ticks
 from sim.network.places import RIGHT, Place
-from sim.network.queues import Carrier, Parcel
+from sim.network.queues import LinkQueue, Parcel
 from sim.network.sizes import Traffic, envelope_bytes
 from sim.trace import Trace, TracedCore
 
@@ -134,7 +134,7 @@ class Engine:
         self._wires = wires or {}
         self._publish = publish
         self._weighs = count_bytes or links.is_limited
-        self._carrier = Carrier() if links.is_limited else None
+        self._carrier = LinkQueue() if links.is_limited else None
         self._carry_at = math.inf
         self._counts: Counter[str] = Counter()
         self._delivered = self._tied = 0
@@ -227,7 +227,7 @@ class Engine:
         return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
-        """What `peer`, in all its lives, or everybody has sent by each protocol."""
+        """Return what `peer`, in all its lives, or everybody has sent by each protocol."""
         sums: dict[str, Traffic] = {}
         for port in self._ports if peer is None else self._ports_of.get(peer, ()):
             own = Traffic(self._sent[port.index], self._sent_bytes[port.index])

@@ -15,24 +15,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from node.cli.stopping import Stopped
+from node.cli.signals import Stopped
 from sim.checkers import checkers_for
 from sim.measures.measures import Measures
 from sim.measures.rows import Row
+from sim.observers import Broken, Observed, Watch, Watcher, World
 from sim.report.documents import event_line
 from sim.report.events_file import EVENTS_MAX, EventsFile, names_of
 from sim.report.files import EVENTS_NAME, SUMMARY_NAME, write_files
 from sim.scenario import Scenario, load
-from sim.watch import Broken, Observed, Watch, Watcher, World
-from sim.worlds.replaceable import Cores
+from sim.worlds.factories import Cores
 
-__all__ = ["Breakage", "Progress", "Result", "Stopped", "run"]
+__all__ = ["InvariantViolation", "Progress", "Result", "Stopped", "run"]
 
 SCHEMA = "peerloom.sim.summary/1"
 
 
 @dataclass(frozen=True)
-class Breakage:
+class InvariantViolation:
     """An invariant that did not hold. `repeat` is the command (or the call) that shows it again;
     `recent` are the last events before it, `lines` the same to read."""
 
@@ -78,7 +78,7 @@ class Result:
     scenario: Scenario
     seed: int
     digest: str
-    broken: Breakage | None
+    broken: InvariantViolation | None
     stopped: bool
     virtual_seconds: float
     wall_seconds: float
@@ -135,7 +135,7 @@ def run(
     """Play a scenario: a value, the name of a built-in one, or the path of a TOML file.
 
     `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that take the place of ours
-    (`sim.worlds.replaceable`). `checkers` replaces those of the scenario, `watchers` come on top. With
+    (`sim.worlds.factories`). `checkers` replaces those of the scenario, `watchers` come on top. With
     `folder` the events are written there as they happen, and the rest of the files in the end.
     `progress` is called with every sample; it may raise `Stopped` to end the experiment there.
     `repeat` is the command to name where an invariant breaks, for callers who know it better.
@@ -266,11 +266,11 @@ class _Play:
             summary=summary,
         )
 
-    def _breakage(self, broken: Broken) -> Breakage:
+    def _breakage(self, broken: Broken) -> InvariantViolation:
         names = names_of(self._world)
         recent = tuple(self._watch.recent)
         lines = tuple(event_line(observed, names) for observed in recent)
-        return Breakage(
+        return InvariantViolation(
             broken.invariant, broken.what, self._world.now, self._seed, self._repeat, recent, lines
         )
 
@@ -287,7 +287,7 @@ def _world(scenario: Scenario, seed: int, publish: Callable[[Observed], None], c
 
 
 def _inner(error: BaseException) -> BaseException:
-    """What was raised, out of the groups that trio wraps it in; a broken invariant before all else."""
+    """Return what was raised, out of the groups that trio wraps it in; a broken invariant before all else."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [_inner(each) for each in error.exceptions]
@@ -311,7 +311,7 @@ def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own
     return f"sim.run({repr(place) if place else 'scenario'}, seed={seed}{cores})"
 
 
-def _breakage_document(broken: Breakage | None) -> dict[str, Any] | None:
+def _breakage_document(broken: InvariantViolation | None) -> dict[str, Any] | None:
     if broken is None:
         return None
     return {

@@ -7,9 +7,9 @@ from heapq import heapify, heappop, heappush
 import trio
 
 from crypto.identity import PeerId
-from sim.alarm import Alarm
 from sim.network.instants import TICKS_PER_SECOND, nearest_instant
 from sim.network.pace import Pace, handling_ticks
+from sim.wakeup import Alarm
 
 INBOX_MAX = 65_536
 """Datagrams on their way to one inbox; more can only mean that nobody reads it."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import trio
 
 from crypto.contact import Address
-from sim.alarm import Alarm
 from sim.network.instants import nearest_instant
+from sim.wakeup import Alarm
 
 PACKETS_MAX = 256
 """As in `node.transport.multicast`; here those on their way count as well."""

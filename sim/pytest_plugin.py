@@ -56,7 +56,8 @@ def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
 
 @pytest.fixture
 def simulate_cores() -> Callable[..., Any]:
-    """`simulate_cores(make, *, nodes=20, network=..., seed=1) -> sim.own.OwnCores`: one's own protocol."""
-    from sim.own import OwnCores
+    """`simulate_cores(make, *, nodes=20, network=..., seed=1) -> sim.custom_cores.CustomSwarm`: one's own
+    protocol."""
+    from sim.custom_cores import CustomSwarm
 
-    return OwnCores
+    return CustomSwarm

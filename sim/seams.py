@@ -37,7 +37,6 @@ from node.transport.connections import GRACE_SECONDS
 from node.transport.handlers import Handlers, serve
 from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
-from sim.alarm import Alarm
 from sim.executor import SimExecutor, sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox
 from sim.local import SimLocal
@@ -47,11 +46,12 @@ from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
 from sim.network.links import Links, Sender
 from sim.network.pace import Pace
 from sim.network.places import RIGHT
-from sim.network.queues import Carrier, Parcel
+from sim.network.queues import LinkQueue, Parcel
 from sim.network.sizes import Traffic, envelope_bytes
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
 from sim.streams import Line, SimStream, stream_pair
+from sim.wakeup import Alarm
 
 EPOCH_SECONDS = 1_800_000_000.0
 """What the wall clock shows when a simulation begins."""
@@ -73,7 +73,7 @@ class SimClock:
         return EPOCH_SECONDS + self._clock.local(_now())
 
 
-class Medium:
+class SimNetworkFabric:
     """What all simulated networks of one simulation share: who is there, at which address, and the queues.
 
     A stream over a split stalls for `stall_seconds`, then it breaks at both ends. The default has it break at
@@ -91,7 +91,7 @@ class Medium:
         self._traffic: dict[tuple[PeerId, str], Traffic] = {}
         self._counts: Counter[str] = Counter()
         self._number = 0
-        self._carrier = Carrier()
+        self._carrier = LinkQueue()
         self._alarm = Alarm()
         self._is_carrying = False
 
@@ -138,7 +138,7 @@ class Medium:
         self.look_at_streams()
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Whether no split lies between the two."""
+        """Return whether no split lies between the two."""
         return self.links.reaches(one, other)
 
     def look_at_streams(self) -> None:
@@ -164,7 +164,7 @@ class Medium:
                 yield network.local, links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
-        """Where others see a peer, or saw it before it was killed."""
+        """Return where others see a peer, or saw it before it was killed."""
         return self.homes.outside(peer)
 
     @property
@@ -185,7 +185,7 @@ class Medium:
         return self._carrier.under_way + waiting
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
-        """What `peer`, in all its lives, or everybody has sent by each protocol, streams included."""
+        """Return what `peer`, in all its lives, or everybody has sent by each protocol, streams included."""
         sums: dict[str, Traffic] = {}
         for (sender, protocol), own in self._traffic.items():
             if peer in (None, sender):
@@ -259,9 +259,9 @@ class Medium:
 
 
 class SimNetwork:
-    """`node.seams.Network` of one simulated peer. Made by `Medium.attach`; streams need `run`."""
+    """`node.seams.Network` of one simulated peer. Made by `SimNetworkFabric.attach`; streams need `run`."""
 
-    def __init__(self, medium: Medium, peer: PeerId, home: Home) -> None:
+    def __init__(self, medium: SimNetworkFabric, peer: PeerId, home: Home) -> None:
         self.alive = True
         self.pace = medium.pace(peer)
         self._medium = medium
@@ -390,7 +390,7 @@ class SimNetwork:
             self._medium.count("overflowed")
 
     def bequeath(self) -> dict[str, Datagrams]:
-        """What is on its way to a network that is dead."""
+        """Return what is on its way to a network that is dead."""
         self.miss()
         return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
 
@@ -497,7 +497,7 @@ class SimNetwork:
         return peer
 
     def look_at_streams(self, stall_seconds: float) -> None:
-        """See `Medium.look_at_streams`."""
+        """See `SimNetworkFabric.look_at_streams`."""
         for stream in list(self._streams):
             is_cut = not self._meets(stream.peer)
             if is_cut and not stall_seconds:
@@ -510,7 +510,7 @@ class SimNetwork:
                 stream.resume()
 
     def die(self, *, is_cut: bool = True) -> None:
-        """See `Medium.kill`; `is_cut`: without a word."""
+        """See `SimNetworkFabric.kill`; `is_cut`: without a word."""
         self.alive = False
         self.pace.still_until = 0.0  # a kernel closes what a stopped process had open
         for stream in list(self._streams):
@@ -522,7 +522,7 @@ class SimNetwork:
             self._scope.cancel()
 
     def _meets(self, peer: PeerId) -> bool:
-        """Whether packets pass both ways."""
+        """Return whether packets pass both ways."""
         reaches = self._medium.reaches
         return reaches(self._peer, peer) and reaches(peer, self._peer)
 
@@ -582,7 +582,9 @@ class SimNetwork:
             stream.close()
 
 
-def simulated_seams(medium: Medium, peer: PeerId, seed: int, storage: MemoryStorage | None = None) -> Seams:
+def simulated_seams(
+    medium: SimNetworkFabric, peer: PeerId, seed: int, storage: MemoryStorage | None = None
+) -> Seams:
     """All six for one peer attached to `medium`. The caller runs `seams.network.run`."""
     return Seams(
         network=medium.attach(peer),

@@ -26,13 +26,13 @@ from crypto.noise import Data
 from node.errors import StreamClosed, StreamEnded
 from node.locks import Turn
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
-from sim.alarm import Alarm
 from sim.executor import stand_still
 from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
 from sim.network.pace import Pace
 from sim.network.places import Place
 from sim.network.queues import Parcel
 from sim.network.sizes import STREAM_OVERHEAD
+from sim.wakeup import Alarm
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
 """How much may be on its way or unread in one direction before `send` waits, as a kernel's buffers."""

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import typer
 
 from node.cli.render import seconds_text, show, show_json, table
-from node.cli.stopping import Stopped, StopSign
+from node.cli.signals import StopFlag, Stopped
 from node.errors import EXIT_FORCED, CheckFailed, PeerloomError, UsageError
 from node.paths import short_path
 from sim.command import Wanted
@@ -70,7 +70,7 @@ class Run:
         return " ".join((*(f"{key}={value}" for key, value in self.values), f"seed={self.seed}"))
 
     def summary(self) -> dict[str, Any] | None:
-        """What it showed; None if it has not come to its end."""
+        """Return what it showed; None if it has not come to its end."""
         try:
             if (self.folder / SCENARIO_NAME).read_text(encoding="utf-8") != self.text:
                 return None
@@ -166,8 +166,9 @@ def _folder(wanted: Wanted) -> Path:
 
 
 def _play_all(wanted: Wanted, missing: Sequence[Run], jobs: int) -> bool:
-    """Whether it was stopped. What runs by then ends in order; it is not done, and will be run again."""
-    stop = StopSign()
+    """Return whether it was stopped. What runs by then ends in order; it is not done, and will be run
+    again."""
+    stop = StopFlag()
     waiting = list(reversed(missing))
     running: dict[str, tuple[Run, subprocess.Popen[bytes], IO[bytes], float]] = {}
     began, ended = time.monotonic(), 0

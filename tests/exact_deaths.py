@@ -18,8 +18,8 @@ from node.pipeline.committer import CommitterShell
 from node.pipeline.feeder import FeederShell
 from node.pipeline.replica import ReplicaShell
 from partition import stage as api
+from partition.plan.assignment import feeder_of
 from partition.plan.plan import Plan
-from partition.plan.schedule import feeder_of
 from partition.steps import replica as work
 from partition.steps.committer import Committer
 from partition.steps.feeder import FeedReady
@@ -42,7 +42,7 @@ Sends = list[tuple[PeerId, object]]
 Work = (
     work.ForwardReady
     | work.BackwardReady
-    | work.RemoveReady
+    | work.SubtractReady
     | work.ForgetReady
     | work.ReduceReady
     | work.ApplyReady

@@ -16,7 +16,7 @@ from node.checkpoints.weights import weights_name
 from node.events import RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from partition.plan.chain import Chain
-from partition.plan.plan import NOTHING, Plan, committee, plan_hash
+from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
 from sim.seams import SimClock
 from sim.seeds import seeded_rng
 from sim.worlds.scheduling import run_repeatably
@@ -380,7 +380,7 @@ async def try_seed(seed: int, report: list[Trial]) -> None:
         if not await world.ended():
             wrong.append(f"the run did not end: {standing(world)}")
         wrong += faults(world) + _stood_still(world, troubles) + result_faults(world)
-        restored = any(plan.restored != NOTHING for plan in world.plans.values())
+        restored = any(plan.restored != NO_HASH for plan in world.plans.values())
         steps = {event.step for event in world.commits() if _is_parted(world, event.at)}
         report.append(Trial(seed, resumed, len(steps), restored, tuple(wrong)))
         nursery.cancel_scope.cancel()

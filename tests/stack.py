@@ -31,7 +31,7 @@ from node.runtime import Node
 from node.services.capacity import Capacity
 from partition import stage as api
 from partition.capture import Captured
-from partition.capture.requested import Precision, capture_built_in
+from partition.capture.model_spec import Precision, capture_built_in
 from partition.capture.weights import write_weights
 from partition.codec import pack, typed
 from partition.execute import StageExecutor
@@ -41,7 +41,7 @@ from partition.stage import OptimizerSettings
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, SimClock
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
@@ -63,7 +63,7 @@ class Swarm:
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
     storages: dict[str, MemoryStorage] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
-    medium: Medium = field(default_factory=lambda: Medium(Links(NetworkModel(), 1)))
+    medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(Links(NetworkModel(), 1)))
 
     def kill(self, name: str) -> PeerId:
         """As SIGKILL: nothing more leaves or enters, no goodbye."""
@@ -86,7 +86,7 @@ async def swarm(
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
     their earlier lives."""
-    group = Swarm(medium=Medium(Links(NetworkModel(), seed)))
+    group = Swarm(medium=SimNetworkFabric(Links(NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:

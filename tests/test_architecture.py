@@ -31,7 +31,7 @@ FLOORS = (
         "containment",
         "seams",
         "locks",
-        "nearest",
+        "suggest",
         "paths",
         "toml",
     ),
@@ -65,7 +65,7 @@ COMPUTERS = {
     "node.library.sync": "me.optimizer, which a script calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.plan": "the command `plan`, which captures what it is to plan",
-    "node.cli.capturing": "the command `train`, which captures what it is given",
+    "node.cli.capture": "the command `train`, which captures what it is given",
 }
 
 # Law 6. Nobody runs a stranger's code.
@@ -77,7 +77,7 @@ IMPORTERS = {"import_module", "exec_module", "load_module", "run_path", "run_mod
 IMPORTING = {
     "partition/capture/": "a person's own file, on that person's machine, by their own command",
     "node/__init__.py": "its own names, when they are first used",
-    "node/cli/simulation.py": "the simulator, which stands above the node, by its one name",
+    "node/cli/sim.py": "the simulator, which stands above the node, by its one name",
 }
 
 PURE = tuple(

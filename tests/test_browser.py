@@ -13,8 +13,8 @@ import trio
 
 from node.cli.client import GoneAway, request
 from node.cli.demo.capture_process import Capturing
-from node.cli.demo.play import run_text
 from node.cli.demo.processes import SwarmProcesses
+from node.cli.demo.scenario import run_text
 from tests.browser import opened, require
 from tests.node.web.world import Told, joined, run_events, served, started
 from tests.source import ROOT

@@ -20,7 +20,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner
 from crypto.identity import Identity
-from crypto.noise import SUITES, Knocks, PeerHandshake, identity_payload
+from crypto.noise import SUITES, PeerHandshake, ReplayCache, identity_payload
 from crypto.sessions import packets
 from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
@@ -57,7 +57,7 @@ def handshake(data: bytes) -> None:
         swarm=Swarm("home"),
         suites=SUITES,
         entropy=bytes,
-        knocks=Knocks(),
+        knocks=ReplayCache(),
     )
     responder.start()
     while len(data) >= responder.wanted:

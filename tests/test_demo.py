@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from node.cli.demo.play import NAMES
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
+from node.cli.demo.report import ACCURACY_MIN, Story, Victim, choose_victim
+from node.cli.demo.scenario import NAMES
 from node.cli.demo.screen import DemoScreen, line_text, loss_text, pace_text
-from node.cli.demo.story import ACCURACY_MIN, Story, Victim, choose_victim
 from node.cli.demo.weights_file import check_weights
 from node.cli.main import run
 from node.errors import EXIT_FORCED, RunFailed

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.events import RunChanged, StepCommitted
-from partition.plan.agreement import ForkFound
-from partition.plan.votes import Head, survives
+from partition.plan.paxos import ForkFound
+from partition.plan.paxos_messages import ChainHead, other_branch_wins
 from tests.partition_world import World
 from tests.stack import Swarm
 from tests.test_takeover import SAVE_EVERY, play, said, small
@@ -27,7 +27,7 @@ def tell(world: World, name: str, step: int) -> None:
     member = node.runs.members[world.run.id]
     wanted = world.run.manifest
     samples = step * wanted.microbatches * wanted.microbatch
-    head = Head(run=world.run.id, parent=ELSEWHERE, height=1, step=step, samples=samples)
+    head = ChainHead(run=world.run.id, parent=ELSEWHERE, height=1, step=step, samples=samples)
     member._on_chain_event(ForkFound(node.peer, head))
 
 
@@ -94,11 +94,11 @@ def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
     rng = Random(seed)
     steps, plans = list(behind), [rng.randbytes(32), rng.randbytes(32)]
     forks = [rng.choice((bytes(32), rng.randbytes(32))), rng.randbytes(32)]
-    sent: list[list[Head]] = [[], []]
+    sent: list[list[ChainHead]] = [[], []]
     gone = [False, False]
 
-    def head(branch: int) -> Head:
-        return Head(
+    def head(branch: int) -> ChainHead:
+        return ChainHead(
             run=bytes(32),
             parent=plans[branch],
             fork=forks[branch],
@@ -119,9 +119,9 @@ def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
             case "say":
                 sent[branch].append(head(branch))
             case "hear" if sent[1 - branch]:
-                gone[branch] = survives(head(branch), rng.choice(sent[1 - branch]))
+                gone[branch] = other_branch_wins(head(branch), rng.choice(sent[1 - branch]))
     # In the end each hears of the other as it is.
     for branch in range(2):
         if not any(gone):
-            gone[branch] = survives(head(branch), head(1 - branch))
+            gone[branch] = other_branch_wins(head(branch), head(1 - branch))
     assert gone.count(True) == 1

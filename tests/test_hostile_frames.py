@@ -41,8 +41,17 @@ from node.services.capacity import Capacity
 from partition import stage as api
 from partition.codec import CODECS, DIMENSIONS_MAX, SIDE_MAX, Payload, TensorHeader, pack, typed, unpack
 from partition.model.graph import ITEM_BYTES
+from partition.plan.paxos_messages import (
+    Accept,
+    Accepted,
+    AgreementMessage,
+    Ballot,
+    ChainHead,
+    Decided,
+    Prepare,
+    Promised,
+)
 from partition.plan.plan import Plan, plan_hash
-from partition.plan.votes import Accept, Accepted, AgreementMessage, Ballot, Decided, Head, Prepare, Promised
 from partition.run.messages import Absent, Checkpointed, Leaving
 from partition.steps import messages as said
 from partition.steps.frames import FRAME_PURPOSE, Frame, FrameHeader, open_frame
@@ -176,7 +185,7 @@ class Lies:
             said.Evaluated(plan=plan, microbatch=0, samples=4, loss=0.0, metrics=(4.0,)),
             said.Reduced(plan=plan, step=step, attempt=attempt, digest=bytes(32)),
             said.Applied(plan=plan, step=step, digest=bytes(32)),
-            said.Unusable(
+            said.BadFrame(
                 plan=plan, frame=self.signer.sign(FRAME_PURPOSE, encode(self.header())), reason="I say so"
             ),
             said.Failed(plan=plan, reason="I say so"),
@@ -213,7 +222,7 @@ class Lies:
             Decided(**names, links=(b"x",)),
             Decided(**names, links=(bytes(60_000),) * 4, whole=True),
             Decided(**names, links=(bytes(60_000),) * 64),
-            Head(**names, height=2**31, step=2**40, samples=2**60),
+            ChainHead(**names, height=2**31, step=2**40, samples=2**60),
         )
         for message in votes:
             yield encode(message), memoryview(b"")
@@ -246,7 +255,7 @@ class Lies:
             (encode(said.Sync(plan=other)), memoryview(b"")),
             (encode(opening), memoryview(b"")),
             (encode(said.Failed(plan=other, reason="")), memoryview(b"")),
-            (encode(Head(run=other, parent=other, height=0)), memoryview(b"")),
+            (encode(ChainHead(run=other, parent=other, height=0)), memoryview(b"")),
         ]
 
 

@@ -17,7 +17,7 @@ import trio
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.events import Event, RunChanged, RunEnded, RunPlanned, StepCommitted
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols.manifest import Manifest, Run
 from tests.hostile.own_run import learn_run, take_in
 from tests.hostile.virtual import NAME, Hostile, hostile_in
@@ -181,7 +181,7 @@ def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
                         assert bad.node.peer in [peer for stage in event.stages for peer in stage]
                         found.append(Speaker(group, bad, nursery))
 
-                with trio.move_on_after(HOSTILE_RUN_SECONDS), suppress(NotPlaced):
+                with trio.move_on_after(HOSTILE_RUN_SECONDS), suppress(PlacementFailed):
                     await train(group, "a", small(), hear)
                 states.update(found[0].states)
                 nursery.cancel_scope.cancel()

@@ -15,7 +15,7 @@ import trio
 from msgspec.structs import replace
 
 from node.events import Event, RunEnded, RunPlanned, StepCommitted
-from partition.plan.agreement import Agreement
+from partition.plan.paxos import PaxosChain
 from tests.partition_world import (
     NAMES,
     PASS_SECONDS,
@@ -68,7 +68,7 @@ def test_the_checker_finds_a_proposer_that_counts_only_itself(monkeypatch: pytes
     worlds: list[World] = []
     repeatably(1, partial(parted, worlds))
     assert faults(worlds[0]) == []
-    monkeypatch.setattr(Agreement, "_needed", lambda self, instance: 1)
+    monkeypatch.setattr(PaxosChain, "_needed", lambda self, instance: 1)
     repeatably(1, partial(parted, worlds))
     found = " ".join(faults(worlds[1]))
     assert "which its side could not decide" in found

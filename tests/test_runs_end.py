@@ -14,7 +14,7 @@ from crypto.identity import PeerId
 from node.content.datasets import load_digits, load_folder
 from node.errors import RunFailed, Unreachable, UsageError
 from node.events import CheckpointKept, Event, ReplicaDropped, RunChanged, RunEnded, RunPlanned, StepCommitted
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Manifest, Run
 from node.runs.stopping import make_stop
@@ -384,7 +384,7 @@ def test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to() -> None:
             assert ends(group)["a"][0] == "done"
             late = prepare(requester, manifest(stages=1, replicas=4, **FEW))
             began = trio.current_time()
-            with pytest.raises(NotPlaced):
+            with pytest.raises(PlacementFailed):
                 await requester.runs.submit(late, wait_seconds=50.0)
             assert 50 <= trio.current_time() - began < 80
             nursery.cancel_scope.cancel()

@@ -11,11 +11,11 @@ import trio
 
 from crypto.identity import PeerId
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Manifest
-from partition.plan.agreement import PlanDecided
 from partition.plan.change import Change, successor
+from partition.plan.paxos import PlanDecided
 from partition.run.member import Member
 from tests.stack import (
     STAGE_SECONDS,
@@ -157,7 +157,7 @@ def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_
             async def ask_for(requester: str, seed: int) -> None:
                 node = group.nodes[requester]
                 run = prepare(node, small(seed=seed, replicas=1, steps=1))
-                with suppress(NotPlaced):
+                with suppress(PlacementFailed):
                     await node.runs.submit(run)
                 outcomes.append((await ended(group, requester, run.text)).outcome)
 
@@ -219,7 +219,7 @@ def test_a_requester_that_has_not_heard_of_the_last_newcomer_waits_for_the_news(
             outcome: list[str] = []
 
             async def submit() -> None:
-                with suppress(NotPlaced):
+                with suppress(PlacementFailed):
                     await group.nodes["c"].runs.submit(run)
                     outcome.append("placed")
 

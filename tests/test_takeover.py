@@ -25,7 +25,7 @@ from node.events import (
 )
 from node.protocols.manifest import Manifest
 from node.seams import Stage
-from partition.plan.reach import FORK_SECONDS
+from partition.plan.quorum import FORK_SECONDS
 from partition.run.timeouts import LOST_SECONDS_MAX
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
 from tests.stack import _live, prepare, swarm

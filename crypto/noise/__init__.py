@@ -26,8 +26,8 @@ from crypto.noise.handshake import (
     static_public_key,
 )
 from crypto.noise.identity import PAYLOAD_BYTES_MAX, check_identity_payload, identity_payload
-from crypto.noise.knocks import Knocks
-from crypto.noise.peers import NoCommonSuite, PeerHandshake, Session, WrongIdentity
+from crypto.noise.peer_handshake import NoCommonSuite, PeerHandshake, Session, WrongIdentity
+from crypto.noise.replay_cache import ReplayCache
 from crypto.noise.suites import SUITES, Suite, preferred, suites_named
 
 __all__ = [
@@ -43,10 +43,10 @@ __all__ = [
     "CipherState",
     "Data",
     "Handshake",
-    "Knocks",
     "NoCommonSuite",
     "PeerHandshake",
     "PrivateKey",
+    "ReplayCache",
     "Session",
     "Suite",
     "WrongIdentity",

@@ -143,7 +143,7 @@ class Handshake:
         return self._pending.pop(0)
 
     def _write_field(self, word: str) -> bytes:
-        """What stands in a message for one token; nothing for those that only mix."""
+        """Return what stands in a message for one token; nothing for those that only mix."""
         if word == "e":
             public = self._load_ephemeral().public_key().public_bytes_raw()
             self._mix_ephemeral(public)

@@ -31,7 +31,7 @@ def identity_payload(identity: Identity, static_public: bytes) -> bytes:
 
 @lru_cache(maxsize=CHECKED_MAX)
 def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
-    """Who signed `static_public`; RemoteProtocolError if nobody did. Unknown fields are skipped."""
+    """Return who signed `static_public`; RemoteProtocolError if nobody did. Unknown fields are skipped."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"an identity payload of {len(payload)} bytes")
     fields = _parse_fields(payload)

@@ -17,7 +17,7 @@ CIPHERTEXT_BYTES = 1_088
 
 @cache
 def is_offered() -> bool:
-    """Whether this installation can do it: asked once."""
+    """Return whether this installation can do it: asked once."""
     try:
         KemKey(bytes(SEED_BYTES))
     except (ImportError, UnsupportedAlgorithm):

@@ -149,7 +149,7 @@ class Sessions:
         return packets
 
     def _flush(self, now: float, state: PeerState) -> list[bytes]:
-        """What waits and can be sent."""
+        """Return what waits and can be sent."""
         packets: list[bytes] = []
         session = state.sending(now)
         while state.queue and session is not None:
@@ -177,8 +177,8 @@ class Sessions:
     # --- in ----------------------------------------------------------------------------------------
 
     def receive(self, now: float, data: bytes, source: Source) -> Received:
-        """What came from `source`; DatagramRefused, with a reason for a counter, for what is not authentic or
-        came before."""
+        """Return what came from `source`; DatagramRefused, with a reason for a counter, for what is not
+        authentic or came before."""
         kind = data[0] if data else 0
         if kind == TRANSPORT:
             return self._transport(now, data, source)
@@ -305,7 +305,7 @@ class Sessions:
     # --- time --------------------------------------------------------------------------------------
 
     def wake(self, now: float) -> list[tuple[PeerId, bytes]]:
-        """What is to be sent, to whom, because it is time: handshakes again, signs of life. Of
+        """Return what is to be sent, to whom, because it is time: handshakes again, signs of life. Of
         WAKEN_MAX peers; while more are due, `deadline` has come."""
         packets: list[tuple[PeerId, bytes]] = []
         for state in islice(self._table.due(now), WAKEN_MAX):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from crypto.agreement import agreement_private, agreement_public
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
+from crypto.key_conversion import agreement_private, agreement_public
 from crypto.noise import Handshake
 from crypto.sessions.limits import Admission
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, find_key, mac, mac_key, open_cookie
@@ -203,7 +203,8 @@ class Handshakes:
     def on_initiation(
         self, now: float, data: bytes, source: Source
     ) -> tuple[PeerState | None, Request | None, list[bytes]]:
-        """Who wants a session, what it asks already, and the answers; nobody yet if that is a cookie."""
+        """Return who wants a session, what it asks already, and the answers; nobody yet if that is a
+        cookie."""
         number, cookie = self._admit(now, data, source)
         if cookie is not None:
             return None, None, [cookie]

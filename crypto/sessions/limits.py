@@ -6,9 +6,9 @@ out the forged. Above a rate a cookie is demanded, and then sources are real and
 
 from typing import Literal
 
-from crypto.buckets import Bucket, Buckets, prefix_of
 from crypto.crowds import network_of
 from crypto.sessions.macs import Source
+from crypto.token_buckets import Bucket, Buckets, prefix_of
 
 FREE_RATE = 100.0
 """Handshakes a second without a cookie, at 0.5 to 1 ms each: a tenth of a core at most."""
@@ -47,11 +47,11 @@ class Admission:
         self._networks = Buckets[bytes](NETWORK_RATE, NETWORK_BURST, SOURCES_MAX)
 
     def is_free(self, now: float) -> bool:
-        """Whether a handshake may be computed without a cookie; this one counts."""
+        """Return whether a handshake may be computed without a cookie; this one counts."""
         return self._free.take(now)
 
     def judge(self, now: float, source: Source, *, shows_cookie: bool) -> Verdict:
-        """What becomes of a handshake that is not free."""
+        """Return what becomes of a handshake that is not free."""
         if not shows_cookie:
             return "cookie" if self._cookies.take(now) else "refuse"
         prefix = prefix_of(source[0])

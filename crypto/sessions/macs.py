@@ -39,7 +39,7 @@ def mac_key(secret: bytes, receiver: PeerId) -> bytes:
 
 
 def find_key(keys: tuple[bytes, ...], covered: bytes, found: bytes) -> int | None:
-    """Which of `keys` made the mac `found`, or None."""
+    """Return which of `keys` made the mac `found`, or None."""
     for number, key in enumerate(keys):
         if hmac.compare_digest(mac(key, covered), found):
             return number
@@ -63,7 +63,7 @@ class Cookies:
         return COOKIE_HEAD.pack(COOKIE, index, nonce) + sealed
 
     def is_shown(self, now: float, covered: bytes, mac2: bytes, source: Source) -> bool:
-        """Whether `mac2` over `covered` was made with a cookie of ours for `source`."""
+        """Return whether `mac2` over `covered` was made with a cookie of ours for `source`."""
         if not any(mac2):
             return False
         self._change(now)

@@ -97,12 +97,12 @@ class Offer:
 
 
 def payload_bytes_max(protocol: str) -> int:
-    """How much one datagram of `protocol` can carry."""
+    """Return how much one datagram of `protocol` can carry."""
     return DATAGRAM_BYTES_MAX - TRANSPORT_BYTES_MIN - 1 - len(protocol_bytes(protocol))
 
 
 def fits_initiation(request: Request) -> bool:
-    """Whether a request can ride in an initiation."""
+    """Return whether a request can ride in an initiation."""
     size_bytes = _INITIATION_EXTRA_BYTES + _OFFER.size + request.size_bytes
     return size_bytes <= DATAGRAM_BYTES_MAX
 
@@ -148,7 +148,7 @@ def read_stamp(data: bytes) -> int:
 
 
 def write_message(request: Request) -> bytes:
-    """What a transport packet holds, for sealing."""
+    """Return what a transport packet holds, for sealing."""
     if request.stamp:
         head = bytes((_STAMPED | len(request.name),)) + _STAMP.pack(request.stamp)
         return head + request.name + request.payload

@@ -2,7 +2,7 @@
 
 from crypto.noise import CipherState
 from crypto.sessions.packets import TRANSPORT, TRANSPORT_HEAD
-from crypto.sessions.window import Window
+from crypto.sessions.replay_window import Window
 
 REJECT_SECONDS = 180.0
 """Neither sent nor received on an older session (WireGuard's Reject-After-Time)."""
@@ -47,7 +47,7 @@ class Session:
         self.expires_at = self.started_at + REJECT_SECONDS
 
     def is_old(self, now: float) -> bool:
-        """Whether it is time for a new one."""
+        """Return whether it is time for a new one."""
         return now >= self.rekey_at or self._sent >= REKEY_MESSAGES
 
     def seal(self, plain: bytes) -> bytes:
@@ -57,6 +57,6 @@ class Session:
         return packet
 
     def open(self, counter: int, sealed: bytes) -> bytes:
-        """What a transport packet holds; RemoteProtocolError if anybody touched it."""
+        """Return what a transport packet holds; RemoteProtocolError if anybody touched it."""
         self._receiving.seek(counter)
         return self._receiving.decrypt(sealed)

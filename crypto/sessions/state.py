@@ -127,11 +127,12 @@ class PeerState:
             self.unproven = None
 
     def is_at(self, source: Source) -> bool:
-        """Whether `source` is where the peer is, as far as we know."""
+        """Return whether `source` is where the peer is, as far as we know."""
         return self.proven is None or source == self.proven
 
     def may_begin(self, now: float) -> bool:
-        """Whether a handshake may go to where the peer is. It has no session then that anybody proved."""
+        """Return whether a handshake may go to where the peer is. It has no session then that anybody
+        proved."""
         if self.proven is not None or self.unproven is None:
             return True
         if now >= self.forget_at:
@@ -140,7 +141,7 @@ class PeerState:
         return self.may_send(now, DATAGRAM_BYTES_MAX)
 
     def may_send(self, now: float, size_bytes: int) -> bool:
-        """Whether so much may go to where the peer is; it is charged if that is unproven."""
+        """Return whether so much may go to where the peer is; it is charged if that is unproven."""
         if self.unproven is None:
             return True
         if self.proven is not None:
@@ -155,7 +156,7 @@ class PeerState:
         return tuple(session for session in (self.current, self.previous, self.next) if session is not None)
 
     def due_at(self) -> float:
-        """When something is to be done next."""
+        """Return when something is to be done next."""
         attempt = self.attempt
         times = [
             self.reply_at,

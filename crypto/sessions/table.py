@@ -11,15 +11,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from crypto.agreement import agreement_public
-from crypto.buckets import prefix_of
 from crypto.crowds import Crowd
 from crypto.identity import PeerId
+from crypto.key_conversion import agreement_public
 from crypto.sessions.macs import Source, mac_key
 from crypto.sessions.memories import Memories
 from crypto.sessions.packets import INDEX_BYTES, Request
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, PeerState
+from crypto.token_buckets import prefix_of
 
 PEERS_MAX = 1_024
 """Wanted and settled ones, at 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to

@@ -468,7 +468,7 @@ class Attempt:
         return author
 
     def _is_new(self, purpose: str, author: int, fact: Fact) -> bool:
-        """Whether this is the author's first; a second that differs proves a lie."""
+        """Return whether this is the author's first; a second that differs proves a lie."""
         first = self._facts.setdefault((purpose, author), fact)
         if first.body != fact.body:
             self.equivocations.append(Equivocation(self._peers[author], purpose, first, fact))

@@ -188,7 +188,7 @@ class TopK:
         return decoded[0] if len(decoded) == 1 else np.concatenate(decoded)
 
     def _top_of(self, size: int) -> int:
-        """How many numbers of a block of this size are sent."""
+        """Return how many numbers of a block of this size are sent."""
         return -(-size * self._top // TOP_BLOCK_ITEMS)
 
     def _encode_blocks(self, blocks: NDArray[np.float32], top: int) -> bytes:
@@ -246,7 +246,7 @@ def _block_bytes(top: int, size: int) -> int:
 
 
 def roundtrip(codec: Codec, vector: Vector) -> Vector:
-    """What others decode of a vector, chunk by chunk."""
+    """Return what others decode of a vector, chunk by chunk."""
     if codec.is_exact:
         return vector
     decoded = np.empty_like(vector)
@@ -257,7 +257,7 @@ def roundtrip(codec: Codec, vector: Vector) -> Vector:
 
 
 def coded_bytes(codec: Codec, items: int) -> int:
-    """How many bytes a vector of so many numbers takes."""
+    """Return how many bytes a vector of so many numbers takes."""
     whole, rest = divmod(items, CHUNK_ITEMS)
     sizes = [(whole, CHUNK_ITEMS), (1, rest)]
     return sum(

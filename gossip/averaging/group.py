@@ -109,12 +109,12 @@ def fault_of(group: Group) -> str | None:
 
 
 def is_weight(weight: float) -> bool:
-    """Whether a number may weigh a member's tensors."""
+    """Return whether a number may weigh a member's tensors."""
     return isfinite(weight) and 0 < weight <= WEIGHT_MAX
 
 
 def owners_of(group: Group) -> tuple[Owner, ...]:
-    """Who reduces what, in the order of members. A member with nothing to reduce is none of them."""
+    """Return who reduces what, in the order of members. A member with nothing to reduce is none of them."""
     if group.terms.mode == "exchange":
         return tuple(Owner(place, 0, group.terms.items) for place in range(len(group.members)))
     ends = _cumulated(_fractions(group), group.terms.items)
@@ -126,7 +126,8 @@ def owners_of(group: Group) -> tuple[Owner, ...]:
 
 
 def _cumulated(fractions: list[float], items: int) -> list[int]:
-    """Where each part ends, at multiples of a granule; the last that is not empty ends with the vector."""
+    """Return where each part ends, at multiples of a granule; the last that is not empty ends with the
+    vector."""
     ends: list[int] = []
     total = 0.0
     for fraction in fractions:

@@ -56,7 +56,7 @@ class Outgoing:
         return data, checksum
 
     def values(self, owner: Owner, number: int) -> Vector:
-        """What a receiver of that chunk decodes."""
+        """Return what a receiver of that chunk decodes."""
         begin, end = chunk_range(owner, number)
         if self._codec.is_exact:
             return self._vector[begin:end]

@@ -87,7 +87,7 @@ class Scatter:
         return data.nbytes if incoming.put(message.number, data, message.checksum, self._codec) else 0
 
     def holds(self, place: int) -> bool:
-        """Whether this owner holds its part of a sender, and checked it."""
+        """Return whether this owner holds its part of a sender, and checked it."""
         if self._mine is None or place not in self._commitments:
             return False
         if place == self._place:
@@ -104,7 +104,7 @@ class Scatter:
         return [p for p in self.senders if not self.holds(p) and p not in self._refused]
 
     def have(self) -> HaveBody:
-        """What this owner holds now."""
+        """Return what this owner holds now."""
         held = (
             Held(place, self._commitments[place][0].weight, self._commitments[place][1])
             for place in self.senders
@@ -113,7 +113,7 @@ class Scatter:
         return HaveBody(self._attempt, tuple(held))
 
     def sources(self, held: tuple[Held, ...]) -> list[Contributed]:
-        """What this owner reduces, in the order of members; it forgets all else."""
+        """Return what this owner reduces, in the order of members; it forgets all else."""
         assert self._mine is not None
         incoming, self._incoming = self._incoming, {}
         sources = []

@@ -45,14 +45,14 @@ class Strategy(Protocol):
     averages: Literal["parameters", "gradients"]
 
     def offer(self, theta: Vector) -> Vector:
-        """What to average now: a new vector of the same size."""
+        """Return what to average now: a new vector of the same size."""
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
         """The parameters to go on with, as a new vector. `theta` is as it was at the offer; `mean` is None
         where the round failed."""
 
     def state(self) -> dict[str, Vector]:
-        """What a peer that joins late needs beside theta."""
+        """Return what a peer that joins late needs beside theta."""
 
     def load(self, state: Mapping[str, Vector]) -> None:
         """Take over such a state."""

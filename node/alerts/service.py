@@ -63,7 +63,7 @@ class Alerts:
                 await trio.sleep(LOOK_SECONDS)
 
     def look(self) -> list[AlertRaised | AlertCleared]:
-        """What was raised and what was cleared since the last time."""
+        """Return what was raised and what was cleared since the last time."""
         for _, event in self._node.history.after(self._seen):
             self._rules.take(event)
         self._seen = self._node.history.last

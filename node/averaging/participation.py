@@ -332,8 +332,8 @@ class Participation:
         return self._items, self._dtype
 
     def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Who should come: in a numbered round all who are as far as this peer, or were so one step ago, for
-        what they say travels no faster than their wish."""
+        """Return who should come: in a numbered round all who are as far as this peer, or were so one step
+        ago, for what they say travels no faster than their wish."""
         reports = self.roster.reports.items()
         return tuple(peer for peer, report in reports if round is None or report.step >= round - 1)
 

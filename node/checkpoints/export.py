@@ -42,7 +42,7 @@ def exporting(
 def _places(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
 ) -> dict[int, tuple[ArenaReader, int, int]]:
-    """Where each row of the parameter table lies: an arena, the first byte and how many."""
+    """Return where each row of the parameter table lies: an arena, the first byte and how many."""
     try:
         graphs = cut_layers(graph, checkpoint.graph, checkpoint.ranges)
     except ValueError as error:

@@ -68,10 +68,11 @@ RunText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=HOLDERS_MAX)]
 
 
-def keepers(
+def checkpoint_holders(
     run: bytes, stage: int, roster: Collection[PeerId], replicas: Collection[PeerId], count: int = COPIES
 ) -> tuple[PeerId, ...]:
-    """Who keeps a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and Ravishankar 1998).
+    """Return who keeps a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and Ravishankar
+    1998).
 
     A peer that comes or goes moves only its own share. Never are all of them replicas of the stage, if the
     roster has others: what fells the replicas would fell the copies. Fewer where the roster is smaller.
@@ -145,7 +146,7 @@ class Directory(Protocol):
     async def find(self, purpose: str, name: bytes) -> tuple[Record, ...]: ...
 
 
-class Copies:
+class CheckpointReplicator:
     """The service of one node.
 
     `admits` says why a peer may not have this node keep anything of a run, None if it may; `learn_graph`
@@ -243,7 +244,7 @@ class Copies:
     # Anybody's
 
     async def holders(self, run: str) -> dict[PeerId, Offer]:
-        """Who says in the DHT to keep a checkpoint of a run, and which; `run` is the short id."""
+        """Return who says in the DHT to keep a checkpoint of a run, and which; `run` is the short id."""
         found: dict[PeerId, Offer] = {}
         for record in await self._directory.find(CHECKPOINT_PURPOSE, bytes.fromhex(run)):
             try:

@@ -248,7 +248,7 @@ class CheckpointStore:
                     self.expect_part(run, step, stage, state, part, is_guest=False)
 
     def check_held(self, checkpoint: Checkpoint) -> bool:
-        """Whether what is held of a step, at least one stage, is this checkpoint's."""
+        """Return whether what is held of a step, at least one stage, is this checkpoint's."""
         held = self.stage_pins(run_text(checkpoint.run), checkpoint.step)
         for stage, (name, *_) in held.items():
             if stage >= len(checkpoint.stages) or checkpoint.stages[stage].part != name:

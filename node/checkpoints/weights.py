@@ -19,8 +19,8 @@ from node.protocols.manifest import Run
 from node.protocols.runs import BLOB_BYTES_MAX, ExportStage, FetchWeights, fetch, fetch_into
 from node.seams import Draft, Network, Seams, Storage
 from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
-from partition.model.stored import SAFETENSORS_TYPES
 from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
@@ -35,7 +35,7 @@ HASHED_BYTES = 4 << 20
 
 
 def weights_name(run: str) -> str:
-    """Where a node keeps the weights of a run, in its storage."""
+    """Return where a node keeps the weights of a run, in its storage."""
     return f"runs/{run}/model.safetensors"
 
 
@@ -112,7 +112,7 @@ def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
 
 
 def result_bytes(run: Run, graph: Graph) -> int:
-    """How long the result of a run is, by what its model has."""
+    """Return how long the result of a run is, by what its model has."""
     entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
     return file_bytes(entries, file_metadata(run.id, run.manifest.model))
 
@@ -171,7 +171,7 @@ async def _take(file: _Hashed, seams: Seams, chunk: bytes) -> None:
 
 
 def has_result(storage: Storage, run: str) -> bool:
-    """Whether a run's weights are here."""
+    """Return whether a run's weights are here."""
     return storage.read_part(weights_name(run), 0, 1) is not None
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.client import ask, is_running
+from node.cli.options import VALUES_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.place import VALUES_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, show, show_json, table
 from node.errors import RunFailed, UsageError
 from node.paths import short_path
@@ -136,7 +136,7 @@ def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _store(folder: Path) -> "CheckpointStore":
-    """What lies in a data folder that no node holds. Raises UsageError."""
+    """Return what lies in a data folder that no node holds. Raises UsageError."""
     from node.checkpoints.store import CheckpointStore
     from node.storage.blobs import Blobs
     from node.storage.folder import FolderStorage
@@ -149,14 +149,14 @@ def _store(folder: Path) -> "CheckpointStore":
 
 def _export_offline(folder: Path, run: str, step: int | None, path: Path) -> dict[str, Any]:
     from crypto.errors import RemoteProtocolError
-    from node.commands import find_run, nothing_here
+    from node.commands import checkpoint_not_found, find_run
     from node.errors import Unreachable
 
     store = _store(folder)
     name = find_run(dict.fromkeys(kept.run for kept in store.all()), run)
     kept = store.find(name, step)
     if kept is None:
-        raise nothing_here(name, step)
+        raise checkpoint_not_found(name, step)
     start = "start the node, which brings it: python -m node, then this again"
     if not kept.is_whole:
         stages = ", ".join(str(stage + 1) for stage in kept.stages_here) or "none"

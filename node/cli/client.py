@@ -91,7 +91,7 @@ def ask(
 
 
 def is_running(data_dir: Path) -> bool:
-    """Whether a node holds `data_dir` and listens, though it may be stopped or busy."""
+    """Return whether a node holds `data_dir` and listens, though it may be stopped or busy."""
     try:
         _connect(data_dir, seconds=0.0).close()
     except _Stuck:
@@ -144,7 +144,7 @@ def _holder(data_dir: Path) -> str:
 
 
 def _silence(data_dir: Path, seconds: float) -> tuple[str, str]:
-    """What a node that does not answer is told by, and what to do."""
+    """Return what a node that does not answer is told by, and what to do."""
     holder = _holder(data_dir)
     end = f"; to end it: kill {holder}" if holder else ""
     return (

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, labelled, seconds_text, short_id, show, show_json, table
 from node.errors import UsageError
 

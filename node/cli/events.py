@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import request
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.cli.screen import EventScreen
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 
 
 def events(

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from node.cli.client import ask, is_running
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import labelled, show, show_json
 from node.errors import NoNode, UsageError
 from node.paths import short_path

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from node.cli.client import GoneAway, ask, is_running
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import short_id, show, show_json
 from node.errors import PeerloomError
 

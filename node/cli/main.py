@@ -1,7 +1,7 @@
 """The command line: which commands there are, and what starts a node.
 
 Each command has a file of its own, which loads what is heavy only when it runs. How errors become lines and
-codes stands in `node.cli.dispatch`.
+codes stands in `node.cli.errors`.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from node.cli import (
     peers,
     report,
     runs,
-    simulation,
+    sim,
     status,
     top,
     train,
 )
 from node.cli.demo.command import demo
-from node.cli.dispatch import DEBUG, dispatch
 from node.cli.doctor.command import doctor
-from node.cli.place import AsJson, DataDir
+from node.cli.errors import DEBUG, dispatch
+from node.cli.options import AsJson, DataDir
 from node.cli.plan import plan
 from node.cli.render import show
 from node.errors import EXIT_DONE, UsageError
@@ -52,7 +52,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(dht.app, name="dht")
 app.command("leave")(leave.leave)
-app.command("sim", context_settings=simulation.PASSED_ON)(simulation.simulate)
+app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 
 _ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
 """Flags that mean the same before a command as behind it; all others only start a node."""

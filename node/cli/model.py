@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
 from node.cli.outputs import output_path
-from node.cli.place import GRAPH_SUFFIX, VALUES_SUFFIX, AsJson
 from node.cli.render import bytes_text, labelled, seconds_text, show, show_json
 from node.errors import UsageError
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from partition.capture import Task
@@ -95,7 +95,7 @@ def capture(
             _check_free(target)
             write_weights(target.with_suffix(VALUES_SUFFIX), captured)
         target.write_bytes(captured.data)
-    from node.cli.portrait import portrait, portrait_lines
+    from node.cli.model_summary import portrait, portrait_lines
 
     if captured.unused:
         show([f"not trained, because nothing uses them: {', '.join(captured.unused)[:300]}"], sys.stderr)
@@ -119,7 +119,7 @@ def show_model(
     as_json: AsJson = False,
 ) -> None:
     """What is in a captured model: layers, costs, boundaries, entry points."""
-    from node.cli.portrait import portrait, portrait_lines, read_graph
+    from node.cli.model_summary import portrait, portrait_lines, read_graph
 
     if batch < 0 or stages < 0:
         raise UsageError(f"--{'batch' if batch < 0 else 'stages'}: want a number from 1")
@@ -129,7 +129,7 @@ def show_model(
     graph, name = read_graph(path)
     document = portrait(path, graph, name, batch=batch, stages=stages)
     if svg:
-        from node.cli.picture import picture
+        from node.cli.model_svg import picture
 
         try:
             Path(svg).expanduser().write_text(picture(document), encoding="utf-8")
@@ -155,7 +155,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Whether a captured model is whole, may run on a peer, and, given the model's code, is that model."""
-    from node.cli.portrait import read_graph, sizes_of
+    from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()
     graph, name = read_graph(path)
@@ -199,8 +199,8 @@ class _Wanted:
     def task(self) -> "Iterator[Task]":
         """The model with its loss; parameters made meanwhile have the wanted type. Raises UsageError."""
         from partition.capture import skeleton
+        from partition.capture.model_spec import default_dtype
         from partition.capture.models import BUILTIN
-        from partition.capture.requested import default_dtype
         from partition.capture.task import load_factory, task_of
 
         options = dict(map(_setting, self.settings))
@@ -227,8 +227,8 @@ class _Wanted:
 def _check_free(target: Path) -> None:
     """Raises UsageError: where the first values will lie there is a file that is none of this model's."""
     from crypto.errors import RemoteProtocolError
-    from node.cli.portrait import read_graph
-    from partition.model.stored import check_file, file_header
+    from node.cli.model_summary import read_graph
+    from partition.model.safetensors_layout import check_file, file_header
 
     values = target.with_suffix(VALUES_SUFFIX)
     try:
@@ -274,7 +274,7 @@ def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
 def _told(where: str = "") -> Iterator[None]:
     """What cannot be a graph, or is not the one it says, as an error of the command line."""
     from crypto.errors import RemoteProtocolError
-    from partition.capture.refused import CaptureRefused
+    from partition.capture.errors import CaptureRefused
 
     try:
         yield
@@ -290,7 +290,7 @@ def _told(where: str = "") -> Iterator[None]:
 
 def _check_values(path: Path, graph: "Graph") -> int:
     """Every stored range against its digest; their bytes."""
-    from partition.model.stored import stored_parameters
+    from partition.model.safetensors_layout import stored_parameters
 
     rows = stored_parameters(graph)
     if not rows:
@@ -348,11 +348,12 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
 
 
 def _other_values(task: "Task", graph: "Graph") -> int:
-    """How many stored tensors are not the model's. A function that draws new ones each time has others."""
+    """Return how many stored tensors are not the model's. A function that draws new ones each time has
+    others."""
     from crypto.errors import RemoteProtocolError
-    from partition.capture.contents import bytes_of
+    from partition.capture.state_dict import bytes_of
     from partition.model.graph import Stored
-    from partition.model.stored import check_range, stored_parameters
+    from partition.model.safetensors_layout import check_range, stored_parameters
 
     tensors = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
     others = 0

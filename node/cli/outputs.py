@@ -7,7 +7,7 @@ from node.errors import UsageError
 
 
 def output_path(text: str, option: str = "--out") -> Path:
-    """Where a command is to write, absolute. Raises UsageError: no file can be there."""
+    """Return where a command is to write, absolute. Raises UsageError: no file can be there."""
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         raise UsageError(f"{option} {text}: is a folder", f"name a file in it: {option} {path / 'FILE'}")

@@ -3,7 +3,7 @@
 import typer
 
 from node.cli.client import NodeRefused, ask
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.errors import PeerloomError
 

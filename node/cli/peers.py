@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from node.cli.client import ask
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, seconds_text, short_address, short_id, show, show_json, table
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from node.cli.client import ask
+from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.place import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.errors import RunFailed, UsageError
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from partition.model.graph import Graph
@@ -134,12 +134,12 @@ def read_model(model: str) -> "Graph":
     Raises:
         UsageError: no such model, or one that cannot be captured.
     """
-    from node.cli.portrait import read_graph
+    from node.cli.model_summary import read_graph
 
     if model.endswith(GRAPH_SUFFIX):
         return read_graph(Path(model).expanduser())[0]
     from partition.capture import CaptureRefused
-    from partition.capture.requested import capture_built_in, capture_own
+    from partition.capture.model_spec import capture_built_in, capture_own
 
     try:
         if ".py:" in model:

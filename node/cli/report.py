@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask, request
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, show, show_json
 from node.errors import NoNode
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
 from node.cli.trace import chrome_trace, send_otlp
 

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from node.cli.client import ask
-from node.cli.place import AsJson, DataDir, find_data_dir
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import (
     capacity_text,
     labelled,

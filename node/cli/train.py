@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask
+from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.place import AsJson, DataDir, find_data_dir
 from node.cli.render import show, show_json
 from node.cli.runs import fetch_weights
 from node.cli.screen import EventScreen
@@ -86,7 +86,7 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
     from msgspec.structs import replace
 
     from node import toml
-    from node.cli.capturing import captured
+    from node.cli.capture import captured
     from node.content.sources import convert, is_source
     from node.protocols.manifest import RunFile, check_run_file
 

@@ -137,7 +137,7 @@ class Sink(Protocol):
     """Where fetched blobs go."""
 
     def has(self, name: bytes) -> bool:
-        """Whether it needs not be fetched."""
+        """Return whether it needs not be fetched."""
 
     async def take(self, name: bytes, data: bytes) -> bool:
         """Keep it; False where its hash is another. Raises OSError."""
@@ -285,7 +285,8 @@ class _Fetch:
             await _in_time(partial(stream.send, encode(Want(name))), STALL_SECONDS_MAX)
 
     def _next(self, holder: _Holder) -> bytes | None:
-        """What to ask this holder for: what nobody was asked for, else what another has owed for long."""
+        """Return what to ask this holder for: what nobody was asked for, else what another has owed for
+        long."""
         now = trio.current_time()
         while holder.queue:
             name = holder.queue.popleft()

@@ -35,7 +35,7 @@ FETCH_SECONDS_MAX = 300.0
 
 
 def data_name(digest: str, name: FileName) -> str:
-    """Where a node keeps a file of data, in its storage."""
+    """Return where a node keeps a file of data, in its storage."""
     return f"data/{digest}/{name}"
 
 

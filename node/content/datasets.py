@@ -104,14 +104,15 @@ def labelled(
 
 
 def load(data: str, base: Path, *, window: int) -> Dataset:
-    """What `data` of a RUN.toml in the folder `base` names; `window` is for text. Raises UsageError."""
+    """Return what `data` of a RUN.toml in the folder `base` names; `window` is for text. Raises
+    UsageError."""
     if data == DIGITS_NAME:
         return load_digits()
     return load_path(path_of(data, base), window=window)
 
 
 def path_of(data: str, base: Path) -> Path:
-    """Where data that is not built in lies."""
+    """Return where data that is not built in lies."""
     return base / Path(data).expanduser()
 
 
@@ -272,7 +273,7 @@ class Batches:
         return self._taken(self._dataset.train, self.rows(number, train=True))
 
     def rows(self, number: int, *, train: bool) -> list[int]:
-        """Which samples make a micro-batch, in its order."""
+        """Return which samples make a micro-batch, in its order."""
         positions = range(number * self._microbatch, (number + 1) * self._microbatch)
         if not train:
             return [position for position in positions if position < self._dataset.test_samples]

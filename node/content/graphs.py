@@ -23,7 +23,7 @@ from node.storage.blobs import NoRoom
 from node.storage.guests import Guests
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
-from partition.model.stored import check_file, check_range, file_header, stored_parameters
+from partition.model.safetensors_layout import check_file, check_range, file_header, stored_parameters
 from partition.stage import Reload, StageSpecification, parameter_layout
 
 GRAPHS_IN_MEMORY_MAX = 4
@@ -161,7 +161,7 @@ class Models:
         return await self._seams.executor.run(lambda: whole(self._seams.storage.open(graph_name(name))))
 
     async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
-        """As `read_range`, to be read and closed by the caller."""
+        """Like `read_range`, to be read and closed by the caller."""
         return await self._seams.executor.run(partial(self._open_range, name, offset, length))
 
     def _open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
@@ -312,15 +312,15 @@ def _read_index(data: bytes | None) -> list[bytes]:
 
 
 def graph_label(name: bytes) -> str:
-    """What a fetched graph is called among the guests."""
+    """Return what a fetched graph is called among the guests."""
     return f"graph {name.hex()}"
 
 
 def graph_name(name: bytes) -> str:
-    """Where a node keeps a graph, in its storage."""
+    """Return where a node keeps a graph, in its storage."""
     return f"models/{name.hex()}.peerloom"
 
 
 def values_name(name: bytes) -> str:
-    """Where it keeps a graph's first values."""
+    """Return where it keeps a graph's first values."""
     return f"models/{name.hex()}.safetensors"

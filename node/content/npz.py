@@ -84,7 +84,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 def read_layouts(file: IO[bytes]) -> Layouts:
-    """What an archive says that it holds, checked. Raises BadArchive."""
+    """Return what an archive says that it holds, checked. Raises BadArchive."""
     with _understood():
         archive_bytes = file.seek(0, 2)
         with zipfile.ZipFile(file) as archive:

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 
 from partition.model.graph import ITEM_BYTES, Graph
+from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
-from partition.model.stored import SAFETENSORS_TYPES
 
 TURN_BYTES = 64 << 20
 """How much is written in one turn of a thread."""
@@ -57,7 +57,7 @@ def state_dict(graph: Graph, microbatches: int) -> dict[str, Entry]:
 
 
 def file_metadata(run: bytes, model: str) -> dict[str, str]:
-    """What the file of a run says of itself."""
+    """Return what the file of a run says of itself."""
     return {"format": "pt", "peerloom.run": run.hex(), "peerloom.model": model}
 
 
@@ -86,7 +86,7 @@ def file_pieces(
 
 
 def file_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
-    """How long that file is."""
+    """Return how long that file is."""
     header = next(iter(file_pieces(entries, metadata, lambda _: ())))
     return len(header) + sum(entry.size_bytes for entry in entries.values())
 

@@ -85,7 +85,7 @@ async def unpack_fenced(
 
 
 def _seconds(archive_bytes: int) -> float:
-    """How long an archive so long may take."""
+    """Return how long an archive so long may take."""
     return START_SECONDS + (RATIO_FREE_BYTES + RATIO_MAX * archive_bytes) / SLOW_BYTES_PER_SECOND
 
 

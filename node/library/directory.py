@@ -209,7 +209,7 @@ class _OneBlob:
         self.data = data
 
     def has(self, name: bytes) -> bool:
-        """Whether it is here."""
+        """Return whether it is here."""
         del name
         return self.data is not None
 

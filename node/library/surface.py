@@ -27,7 +27,7 @@ from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
 from node.library.directory import Directory, StoredEntry
 from node.seams import Seams
-from node.services.joining import Joining
+from node.services.bootstrap import Joining
 
 ADDRESSES_JOINED_MAX = 256
 """Addresses for one call of `join`. More would be a scan, not a join."""

@@ -38,7 +38,7 @@ def open_optimizer(
 
 
 def kind_of(settings: Settings, optimizers: Sequence[Optimizer]) -> str:
-    """What has to agree beside the tensors: how they are trained, and by which optimizers."""
+    """Return what has to agree beside the tensors: how they are trained, and by which optimizers."""
     names = ",".join(type(each).__name__ for each in optimizers)
     if settings.local_steps is not None:
         return f"local {names} {settings.codec}"

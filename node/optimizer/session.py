@@ -126,7 +126,7 @@ class Pending(Generic[T]):
         return self.is_over
 
     def outcome(self) -> T | str:
-        """What came of it, once it is over; or why nothing did."""
+        """Return what came of it, once it is over; or why nothing did."""
         if self._call is None:
             return "the node has ended"
         try:

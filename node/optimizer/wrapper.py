@@ -464,7 +464,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         )
 
     def _total_samples(self) -> int:
-        """What this peer and all that are as far have gathered."""
+        """Return what this peer and all that are as far have gathered."""
         if self._session is None:
             return self._gathered_samples
         reports = self._session.view.reports

@@ -20,7 +20,7 @@ from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
-from partition.steps.messages import Synced, Unusable, Work
+from partition.steps.messages import BadFrame, Synced, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 
 CORRECT = "correct"
@@ -74,7 +74,7 @@ class CommitterShell:
         self._stalled_since = stalled_since
         self._failures = failures
         self._refuse = service.refuse
-        self._to_vouch: deque[tuple[PeerId, Unusable]] = deque()
+        self._to_vouch: deque[tuple[PeerId, BadFrame]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
         """What this node's own data comes to, in the place of a trainer's frame."""
         self.refused: tuple[int, bool] | None = None
@@ -122,7 +122,7 @@ class CommitterShell:
                 # Whatever the clock rounds to, the time has come.
                 self._pass_on(self.core.wake(max(self._clock.monotonic(), due)))
 
-    async def _vouch(self, sender: PeerId, message: Unusable) -> None:
+    async def _vouch(self, sender: PeerId, message: BadFrame) -> None:
         """A number in a frame is of no use: is it in this node's own data too?"""
         try:
             header = read_header(message.frame)
@@ -173,7 +173,7 @@ class CommitterShell:
         """A step message of a replica. Raises RemoteProtocolError."""
         if isinstance(message, Synced):
             self._synced.add(sender)
-        elif isinstance(message, Unusable):
+        elif isinstance(message, BadFrame):
             self._signer.check(FRAME_PURPOSE, message.frame)
             if message.of_values and len(self._to_vouch) < VOUCHES_MAX:
                 self._to_vouch.append((sender, message))
@@ -205,8 +205,8 @@ class CommitterShell:
             self._send(peer, message)
 
     def dropped(self, after: Plan) -> list[ReplicaDropped]:
-        """Whom the plan `after` has lost, and how many micro-batches of the open step others compute in
-        their place."""
+        """Return whom the plan `after` has lost, and how many micro-batches of the open step others compute
+        in their place."""
         return [
             ReplicaDropped(
                 at=self._clock.wall(),

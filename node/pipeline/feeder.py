@@ -98,7 +98,8 @@ class FeederShell:
         return self._pack(inputs, samples), self._pack(labels, samples)
 
     async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
-        """What this node would have sent in the place of a trainer's frame: sizes, tensors, codec, digest."""
+        """Return what this node would have sent in the place of a trainer's frame: sizes, tensors, codec,
+        digest."""
         if header.direction == "gradient" or (header.direction == "input" and header.stage):
             return None
         if not self.batches.rows(header.microbatch, train=header.train):

@@ -47,7 +47,7 @@ class Reduction:
         return [] if machine is None else machine.receive(sender, part)
 
     def is_of(self, part: Part) -> bool:
-        """Whether a part belongs to this attempt."""
+        """Return whether a part belongs to this attempt."""
         return part.key.startswith(self.key)
 
     @property
@@ -55,7 +55,7 @@ class Reduction:
         return all(machine.done for machine in self._machines.values())
 
     def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
-        """How many chunks are still to come, from whom, and whether only their sums are missing."""
+        """Return how many chunks are still to come, from whom, and whether only their sums are missing."""
         machines = self._machines.values()
         left = sum(machine.left for machine in machines)
         unsummed = [peer for machine in machines for peer in machine.unsummed]
@@ -78,5 +78,5 @@ class Reduction:
 
 
 def reduction_key(work: ReduceReady) -> bytes:
-    """What names one attempt: plan, step and attempt."""
+    """Return what names one attempt: plan, step and attempt."""
     return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")

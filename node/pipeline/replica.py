@@ -33,7 +33,7 @@ from partition.plan.plan import Plan
 from partition.steps import replica as core
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, OpenedFrame, Outgoing, make_frame
 from partition.steps.messages import Work
-from partition.steps.order import Schedule
+from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
 
 EARLY_PARTS_MAX = 4_096
@@ -250,7 +250,7 @@ class ReplicaShell:
         match work:
             case core.ForwardReady() | core.BackwardReady():
                 await self._pass(work)
-            case core.RemoveReady():
+            case core.SubtractReady():
                 await self._remove(work)
             case core.ForgetReady():
                 await self._call(api.Forget(work.step, work.microbatch))
@@ -338,12 +338,12 @@ class ReplicaShell:
         self._pass_on(self.core.backwarded(work, gradient=draft))
 
     def _codec_towards(self, towards: int) -> Codec:
-        """What goes to the stage after this one, or back to the one before, is packed with."""
+        """Return what goes to the stage after this one, or back to the one before, is packed with."""
         stages, other = self.core.plan.stages, self.core.stage + towards
         receivers = [PeerId(peer) for peer in stages[other].replicas] if 0 <= other < len(stages) else []
         return self._codecs.codec(receivers, is_gradient=towards < 0)
 
-    async def _remove(self, work: core.RemoveReady) -> None:
+    async def _remove(self, work: core.SubtractReady) -> None:
         """Replay a micro-batch that another replica counts, with the other sign."""
         await self._call(api.Forward(work.step, work.microbatch, True, work.input, work.labels, sign=-1))
         if work.gradient is not None:
@@ -511,7 +511,7 @@ class ReplicaShell:
 
 
 def _is_finite(vector: "np.ndarray[Any, np.dtype[Any]]") -> bool:
-    """Whether no element is infinite or not a number, without a copy of them."""
+    """Return whether no element is infinite or not a number, without a copy of them."""
     return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))
 
 

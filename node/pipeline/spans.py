@@ -61,7 +61,7 @@ class Spans:
         return tuple(self._rosters)
 
     def may_ask(self, run: bytes, peer: bytes) -> bool:
-        """Whether a peer is or was a member of a run that this node computed for."""
+        """Return whether a peer is or was a member of a run that this node computed for."""
         return peer in self._rosters.get(run, frozenset())
 
     def of(self, run: bytes, first: int, last: int) -> Iterator[Span]:

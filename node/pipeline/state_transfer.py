@@ -16,7 +16,7 @@ from crypto.identity import PeerId
 from node.errors import StageFailed, Unreachable
 from node.protocols.runs import FetchState, fetch
 from node.seams import Executor, Network, Stage
-from partition.plan.plan import NOTHING
+from partition.plan.plan import NO_HASH
 
 STATE_RANGE_BYTES = 4 << 20
 """Of one answer: long beside a round trip, short beside a link that turns out to be slow."""
@@ -75,6 +75,6 @@ async def fill(
     if ranges:
         raise StageFailed(f"nobody handed over the state of step {step}: {'; '.join(reasons[-3:])}")
     found = await executor.run(lambda: blake3(stage.vector("parameters")).digest())
-    if digest not in (NOTHING, found):
+    if digest not in (NO_HASH, found):
         raise StageFailed(f"the state of step {step} that came is another than its replicas hold")
     return found

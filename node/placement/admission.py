@@ -95,7 +95,7 @@ def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
         raise RemoteProtocolError(f"a plan that does not fit its model: {error}") from None
 
 
-def misfit(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> str | None:
+def rejection_reason(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> str | None:
     """Why this stage cannot be here, in words for a person; None if it can."""
     _row, manifest = plan.stages[stage], run.manifest
     try:
@@ -131,12 +131,12 @@ def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> in
         manifest.microbatches if whole_step else min(manifest.microbatches, stages_left),
         recompute=manifest.recompute,
         moments=manifest.optimizer.moments,
-        input_bytes=layers[0].output_bytes if before else fed_bytes(manifest, graph),
+        input_bytes=layers[0].output_bytes if before else input_frame_bytes(manifest, graph),
         microbatches=manifest.microbatches,
     )
 
 
-def fed_bytes(manifest: Manifest, graph: Graph) -> int:
+def input_frame_bytes(manifest: Manifest, graph: Graph) -> int:
     """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
     entry = train_entry(graph)
     values = evaluate(graph.expressions, manifest.sizes_max)
@@ -147,10 +147,10 @@ def fed_bytes(manifest: Manifest, graph: Graph) -> int:
     return largest
 
 
-def specify(
+def build_stage_spec(
     run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine
 ) -> tuple[StageSpecification, tuple[Share, ...], bytes]:
-    """What a stage process needs to know, what it sums with whom, and the former's bytes.
+    """Return what a stage process needs to know, what it sums with whom, and the former's bytes.
 
     Raises:
         RemoteProtocolError: no such stage can be.
@@ -163,7 +163,7 @@ def specify(
 def make_specification(
     run: Run, graphs: Sequence[StageGraph], stage: int, machine: Machine
 ) -> StageSpecification:
-    """What a stage process needs to know; else RemoteProtocolError."""
+    """Return what a stage process needs to know; else RemoteProtocolError."""
     manifest = run.manifest
     try:
         return StageSpecification(

@@ -10,10 +10,10 @@ from functools import partial
 
 import trio
 
-from crypto.buckets import Buckets
 from crypto.encoding import encode
 from crypto.identity import PeerId
-from node.placement.admission import Machine, misfit
+from crypto.token_buckets import Buckets
+from node.placement.admission import Machine, rejection_reason
 from node.protocols.manifest import Run
 from node.protocols.permits import Permits
 from node.seams import Clock, Executor
@@ -51,7 +51,9 @@ class LeaseChecks:
         """Why this stage cannot be here, where that has been found out before."""
         return self._answers.get(_key(run, plan, stage))
 
-    async def misfit(self, asker: PeerId, run: Run, graph: Graph, plan: Plan, stage: int) -> str | None:
+    async def rejection_reason(
+        self, asker: PeerId, run: Run, graph: Graph, plan: Plan, stage: int
+    ) -> str | None:
         """Why this stage cannot be here, in words for a person; None if it can."""
         key = _key(run, plan, stage)
         if key in self._answers:
@@ -64,7 +66,7 @@ class LeaseChecks:
             if permit is None:
                 return BUSY
             async with self._turn:
-                work = partial(misfit, run, graph, plan, stage, self._machine)
+                work = partial(rejection_reason, run, graph, plan, stage, self._machine)
                 answer = await self._executor.run(work, apart=True)
             self._answers[key] = answer
             while len(self._answers) > REMEMBERED_MAX:

@@ -17,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
-from node.placement.admission import check_model, fed_bytes
+from node.placement.admission import check_model, input_frame_bytes
 from node.protocols.manifest import Manifest, Run
 from node.protocols.runs import (
     LEASE_PURPOSE,
@@ -37,7 +37,7 @@ from partition.model.graph import Graph
 from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
 from partition.plan.operations import Operations, layer_operations
-from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
 from partition.plan.rates import assumed
 from partition.plan.solver import solve
@@ -85,7 +85,7 @@ def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
     ]
 
 
-class NotPlaced(Exception):
+class PlacementFailed(Exception):
     """No plan came about, and why, in words for a person."""
 
 
@@ -93,7 +93,7 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
     """The first plan of a run. The requester trains; it holds a stage only where peers are short.
 
     Raises:
-        NotPlaced: with what is missing.
+        PlacementFailed: with what is missing.
     """
     manifest = run.manifest
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
@@ -104,20 +104,20 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
     chosen = others if spare else providers
     try:
         check_model(manifest, graph)
-        input_bytes = fed_bytes(manifest, graph)
+        input_bytes = input_frame_bytes(manifest, graph)
         if input_bytes > FRAME_BYTES_MAX:
-            raise NotPlaced(
+            raise PlacementFailed(
                 f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
         split = solve(problem_of(manifest, graph, chosen))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
-        raise NotPlaced(f"{manifest.model}: {error}") from None
+        raise PlacementFailed(f"{manifest.model}: {error}") from None
     stages = _stages(split, chosen)
     replicas = {peer for stage in stages for peer in stage.replicas}
     return Plan(
         run=run.id,
-        parent=NOTHING,
+        parent=NO_HASH,
         height=0,
         roster=tuple(sorted(replicas | {run.requester})),
         trainers=_trainers(run, replicas),
@@ -127,7 +127,8 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
 
 
 def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Problem:
-    """What the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not fit."""
+    """Return what the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not
+    fit."""
     operations = layer_operations(graph, manifest.sizes_max)
     return Problem(
         layers=tuple(layer_costs(graph, manifest.sizes_max)),
@@ -136,7 +137,7 @@ def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Pro
         pipeline=manifest.pipeline,
         recompute=manifest.recompute,
         moments=manifest.optimizer.moments,
-        input_bytes=fed_bytes(manifest, graph),
+        input_bytes=input_frame_bytes(manifest, graph),
         constraints=Constraints(
             stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
         ),
@@ -144,7 +145,8 @@ def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Pro
 
 
 def _cost(offer: Offer, operations: Sequence[Operations]) -> PeerCost:
-    """What the layers take on a peer: classes of operators in proportion to the rate that it offers."""
+    """Return what the layers take on a peer: classes of operators in proportion to the rate that it
+    offers."""
     calibration = assumed(whole_rate(offer.flops_per_second))
     forward, backward = calibration.model_nanoseconds(operations)
     return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward)
@@ -191,7 +193,7 @@ async def place(
     who are asked again only where the others are too few.
 
     Raises:
-        NotPlaced: no plan came about; every lease taken on the way was given back.
+        PlacementFailed: no plan came about; every lease taken on the way was given back.
     """
     left = list(offers)
     reasons: list[str] = []
@@ -199,8 +201,8 @@ async def place(
     while monotonic() < until:
         try:
             plan = await _plan(run, graph, left, decliners.now(monotonic()), executor)
-        except NotPlaced as error:
-            raise NotPlaced("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
+        except PlacementFailed as error:
+            raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
         rows = {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
         refused = await lease_all(run, plan, rows, signer, ask)
         if refused is None:
@@ -209,17 +211,17 @@ async def place(
         decliners.note(peer, monotonic())
         reasons.append(f"{short_peer(peer)} {reason}")
         left = [offer for offer in left if offer.peer != peer]
-    raise NotPlaced("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
+    raise PlacementFailed("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
 
 
 async def _plan(
     run: Run, graph: Graph, offers: Sequence[Offer], last: Collection[PeerId], executor: Executor
 ) -> Plan:
-    """Plan without those who come `last`, with them where that is not possible. Raises NotPlaced."""
+    """Plan without those who come `last`, with them where that is not possible. Raises PlacementFailed."""
     first = [offer for offer in offers if offer.peer not in last]
     # Among many peers, an infeasible run takes the solver seconds to find out.
     if len(first) < len(offers):
-        with suppress(NotPlaced):
+        with suppress(PlacementFailed):
             return await executor.run(partial(make_plan, run, graph, tuple(first)))
     return await executor.run(partial(make_plan, run, graph, tuple(offers)))
 

@@ -53,7 +53,7 @@ class Slot:
         await self._seams.executor.run(partial(self._seams.storage.write, SLOT_NAME, encode(promise)))
 
     def holds(self, run: bytes, plan: bytes, stage: int) -> bool:
-        """Whether it is promised to exactly this stage."""
+        """Return whether it is promised to exactly this stage."""
         live = self._live()
         return live is not None and (live.body.run, live.body.plan, live.body.stage) == (run, plan, stage)
 

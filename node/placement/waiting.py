@@ -4,12 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from node.placement.leases import NotPlaced, Offer
+from node.placement.leases import Offer, PlacementFailed
 from node.placement.searching import merge_offers
 from node.seams import Clock
 from partition.plan.plan import Plan
 
-HEARSAY_SECONDS = 1.0
+GOSSIP_GRACE_SECONDS = 1.0
 """News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 
 SEARCH_SECONDS = 60.0
@@ -32,7 +32,7 @@ async def place_in_time(
     others. Without waiting, an attempt is made again only where either has found new peers.
 
     Raises:
-        NotPlaced: of the last attempt.
+        PlacementFailed: of the last attempt.
     """
     until, said, search_at = clock.monotonic() + wait_seconds, "", 0.0
     found: Sequence[Offer] = ()
@@ -40,12 +40,12 @@ async def place_in_time(
         asked = merge_offers(offers(), found)
         try:
             return await attempt(asked)
-        except NotPlaced as error:
+        except PlacementFailed as error:
             waits = clock.monotonic() < until and not is_over()
             if waits and str(error) != said:
                 said = str(error)
                 lacks(f"waiting for peers: {said}")
-            await trio.sleep(HEARSAY_SECONDS)
+            await trio.sleep(GOSSIP_GRACE_SECONDS)
             known = {offer.peer for offer in asked}
             if any(offer.peer not in known for offer in offers()):
                 continue

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from node.errors import UsageError
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 from node.toml import read
 from partition.plan.problem import (
     BUSY_MILLIWATTS,
@@ -95,7 +95,8 @@ class Peers:
     links: tuple[tuple[str, str, Link], ...] = ()
 
     def link(self, one: str, other: str) -> Link:
-        """What carries bytes from one to another: what was said of the two, else the slower of their own."""
+        """Return what carries bytes from one to another: what was said of the two, else the slower of their
+        own."""
         for first, second, link in self.links:
             if (first, second) == (one, other):
                 return link

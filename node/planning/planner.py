@@ -225,7 +225,7 @@ class _Planner:
         return found[0][1], found[0][2], list(self._reasons(found))
 
     def _value(self, problem: Problem, split: Split) -> float:
-        """What is least for the best: time, delay or energy of a sample."""
+        """Return what is least for the best: time, delay or energy of a sample."""
         if self._wanted.objective == "throughput":
             return forecast(problem, split).step_nanoseconds / self._wanted.batch
         if self._wanted.objective == "energy":

@@ -130,7 +130,7 @@ def decode_part(data: bytes) -> StatePart:
 
 
 def stage_state(part: StatePart, name: bytes, size: int, layers: tuple[int, int]) -> StageState:
-    """What a checkpoint says of a part whose blob has this name and size."""
+    """Return what a checkpoint says of a part whose blob has this name and size."""
     return StageState(*layers, name, size, part.parameters_bytes, part.moments_bytes, part.digest)
 
 

@@ -21,6 +21,7 @@ from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
 from node.protocols.checkpoint import StageState
 from node.seams import Network, Stream, StreamLimits
 from partition.plan.history import HISTORY_BYTES_MAX, History
+from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import (
     PLAN_BYTES_MAX,
     STAGES_MAX,
@@ -30,7 +31,6 @@ from partition.plan.plan import (
     StageNumber,
     StepNumber,
 )
-from partition.plan.votes import AgreementMessage
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame

@@ -63,7 +63,7 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ended_name(run: str) -> str:
-    """Where a node keeps how a run ended, in its storage."""
+    """Return where a node keeps how a run ended, in its storage."""
     return f"{RUNS_FOLDER}/{run}/{_FILE}"
 
 
@@ -87,12 +87,12 @@ class Archive:
         return tuple(sorted(self._records.values(), key=lambda record: record.ended_milliseconds))
 
     def is_over(self, run: bytes) -> bool:
-        """Whether a run has ended here, or its result is here."""
+        """Return whether a run has ended here, or its result is here."""
         text = run_text(run)
         return text in self._records or text in self._results
 
     def has_result(self, run: str) -> bool:
-        """Whether the result of the run of this short id is here."""
+        """Return whether the result of the run of this short id is here."""
         return run in self._results
 
     def result(self, run: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The shell around a `partition.plan.agreement.Agreement`: one run's chain of plans on this node.
+"""The shell around a `partition.plan.paxos.PaxosChain`: one run's chain of plans on this node.
 
 Its promises are on disk before anybody hears of them, and beside them how the plans came about, for whoever
 is to come. One task takes what comes in, strictly in order.
@@ -19,11 +19,11 @@ from crypto.identity import PeerId
 from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.seams import Storage, own_rng
-from partition.plan.agreement import Agreement
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
+from partition.plan.paxos import PaxosChain
+from partition.plan.paxos_messages import LINKS_BYTES_MAX, Link
 from partition.plan.plan import Hash, Height, Plan
-from partition.plan.votes import LINKS_BYTES_MAX, Link
 
 ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
 """This node's own file: a history, the changes since, the last of which may come many at once."""
@@ -32,12 +32,12 @@ QUEUE_MAX = 4_096
 
 
 def chain_name(run: str) -> str:
-    """Where a node keeps what it has promised in a run, in its storage."""
+    """Return where a node keeps what it has promised in a run, in its storage."""
     return f"runs/{run}/chain"
 
 
 def history_name(run: str) -> str:
-    """Where a node keeps how it came into a run, and what has changed since, in its storage."""
+    """Return where a node keeps how it came into a run, and what has changed since, in its storage."""
     return f"runs/{run}/history"
 
 
@@ -52,7 +52,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_entered(storage: Storage, run: str) -> Entered:
-    """What is kept of a run; RemoteProtocolError: nothing, or it is damaged."""
+    """Return what is kept of a run; RemoteProtocolError: nothing, or it is damaged."""
     data = storage.read(history_name(run)) or b""
     entered: Entered = decode(data, Entered, bytes_max=ENTERED_BYTES_MAX)
     return entered
@@ -76,7 +76,7 @@ class ChainShell:
         on_event: Callable[[Any], None],
     ) -> None:
         seams, me = service.seams, service.signer.peer
-        self.core = Agreement(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
+        self.core = PaxosChain(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
         self._signer = service.signer
         self._run = run.text
         self._entered = entered

@@ -14,7 +14,7 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.checkpoints.replication import Offer, keepers
+from node.checkpoints.replication import Offer, checkpoint_holders
 from node.errors import StageFailed, Unreachable
 from node.events import CheckpointKept
 from node.protocols.checkpoint import StageState
@@ -33,7 +33,7 @@ _OFFER_BYTES_MAX = 64
 
 
 def newest_name(run: str) -> str:
-    """Where a node remembers the newest checkpoint of a run, in its storage."""
+    """Return where a node remembers the newest checkpoint of a run, in its storage."""
     return f"runs/{run}/newest"
 
 
@@ -153,7 +153,7 @@ class Keeping:
         run, live = self._run, set(self._live()) | {self._service.signer.peer}
         roster = [peer for peer in plan.members if peer in live]
         wanted = [
-            keepers(run.id, number, roster, [PeerId(peer) for peer in stage.replicas])
+            checkpoint_holders(run.id, number, roster, [PeerId(peer) for peer in stage.replicas])
             for number, stage in enumerate(plan.stages)
         ]
         states = [state for _, state in rows]
@@ -202,7 +202,7 @@ class Keeping:
 
 
 def _are_enough(have: Sequence[Sequence[PeerId]], wanted: Sequence[Sequence[PeerId]]) -> bool:
-    """Whether each stage is on so many disks that it is not lost with the next one."""
+    """Return whether each stage is on so many disks that it is not lost with the next one."""
     return all(len(each) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))
 
 

@@ -7,7 +7,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
-from node.checkpoints.replication import Copies
+from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.content.datasets import Dataset
 from node.content.graphs import Models
@@ -42,7 +42,7 @@ class Service(Protocol):
     publish: Callable[[Event], None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
     checkpoints: Checkpoints
-    copies: Copies
+    copies: CheckpointReplicator
     spans: Spans
 
     def link_rate(self, peer: PeerId) -> float | None: ...

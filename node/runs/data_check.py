@@ -53,7 +53,7 @@ def _check(array: Array, dtype: str, bound: Bound | None, what: str, held_out: s
 
 
 def _wrong(chunk: Array, dtype: str, bound: Bound | None) -> tuple[Array | None, str]:
-    """Which values the model cannot take, and what it wants."""
+    """Return which values the model cannot take, and what it wants."""
     if dtype.startswith("float"):
         if chunk.dtype.kind != "f":
             return None, ""

@@ -20,7 +20,8 @@ _NAME_LENGTH_MAX = 40
 
 
 def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
-    """How long a sample of text is: as the person says, else as the model takes it. Raises UsageError."""
+    """Return how long a sample of text is: as the person says, else as the model takes it. Raises
+    UsageError."""
     if run_file.train.window:
         return run_file.train.window
     entry = _trained(graph, name)
@@ -74,7 +75,7 @@ def make_manifest(
 
 
 def _held_out(dataset: Dataset, graph: Graph, microbatch: int) -> int:
-    """How many samples are judged: a rest that is no batch to the model is left out."""
+    """Return how many samples are judged: a rest that is no batch to the model is left out."""
     count = dataset.test_samples
     rest = count % microbatch
     return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
@@ -156,7 +157,7 @@ def _trained(graph: Graph, name: str) -> Entry:
 
 
 def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
-    """Whether this data is what a manifest was made for."""
+    """Return whether this data is what a manifest was made for."""
     try:
         sizes = bind_data(graph, dataset, manifest.microbatch, manifest.model)
     except UsageError:

@@ -28,10 +28,10 @@ from node.runs.context import Service
 from node.runs.progress import Telling
 from node.runs.stage import Hosting
 from node.runs.trainer import Training
-from partition.plan import agreement
-from partition.plan.change import heirs
+from partition.plan import paxos
+from partition.plan.change import standby_trainers
+from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import Plan, plan_hash
-from partition.plan.votes import AgreementMessage
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Declined, Done, Reply
@@ -40,7 +40,7 @@ from partition.run.proposals import Surroundings
 from partition.run.states import State
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
-HEIRS = 2
+STANDBY_TRAINERS = 2
 """So many of those who would train next fetch the data beforehand."""
 DROP_SECONDS_MAX = 10.0
 """How long a member that has dropped a run still votes on the plan without it."""
@@ -154,13 +154,13 @@ class RunMember:
         return self._clock.monotonic()
 
     def _holders(self) -> list[PeerId]:
-        """Who may hand over what the run is made of: the requester first, then every other member."""
+        """Return who may hand over what the run is made of: the requester first, then every other member."""
         members = () if self.plan is None else self.plan.members
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
         return [self.run.requester, *others]
 
     def _living(self) -> list[PeerId]:
-        """Who could hand something over; whoever was in the run has what it kept of it."""
+        """Return who could hand something over; whoever was in the run has what it kept of it."""
         live = self._service.live()
         return [peer for peer in self._chain.core.acquainted if peer in live] if self._chain else []
 
@@ -210,7 +210,7 @@ class RunMember:
             self.core.wake(self._now if self._again.is_set() else max(self._now, due))
             self._act()
 
-    def _on_chain_event(self, event: agreement.Event) -> None:
+    def _on_chain_event(self, event: paxos.Event) -> None:
         self.core.on_chain(self._now, event)
         self._act()
 
@@ -290,7 +290,7 @@ class RunMember:
             self._fail(event.over)
         elif self._me in plan.trainers:
             self._train(plan, event.lost_steps)
-        elif self._me in heirs(plan.roster, plan.stages)[:HEIRS]:
+        elif self._me in standby_trainers(plan.roster, plan.stages)[:STANDBY_TRAINERS]:
             self._start_task(self._keep_data)
 
     def _train(self, plan: Plan, lost_steps: int) -> None:
@@ -500,7 +500,7 @@ class RunMember:
         return self.core.on_renew(self._now, sender, plan)
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Whether this node does not know the plan before `plan`; then it asks `sender`."""
+        """Return whether this node does not know the plan before `plan`; then it asks `sender`."""
         is_behind = self.core.is_behind(sender, plan)
         self._act()
         return is_behind

@@ -19,7 +19,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
-from node.checkpoints.replication import Copies
+from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.containment import contain, describe, place_of
 from node.content import datasets as datasets
@@ -39,7 +39,7 @@ from node.events import (
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
-from node.placement.leases import NotPlaced, Offer, place, release, start
+from node.placement.leases import Offer, PlacementFailed, place, release, start
 from node.placement.slots import Slot
 from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
@@ -58,8 +58,8 @@ from node.seams import Seams, Stream
 from node.storage.guests import Guests
 from partition.plan.chain import base_plan
 from partition.plan.history import History, first_history
-from partition.plan.plan import HASH_BYTES, NOTHING, Plan, committee, plan_hash
-from partition.plan.votes import AGREEMENT_BYTES_MAX, AgreementMessage, Head
+from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
+from partition.plan.plan import HASH_BYTES, NO_HASH, Plan, committee, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.run.timeouts import END_SECONDS_MAX
@@ -77,7 +77,7 @@ NO_PAYLOAD = memoryview(b"")
 
 
 def run_name(run: str) -> str:
-    """Where a node keeps the manifest of a run that it is in, in its storage."""
+    """Return where a node keeps the manifest of a run that it is in, in its storage."""
     return f"{RUNS_FOLDER}/{run}/{RUN_FILE}"
 
 
@@ -101,7 +101,7 @@ class Runs:
         observe: Callable[[object], None],
         machine: Machine,
         checkpoints: Checkpoints,
-        copies: Copies,
+        copies: CheckpointReplicator,
         guests: Guests,
     ) -> None:
         """`observe` is told of every message of a run that this node sends."""
@@ -169,12 +169,12 @@ class Runs:
         return [*running, *self.checkpoints.store.graphs]
 
     def is_ours(self, run: bytes) -> bool:
-        """Whether this node asked for a run, so that what is kept of it is its own."""
+        """Return whether this node asked for a run, so that what is kept of it is its own."""
         member = self.members.get(run)
         return member is not None and member.run.requester == self.signer.peer
 
     def is_member(self, run: bytes, peer: PeerId) -> bool:
-        """Whether `peer` is admitted to a run that this node is in."""
+        """Return whether `peer` is admitted to a run that this node is in."""
         member = self.members.get(run)
         return member is not None and member.plan is not None and peer in member.plan.roster
 
@@ -204,14 +204,14 @@ class Runs:
         )
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
-        """Plan a run that this node asks for, and have everybody start. Raises NotPlaced: nobody could be
-        found for a part of it, within `wait_seconds` of the first attempt."""
+        """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: nobody could
+        be found for a part of it, within `wait_seconds` of the first attempt."""
         member = self.accept(run)
         self.stopping.asked(run)
         member.place()
         try:
             plan = await self._place(run, wait_seconds)
-        except NotPlaced as error:
+        except PlacementFailed as error:
             await member.end("failed", str(error), "")
             raise
         if self.is_over(run.id):  # it was stopped meanwhile
@@ -224,14 +224,14 @@ class Runs:
             member.absent(peer, reason)
 
     async def _place(self, run: Run, wait_seconds: float) -> Plan:
-        """Place a run, again while it waits for others. Raises NotPlaced."""
+        """Place a run, again while it waits for others. Raises PlacementFailed."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
             dataset = await self.load_data(run, [])
         except (Unreachable, UsageError) as error:
-            raise NotPlaced(error.detail if isinstance(error, Unreachable) else str(error)) from None
+            raise PlacementFailed(error.detail if isinstance(error, Unreachable) else str(error)) from None
         if not fits(dataset, run.manifest, graph):
-            raise NotPlaced("the data this node has does not fit the run's manifest; has it changed?")
+            raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
         change = partial(RunChanged, run=run.text, state="placing")
         return await place_in_time(
@@ -392,7 +392,7 @@ class Runs:
             return
 
     def _is_partner(self, peer: PeerId) -> bool:
-        """Whether `peer` has a part in a plan that is in force here."""
+        """Return whether `peer` has a part in a plan that is in force here."""
         return any(
             member.plan is not None and peer in member.plan.members for member in self.members.values()
         )
@@ -446,7 +446,7 @@ class Runs:
         if member is not None:
             with self.containing(member.run, f"message {type(message).__name__}"):
                 member.receive(self.seams.clock.monotonic(), sender, message)
-        elif isinstance(message, Head) and message.asks and sender not in self._telling:
+        elif isinstance(message, ChainHead) and message.asks and sender not in self._telling:
             # Whoever was away when a run ended still believes in a plan, and asks how it went on.
             self._telling.add(sender)
             self.start_task(self._tell_end, sender, self.archive.told(message.run, message.plan), of=None)
@@ -465,7 +465,7 @@ class Runs:
     # Bookkeeping
 
     def is_over(self, run: bytes) -> bool:
-        """Whether a run has ended here."""
+        """Return whether a run has ended here."""
         return self.archive.is_over(run)
 
     def following(self, plan: bytes) -> RunMember | None:
@@ -589,7 +589,7 @@ class Runs:
                 layers=tuple((stage.first_layer, stage.last_layer) for stage in plan.stages),
                 stages=tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in plan.stages),
                 trainers=tuple(PeerId(peer) for peer in plan.trainers),
-                restored_step=plan.step if plan.restored != NOTHING else None,
+                restored_step=plan.step if plan.restored != NO_HASH else None,
             )
         )
 

@@ -141,7 +141,7 @@ class Requests:
                     await stream.send(encode(reply))
 
     async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | Body:
-        """What one request of `peer` comes to, a body for a blob. Raises RemoteProtocolError."""
+        """Return what one request of `peer` comes to, a body for a blob. Raises RemoteProtocolError."""
         match request:
             case wire.LeaseRequest():
                 return await self._on_lease(peer, request)
@@ -195,7 +195,7 @@ class Requests:
             graph = await runs.models.get(run.manifest.graph_hash, [peer, run.requester])
         except Unreachable as error:
             return _declined(error)
-        reason = await self._checks.misfit(peer, run, graph, plan, request.stage)
+        reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
         if not runs.has_slot or self._released.count(name) != before:
@@ -259,7 +259,8 @@ class Requests:
         return wire.Done() if reason is None else wire.Declined(reason[:REASON_LENGTH_MAX])
 
     def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
-        """Whether this node is in the run under an older plan than that before `plan`; it asks `peer`."""
+        """Return whether this node is in the run under an older plan than that before `plan`; it asks
+        `peer`."""
         member = self._runs.members.get(run)
         return member is not None and member.is_behind(peer, plan)
 

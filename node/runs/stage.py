@@ -15,7 +15,7 @@ from node.containment import describe, note
 from node.errors import StageFailed, Unreachable
 from node.pipeline.codec_choice import LinkCodecs
 from node.pipeline.replica import ReplicaShell, Restore, Save
-from node.placement.admission import specify
+from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
 from node.runs.context import Service
@@ -139,7 +139,7 @@ class Hosting:
             # A graph of one's own has no need to be fenced in.
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
-            wanted = partial(specify, self._run, graph, plan, stage, machine)
+            wanted = partial(build_stage_spec, self._run, graph, plan, stage, machine)
             specification, parts, data = await executor.run(wanted, apart=True)
             opened = await executor.open_stage(data)
         except Unreachable as error:

@@ -49,7 +49,7 @@ class StopBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def asked_name(run: str) -> str:
-    """Where a node keeps the manifest of a run that it asked for itself, until that is over."""
+    """Return where a node keeps the manifest of a run that it asked for itself, until that is over."""
     return f"{RUNS_FOLDER}/{run}/{_FILE}"
 
 

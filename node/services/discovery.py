@@ -205,7 +205,7 @@ class Discovery:
 
     @staticmethod
     def key(purpose: str, name: bytes) -> Key:
-        """Where a record of this purpose and name stands."""
+        """Return where a record of this purpose and name stands."""
         return record_key(purpose, name)
 
     def advertise(self, advert: Advert | None) -> None:

@@ -165,7 +165,7 @@ class Membership:
         return self._swim.members
 
     def round_trip_seconds(self, peer: PeerId) -> float | None:
-        """How long a datagram to `peer` and back took lately; None where it was not asked."""
+        """Return how long a datagram to `peer` and back took lately; None where it was not asked."""
         return self._swim.coordinates.round_trip_seconds_to(peer)
 
     def command(self, order: Callable[[Swim, float], Sends]) -> None:
@@ -214,7 +214,7 @@ class Membership:
                 self._forgotten(event.peer)
             case core.CandidateFound():
                 self._network.learn(event.peer, event.addresses)  # it is to be pinged there
-            case core.NeighboursWanted():
+            case core.NeighbourhoodLookupWanted():
                 if self._look_up is not None:
                     self._look_up(event.key, self._meet)
             case core.FactsRefused():

@@ -29,7 +29,8 @@ REMEDY = (
 
 
 def try_fences(device: str) -> sandbox.Fenced:
-    """What a process here can be held to that computes on `device`. Call it in a thread; raises nothing.
+    """Return what a process here can be held to that computes on `device`. Call it in a thread; raises
+    nothing.
 
     Where the trial itself fails nothing is known to hold, and that is what is said. Scratch folders of
     killed nodes go by the way.

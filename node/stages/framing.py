@@ -104,7 +104,7 @@ def split(message: object) -> Parts:
 
 
 def largest_payload(request: object) -> PayloadPart | None:
-    """Which of the tensors of a micro-batch is the longest; None where a request has none."""
+    """Return which of the tensors of a micro-batch is the longest; None where a request has none."""
     if isinstance(request, Backward):
         return "gradient"
     if not isinstance(request, Forward):

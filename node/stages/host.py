@@ -235,7 +235,7 @@ class StageHost:
         return reply
 
     def _complaint(self, header: Header) -> str | None:
-        """What is too long about a message, if anything is."""
+        """Return what is too long about a message, if anything is."""
         length, longest = header.message + header.behind + header.payloads, self._allowance.message_bytes_max
         if length > longest:
             return f"{length} bytes, at most {longest} allowed"

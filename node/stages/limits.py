@@ -77,13 +77,13 @@ class Allowance:
         return self.own_bytes + LIBRARIES_BYTES.get(self.device, LIBRARIES_BYTES_ACCELERATOR)
 
     def answer_seconds(self, admitted: Admitted) -> float:
-        """How long an answer may take: more than any stage needs that still is of use."""
+        """Return how long an answer may take: more than any stage needs that still is of use."""
         moved = sum(self.arenas.values()) + self.message_bytes_max
         return ANSWER_SECONDS + admitted.flops / SLOW_FLOPS_PER_SECOND + moved / SLOW_BYTES_PER_SECOND
 
 
 def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allowance:
-    """What a process for this stage may take; `encoded_bytes` is the length of its specification.
+    """Return what a process for this stage may take; `encoded_bytes` is the length of its specification.
 
     `own_bytes` is what the arenas leave over of `memory_bytes_max`. On top comes what no plan counts: one
     request with its answer, each of which exists up to three times (received, decoded, as tensors), and the

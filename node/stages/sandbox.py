@@ -210,7 +210,7 @@ def _lower(limit: int, wanted: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process."""
+    """Return what RLIMIT_DATA counts of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

@@ -58,7 +58,7 @@ class _Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 def hash_of(data: bytes | memoryview) -> bytes:
-    """What a blob is called."""
+    """Return what a blob is called."""
     return blake3(data).digest()
 
 
@@ -135,7 +135,7 @@ class Blobs:
         return data if data is not None and hash_of(data) == name else None
 
     def has(self, name: bytes) -> bool:
-        """Whether a file of this name is here; whether it is whole is found out by reading."""
+        """Return whether a file of this name is here; whether it is whole is found out by reading."""
         return name in self._sizes
 
     def delete(self, name: bytes) -> None:

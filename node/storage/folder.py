@@ -219,7 +219,7 @@ class FolderStorage:
         self.file(name).unlink(missing_ok=True)
 
     def file(self, name: str) -> Path:
-        """Where the blob `name` lies. Names are `/`-separated and cannot leave the folder."""
+        """Return where the blob `name` lies. Names are `/`-separated and cannot leave the folder."""
         return self.path.joinpath(*parts_of(name))
 
 
@@ -263,7 +263,8 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the data folder `path` now; a folder that is not there is held by nobody."""
+    """Return whether a process holds the data folder `path` now; a folder that is not there is held by
+    nobody."""
     try:
         descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

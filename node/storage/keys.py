@@ -72,7 +72,8 @@ def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None
 
 
 def read_secret(path: Path, bytes_max: int, remedy: str, *, follow: bool = True) -> bytes | None:
-    """What a file holds that only its owner may read, or its first `bytes_max` + 1 bytes; None: no file.
+    """Return what a file holds that only its owner may read, or its first `bytes_max` + 1 bytes; None: no
+    file.
 
     The file may be this user's or root's. With `follow` the path may be a link, as that of a secret which a
     container is given.

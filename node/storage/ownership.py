@@ -123,6 +123,6 @@ def _user(number: int) -> str:
 
 
 def unusable(path: Path, error: OSError) -> UsageError:
-    """What to say of a data folder that the system does not let us use."""
+    """Return what to say of a data folder that the system does not let us use."""
     reason = (error.strerror or str(error)).lower()
     return UsageError(f"data folder {short_path(path)}: {reason}", OTHER_FOLDER)

@@ -26,11 +26,11 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from crypto.buckets import Bucket, Buckets
 from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, make_address, parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
+from crypto.token_buckets import Bucket, Buckets
 
 HERE = "fe80::"
 """The host of an address that is of one link only: where the packet comes from. To name it would help nobody
@@ -102,7 +102,7 @@ class BeaconSeal:
         return nonce + self._ciphers[0].encrypt(nonce, encode(beacon), _PURPOSE)
 
     def open(self, data: bytes) -> Beacon | None:
-        """What a packet says; None where it is of no swarm of ours.
+        """Return what a packet says; None where it is of no swarm of ours.
 
         Raises:
             RemoteProtocolError: of this swarm, and not a beacon.
@@ -234,7 +234,7 @@ class _Neighbour:
 
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
-    """Where to dial who says so: first at the address the packet came from, if that is named.
+    """Return where to dial who says so: first at the address the packet came from, if that is named.
 
     A packet that came over loopback may name loopback; no other may. An address of one link counts where the
     packet came from one, and is that one; it comes last, for the others hold on every link.

@@ -19,16 +19,16 @@ from crypto.noise import Session
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
-from node.transport.book import AddressBook
-from node.transport.doorway import Doorway
+from node.transport.accept_queue import PendingConnection, PendingConnections
+from node.transport.address_book import AddressBook
+from node.transport.buffer_pool import Pool
+from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
+from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
-from node.transport.idle import IDLE_SECONDS, IdleConnections
-from node.transport.pool import Pool
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
-from node.transport.strangers import Stranger, Strangers
 from node.transport.streams import SecureStream
-from node.transport.tcp import Assembly, Connection
+from node.transport.tcp import Connection, ReassemblyBudget
 
 INBOUND_MAX = 512
 """Connections from others at once; each in use costs a buffer of up to 128 KiB. When all are taken, who comes
@@ -62,14 +62,14 @@ class Connections:
         self._book = book
         self._router = router
         self._counters = counters
-        self._assembly = Assembly()
+        self._assembly = ReassemblyBudget()
         self._pool = Pool()
         self._idle = IdleConnections()
         # Every one that stands, with the stream it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
         # Served ones that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
-        self._doorway = Doorway[Stranger]()
+        self._doorway = HalfOpenQueue[PendingConnection]()
         # Those that came in, with their source, the newest last.
         self._inbound: dict[Connection, bytes] = {}
         self._inbound_by_peer: Counter[PeerId] = Counter()
@@ -148,7 +148,7 @@ class Connections:
         self._keep(connection)
 
     async def identify(self, address: Address) -> PeerId:
-        """Who answers at an address, always by a new handshake. Raises Unreachable."""
+        """Return who answers at an address, always by a new handshake. Raises Unreachable."""
         with trio.move_on_after(OPEN_SECONDS):
             connection, _ = await self._dial(address, Hello("identify", ()))
             self._keep(connection)
@@ -276,14 +276,16 @@ class Connections:
         assert self._nursery is not None
         serving = self._nursery
 
-        def shake_hands(stranger: Stranger) -> None:
+        def shake_hands(stranger: PendingConnection) -> None:
             serving.start_soon(self._serve, stranger, strangers)
 
-        strangers = Strangers(self._credentials, self._doorway, self._counters, self._has_room, shake_hands)
+        strangers = PendingConnections(
+            self._credentials, self._doorway, self._counters, self._has_room, shake_hands
+        )
         task_status.started()
         await strangers.run(listening)
 
-    async def _serve(self, stranger: Stranger, strangers: Strangers) -> None:
+    async def _serve(self, stranger: PendingConnection, strangers: PendingConnections) -> None:
         """One connection that came in, from its first flight to its end."""
         with contain("a connection that came in"):
             connection = None
@@ -296,7 +298,7 @@ class Connections:
             if connection is not None:
                 await self._serve_peer(connection)
 
-    async def _shake_hands(self, stranger: Stranger) -> Connection | None:
+    async def _shake_hands(self, stranger: PendingConnection) -> Connection | None:
         assert stranger.handshake is not None
         assert stranger.scope is not None
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(stranger.socket))
@@ -313,7 +315,7 @@ class Connections:
         return None
 
     def _has_room(self, source: bytes) -> bool:
-        """Whether one more from there would be let in."""
+        """Return whether one more from there would be let in."""
         if len(self._inbound) < INBOUND_MAX or self._waiting:
             return True
         most = max(self._inbound_by_source.values())
@@ -364,7 +366,7 @@ class Connections:
     async def _welcome(
         self, connection: Connection, *, busy: bool, is_first: bool
     ) -> tuple[Hello, str] | None:
-        """What is wanted next; None if nothing, or it was refused."""
+        """Return what is wanted next; None if nothing, or it was refused."""
         seconds = HANDSHAKE_SECONDS
         if not is_first:
             seconds = INBOUND_IDLE_SECONDS
@@ -385,7 +387,7 @@ class Connections:
         return None
 
     async def _converse(self, connection: Connection, hello: Hello, protocol: str) -> bool:
-        """Whether the connection is free for another conversation."""
+        """Return whether the connection is free for another conversation."""
         if hello.kind == "identify":
             return self._is_staying
         if hello.kind == "message":

@@ -49,7 +49,7 @@ class Handlers:
         self._handlers[protocol] = handler, limits
 
     def of(self, protocol: str) -> Handler:
-        """What serves it."""
+        """Return what serves it."""
         return self._handlers[protocol][0]
 
     def message_bytes_max(self, protocol: str) -> int:

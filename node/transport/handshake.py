@@ -1,7 +1,8 @@
 """The handshake of a stream: connect and shake hands, or answer who did. Ends in a `Session`.
 
-What is said, and what of it is refused, is `crypto.noise.peers`; here are the socket and the deadline. Who
-has connected and not yet begun as a peer does is in `strangers`; what follows on the connection is `tcp`'s.
+What is said, and what of it is refused, is `crypto.noise.peer_handshake`; here are the socket and the
+deadline. Who has connected and not yet begun as a peer does is in `strangers`; what follows on the connection
+is `tcp`'s.
 """
 
 import re
@@ -17,10 +18,10 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import (
-    Knocks,
     NoCommonSuite,
     PeerHandshake,
     PrivateKey,
+    ReplayCache,
     Session,
     Suite,
     WrongIdentity,
@@ -62,8 +63,8 @@ class Credentials:
     suites: tuple[Suite, ...]
 
     @cached_property
-    def _knocks(self) -> Knocks:
-        return Knocks()
+    def _knocks(self) -> ReplayCache:
+        return ReplayCache()
 
     @cached_property
     def _loaded(self) -> PrivateKey:
@@ -93,7 +94,7 @@ def default_suites() -> tuple[Suite, ...]:
 
 
 def _has_aes() -> bool:
-    """Whether the CPU has instructions for AES, where that can be told by reading one file."""
+    """Return whether the CPU has instructions for AES, where that can be told by reading one file."""
     try:
         with open(_CPU_FILE) as file:
             text = file.read(_CPU_BYTES)
@@ -142,7 +143,7 @@ async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: b
 
 
 def _about_key(credentials: Credentials) -> str:
-    """What a person should look at who cannot get into a private swarm: nobody there will say it."""
+    """Return what a person should look at who cannot get into a private swarm: nobody there will say it."""
     return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
 
 

@@ -122,8 +122,8 @@ def _bind_pair(
 
 
 def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple[Address, ...]:
-    """Where others reach what listens at `places` (IP literals): as announced, or each place, or for one
-    that is every interface, the addresses of this machine.
+    """Return where others reach what listens at `places` (IP literals): as announced, or each place, or for
+    one that is every interface, the addresses of this machine.
 
     IPv4 comes first; loopback only where there is nothing else. Link-local addresses mean nothing
     to another machine and are left out, so there may be none: see `Multicast.addresses`.

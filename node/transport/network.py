@@ -20,7 +20,7 @@ from crypto.swarm import Swarm
 from node.containment import note
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
-from node.transport.book import AddressBook
+from node.transport.address_book import AddressBook
 from node.transport.connections import Connections
 from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox

@@ -15,7 +15,7 @@ from itertools import chain
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.noise import NOISE_BYTES_MAX, TAG_BYTES, CipherState, Data
-from node.transport.pool import Pool
+from node.transport.buffer_pool import Pool
 
 MESSAGE_BYTES_MAX = 64 * 2**20
 """One message, whole in memory at both ends. More is the caller's to cut."""
@@ -173,7 +173,7 @@ class RecordReader:
             self._start = self._end = 0
 
     def space(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Return where the next bytes go; never empty."""
         if not self._own_buffer:
             self._own_buffer = self._buffer = memoryview(bytearray(_FIRST_READ_BYTES))
         if self._long is None:
@@ -280,7 +280,7 @@ class _LongMessage:
         return sum(map(len, self._gaps))
 
     def room(self, count: int) -> memoryview:
-        """Where the next `count` bytes go. Only a last record may be less than full.
+        """Return where the next `count` bytes go. Only a last record may be less than full.
 
         That keeps a message from coming in crumbs, each of which would cost as much as a full record.
         """

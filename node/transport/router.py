@@ -156,7 +156,7 @@ class Router:
             self._handlers.leave(connection.peer, protocol)
 
     def _promise(self, connection: Connection, protocol: str) -> bool:
-        """Whether its peer may have one more stream of this protocol."""
+        """Return whether its peer may have one more stream of this protocol."""
         if not self._handlers.enter(connection.peer, protocol):
             return False
         self._promised[connection] = protocol

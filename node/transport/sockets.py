@@ -150,7 +150,8 @@ def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
 
 
 def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
-    """What the system calls a place of which it has the IP address. Raises OSError: no such interface."""
+    """Return what the system calls a place of which it has the IP address. Raises OSError: no such
+    interface."""
     host, _, zone = host.partition("%")
     if not zone:
         return host, port
@@ -172,7 +173,8 @@ def _zoned(host: str, port: int, index: int) -> Source:
 
 
 def _likeness(own: _Ip, other: _Ip) -> int:
-    """How many leading bits are the same: 0 for a socket of all addresses, less where there is no way."""
+    """Return how many leading bits are the same: 0 for a socket of all addresses, less where there is no
+    way."""
     if own.is_unspecified:
         return 0
     if own.is_loopback != other.is_loopback:

@@ -17,7 +17,7 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data, Session
 from node.errors import StreamClosed
-from node.transport.pool import Pool
+from node.transport.buffer_pool import Pool
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
 from node.transport.sockets import address_of
 
@@ -47,7 +47,7 @@ _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
 Received = tuple[bytes, memoryview] | Mark
 
 
-class Assembly:
+class ReassemblyBudget:
     """Counts the bytes of half-received messages over all streams, against a common limit."""
 
     def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
@@ -82,7 +82,7 @@ class Connection:
         self,
         transport: trio.SocketStream,
         session: Session,
-        assembly: Assembly,
+        assembly: ReassemblyBudget,
         pool: Pool,
         counters: Counter[str],
         ended: Callable[["Connection"], None],
@@ -208,7 +208,7 @@ class Connection:
         return received
 
     def take(self) -> Received | None:
-        """As `receive`, but only of what has come already. Raises StreamClosed."""
+        """Like `receive`, but only of what has come already. Raises StreamClosed."""
         try:
             received = self._next(PAYLOAD_BYTES_MAX)
             if received is None and self.why is None:

@@ -78,7 +78,7 @@ class Datagrams:
                 await trio.sleep(FAILED_SECONDS)
 
     def _take(self, packet: bytes, route: Route) -> bool:
-        """Whether somebody is proved by it. A packet at which we fail is as good as lost."""
+        """Return whether somebody is proved by it. A packet at which we fail is as good as lost."""
         try:
             return self._take_authentic(packet, route)
         except Exception as error:

@@ -74,7 +74,7 @@ class Metrics:
         return generate_latest(registry)
 
     def _told(self) -> Iterable[Metric]:
-        """What events have told so far."""
+        """Return what events have told so far."""
         happened = CounterMetricFamily(
             "peerloom_events",
             "Events of this node by kind. What is refused below a threshold is counted, but is no event.",
@@ -141,7 +141,7 @@ class _Collected:
 
 
 def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
-    """What `State` and the counters say now."""
+    """Return what `State` and the counters say now."""
     members = GaugeMetricFamily(
         "peerloom_members",
         "Other members this node lists, by status. This node is not counted.",
@@ -181,7 +181,7 @@ def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _own(own: Mapping[str, float], version: str) -> Iterable[Metric]:
-    """What is told of the process and the page."""
+    """Return what is told of the process and the page."""
     process = psutil.Process()
     with process.oneshot():
         times, memory = process.cpu_times(), process.memory_info().rss

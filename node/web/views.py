@@ -88,7 +88,7 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
 
 
 def alert_rows(state: State) -> list[dict[str, str]]:
-    """What is wrong now."""
+    """Return what is wrong now."""
     return [
         {"kind": raised.alert.replace("_", " "), "level": raised.level, "text": raised.text}
         for raised in state.alerts.values()

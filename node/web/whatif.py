@@ -55,7 +55,7 @@ def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
 
 
 def _speed(state: State, peers: tuple[PeerId, ...] | list[PeerId]) -> float:
-    """What these offer together; those whose offer is not known count as the mean of the known."""
+    """Return what these offer together; those whose offer is not known count as the mean of the known."""
     known = [speed for peer in peers if (speed := _offer(state, peer)) > 0]
     mean = sum(known) / len(known) if known else 1.0
     return sum(_offer(state, peer) or mean for peer in peers)

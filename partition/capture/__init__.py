@@ -5,7 +5,7 @@ nothing that runs a stranger's graph imports it.
 """
 
 from partition.capture.capture import Captured, capture
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.capture.skeleton import skeleton
 from partition.capture.task import Task
 from partition.capture.trees import own_loss

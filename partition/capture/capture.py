@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from crypto.errors import RemoteProtocolError
 from partition.capture.clean import Cleaned, clean
-from partition.capture.contents import contents_of
+from partition.capture.errors import CaptureRefused, SizesRefused
 from partition.capture.export import Exported, export
 from partition.capture.lower import Groups, lower
 from partition.capture.reduction import Reduction
-from partition.capture.refused import CaptureRefused, SizesRefused
+from partition.capture.state_dict import contents_of
 from partition.capture.steps import data_type
 from partition.capture.trees import Inputs, Labels, form_of
-from partition.capture.whole import BATCH, BATCH_MAX, Dynamic, Example, Request
+from partition.capture.wrapper_module import BATCH, BATCH_MAX, Dynamic, Example, Request
 from partition.model.check import check_graph
 from partition.model.graph import (
     EVALUATE,
@@ -182,7 +182,7 @@ def _with_sizes_found(model: nn.Module, request: Request, refusal: SizesRefused)
 
 
 def _draws_always(cleaned: Cleaned) -> bool:
-    """Whether it takes random numbers in evaluation too, as nothing says that it shall not."""
+    """Return whether it takes random numbers in evaluation too, as nothing says that it shall not."""
     rows = [OPERATORS[step.operator] for step in cleaned.steps]
     return any(row.random and not row.evaluate for row in rows)
 

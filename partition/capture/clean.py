@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from partition.capture.errors import CaptureRefused
 from partition.capture.export import Exported, named
+from partition.capture.fx_pass import Walk
 from partition.capture.reduction import as_sum
-from partition.capture.refused import CaptureRefused
 from partition.capture.steps import Leaf, Made, Reference, Step
-from partition.capture.walk import Walk
-from partition.capture.whole import BATCH
+from partition.capture.wrapper_module import BATCH
 
 REFUSALS_SHOWN_MAX = 20
 _NORM = "aten.batch_norm.default"

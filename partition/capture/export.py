@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.export.graph_signature import InputKind, OutputKind
 
+from partition.capture.errors import CaptureRefused, SizesRefused
 from partition.capture.module_state import changed, generator_states, restored
-from partition.capture.refused import CaptureRefused, SizesRefused
 from partition.capture.steps import Kind
-from partition.capture.whole import Layout, Request, Whole, strip
+from partition.capture.wrapper_module import Layout, Request, Whole, strip
 
 # Autograd functions of torch itself that leave gradients as they are.
 _HARMLESS = {"_NoopSaveInputs"}
@@ -136,7 +136,7 @@ _DRAWS = (
 
 
 def _changes(path: str, model: nn.Module) -> str:
-    """What to say of a value that `forward` changes from call to call."""
+    """Return what to say of a value that `forward` changes from call to call."""
     paths = [
         name
         for name, _ in model.named_modules()

@@ -97,12 +97,12 @@ def mutated(func: Any, args: Arguments, kwargs: Keywords) -> Iterator[tuple[str,
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, in whatever order."""
+    """Return whether a tensor is all of its storage, in whatever order."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
-    """Which row of a tensor of `shape` this view is; None if it is anything else."""
+    """Return which row of a tensor of `shape` this view is; None if it is anything else."""
     size = math.prod(shape[1:])
     if not shape or not size or tensor.numel() != size or not tensor.is_contiguous():
         return None
@@ -111,7 +111,7 @@ def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
 
 
 def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[Fill, ...] | None:
-    """What an operator does to its first argument; None if that is no step of a recipe.
+    """Return what an operator does to its first argument; None if that is no step of a recipe.
 
     In place or not: the caller knows.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.capture.steps import Call, Emitter, Handle, name_of
 
 _aten = torch.ops.aten
@@ -123,7 +123,7 @@ def _zero(call: Call) -> Handle:
 
 
 def _one(handle: Any) -> Handle:
-    """What an operator with one result makes."""
+    """Return what an operator with one result makes."""
     assert isinstance(handle, Handle)
     return handle
 

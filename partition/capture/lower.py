@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from partition.capture.clean import Cleaned
-from partition.capture.contents import Contents, Store, bytes_of, check_parameter
+from partition.capture.errors import CaptureRefused
 from partition.capture.export import Exported
-from partition.capture.refused import CaptureRefused
 from partition.capture.skeleton import recipe_of
+from partition.capture.state_dict import Contents, Store, bytes_of, check_parameter
 from partition.capture.steps import DATA_TYPES, Leaf, Made, Reference, Step, Symbolic, data_type
-from partition.capture.whole import COUNTER, Example
+from partition.capture.wrapper_module import COUNTER, Example
 from partition.model.graph import (
     GRAPH_BYTES_MAX,
     GRAPH_VERSION,

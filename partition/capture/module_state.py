@@ -98,7 +98,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether there may be something in it that changes."""
+    """Return whether there may be something in it that changes."""
     if isinstance(value, _CONTAINERS):
         return True
     if _leaf(value) is not None or isinstance(value, (*_PLAIN, *_OPAQUE, tuple)) or callable(value):

@@ -2,9 +2,9 @@
 
 Forward, the gradient of every parameter, and evaluation are compared with the module as its author wrote it.
 Nobody needs to hold the model: a parameter on meta has values only while an operator runs
-(`partition.capture.lazy`), and of a gradient only a sketch is kept, its norm and its product with a vector of
-signs. It is for this that a custom `autograd.Function` with a wrong backward, or an operator whose graph form
-differs from what eager does, is found here and not by those who train.
+(`partition.capture.lazy_tensor`), and of a gradient only a sketch is kept, its norm and its product with a
+vector of signs. It is for this that a custom `autograd.Function` with a wrong backward, or an operator whose
+graph form differs from what eager does, is found here and not by those who train.
 
 Both runs draw the same: before the k-th random operator the generator is seeded by k.
 """
@@ -22,16 +22,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crypto.errors import RemoteProtocolError
-from partition.capture.agreement import Computed, compare, signs_of, sketch_of, tolerance_of, total_of
 from partition.capture.capture import Further
-from partition.capture.given import Given, given, lively
-from partition.capture.lazy import Materialised, with_values
+from partition.capture.compare import Computed, compare, signs_of, sketch_of, tolerance_of, total_of
+from partition.capture.errors import CaptureRefused, EvaluationDiffers
+from partition.capture.lazy_tensor import Materialised, with_values
 from partition.capture.module_state import restored
+from partition.capture.proof_inputs import Given, given, lively
 from partition.capture.reduction import Reduction
-from partition.capture.refused import CaptureRefused, EvaluationDiffers
 from partition.capture.trees import Inputs, Labels, form_of
 from partition.execute.interpret import DTYPES, Program, Results, compile_entry
-from partition.execute.random import drawn
+from partition.execute.seeds import drawn
 from partition.model.cut import cut
 from partition.model.graph import EVALUATE, Entry, Graph, StageGraph
 from partition.model.operators import OPERATORS

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.capture.steps import Call, Emitter, Handle
 from partition.model.graph import ITEMS_MAX
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
+from partition.capture.fx_pass import Walk
 from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Storage, Symbolic
-from partition.capture.walk import Walk
 
 Reduction = Literal["auto", "sum", "microbatch"]
 """How a step adds a loss up. `auto`: sums as they are, and means as `as_sum` reads them. `sum`: as it is.
@@ -81,7 +81,7 @@ def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[
 
 
 def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | None:
-    """What a scalar is: a mean, a sum, or neither as far as can be read."""
+    """Return what a scalar is: a mean, a sum, or neither as far as can be read."""
     if not isinstance(reference, Made):
         return None
     step, short = reference.step, _short(reference.step)
@@ -142,7 +142,7 @@ def _divisor(walk: Walk, reference: Any) -> Reference | None:
 
 
 def _is_whole(walk: Walk, reference: Any) -> bool:
-    """Whether a tensor holds nothing but whole numbers: a mask, or what is made of masks."""
+    """Return whether a tensor holds nothing but whole numbers: a mask, or what is made of masks."""
     if isinstance(reference, Leaf):
         known = walk.leaves.get(reference)
         return known is not None and not known.fake.is_floating_point()
@@ -159,7 +159,7 @@ def _is_whole(walk: Walk, reference: Any) -> bool:
 
 
 def _varies(reference: Any, batch: Any) -> bool:
-    """Whether a tensor has more elements for a larger batch, as far as is known."""
+    """Return whether a tensor has more elements for a larger batch, as far as is known."""
     if not isinstance(reference, Made) or isinstance(batch, int):
         return isinstance(reference, Made)
     symbols = batch.node.expr.free_symbols

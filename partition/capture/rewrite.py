@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.capture.steps import Call, Handle
 
 _aten = torch.ops.aten

@@ -151,7 +151,7 @@ def _patched(recorder: "_Recorder") -> Iterator[None]:
 
 
 def _patchable() -> tuple[Any, Any, Any]:
-    """What is patched, without the types that forbid it."""
+    """Return what is patched, without the types that forbid it."""
     return nn.Module, nn.Parameter, nn.init
 
 

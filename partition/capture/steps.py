@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.model.graph import DataType, FormatName, TypeName
 
 DATA_TYPES: Mapping[torch.dtype, DataType] = {
@@ -102,7 +102,7 @@ class Handle:
 
 
 class Emitter(Protocol):
-    """What rewrites may do to the steps: `partition.capture.walk.Walk`, which documents it."""
+    """What rewrites may do to the steps: `partition.capture.fx_pass.Walk`, which documents it."""
 
     owner: str
     has_gradients: bool

@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn import functional
 
 from partition.capture.capture import Bounds, Captured, Further, capture
+from partition.capture.errors import CaptureRefused, EvaluationDiffers
 from partition.capture.lower import Groups
 from partition.capture.proof import Proof, prove
 from partition.capture.reduction import Reduction
-from partition.capture.refused import CaptureRefused, EvaluationDiffers
 from partition.capture.trees import Inputs, Labels
 
 
@@ -186,5 +186,5 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def correct(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How many samples are classified right."""
+    """Return how many samples are classified right."""
     return (output.argmax(dim=1) == target).sum()

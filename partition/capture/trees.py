@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Labels = Sequence[Any] | Mapping[str, Any]
@@ -61,12 +61,12 @@ class Form:
     own_loss: bool = False
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with."""
+        """Return what the model is called with."""
         made = tuple(_filled(tree, tensors) for tree in self.positional)
         return made, {name: _filled(tree, tensors) for name, tree in self.keywords.items()}
 
     def label_arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What a metric is called with after the output; a loss too, unless it is the model's own."""
+        """Return what a metric is called with after the output; a loss too, unless it is the model's own."""
         return tuple(_filled(tree, tensors) for tree in self.labels)
 
     def outputs(self, output: Any) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """First values in a safetensors file beside the graph: written and read a tensor at a time.
 
-No second copy of the model is ever made. What the file must look like is `partition.model.stored`'s.
+No second copy of the model is ever made. What the file must look like is
+`partition.model.safetensors_layout`'s.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.capture.refused import CaptureRefused
+from partition.capture.errors import CaptureRefused
 from partition.model.graph import Graph, Stored
-from partition.model.stored import check_file, check_range, file_header, stored_parameters
+from partition.model.safetensors_layout import check_file, check_range, file_header, stored_parameters
 
 _CHUNK_BYTES = 1 << 24
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import Literal
 
 from partition.codec import CODECS, Codec, coded_bytes, pack, typed, unpack
-from partition.codecs.tiles import Array
+from partition.codecs.base import Array
 from partition.model.graph import FLOATING, ITEM_BYTES, DataType
 
 Frames = Literal["exact", "bfloat16", "int8", "int4"]
@@ -49,7 +49,7 @@ def allowed(frames: Frames, *, is_gradient: bool) -> tuple[Codec, ...]:
 
 
 def narrowest(frames: Frames, *, is_gradient: bool) -> Codec:
-    """What makes tensors smallest: the codec of a link that nobody has measured."""
+    """Return what makes tensors smallest: the codec of a link that nobody has measured."""
     return allowed(frames, is_gradient=is_gradient)[-1]
 
 

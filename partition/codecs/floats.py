@@ -8,7 +8,7 @@ first multiplied by the power of two that brings its largest number to between 2
 import numpy as np
 
 from crypto.errors import RemoteProtocolError
-from partition.codecs.tiles import LARGEST_LOG2, TILE, Array, round_bfloat16, widen_bfloat16
+from partition.codecs.base import LARGEST_LOG2, TILE, Array, round_bfloat16, widen_bfloat16
 
 _FLOAT16_LOG2 = 14
 _SHIFT_MIN, _SHIFT_MAX = _FLOAT16_LOG2 - LARGEST_LOG2, 126

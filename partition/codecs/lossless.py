@@ -8,7 +8,7 @@ import numpy as np
 import zstandard
 
 from crypto.errors import RemoteProtocolError
-from partition.codecs.tiles import Array
+from partition.codecs.base import Array
 
 ZSTD_LEVEL = 1
 """Level 3 gains little on activations and costs twice the time; below 1 the planes gain next to nothing."""

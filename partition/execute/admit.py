@@ -1,10 +1,10 @@
 """Admission: whether a stage may run here, found out before anything large is allocated.
 
 Every node is held against torch's own schema (`partition.execute.schema`), and each entry point runs on
-tensors that have shapes and types and no memory (`partition.execute.ghosts`): `train` forward and backward
-as it will be trained, the others as they will be asked. That run is metered and ends at the first operator
-beyond what the provider offers (`partition.execute.meter`). Every value must have the type and the shape that
-the graph claims, at the largest sizes and at the smallest.
+tensors that have shapes and types and no memory (`partition.execute.shape_tensors`): `train` forward and
+backward as it will be trained, the others as they will be asked. That run is metered and ends at the first
+operator beyond what the provider offers (`partition.execute.memory_meter`). Every value must have the type
+and the shape that the graph claims, at the largest sizes and at the smallest.
 
 What it is not: a proof for every size in between, or for scratch memory inside a kernel. The process that
 asks is under limits of the operating system, and this is the fence in front of those.
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.execute.ghosts import Storage, ghost
 from partition.execute.interpret import DTYPES, FORMATS
-from partition.execute.meter import Meter, shown_bytes
+from partition.execute.memory_meter import Meter, shown_bytes
 from partition.execute.schema import Signature, check_node
+from partition.execute.shape_tensors import Storage, ghost
 from partition.model.graph import (
     FLOATING,
     ITEM_BYTES,
@@ -80,7 +80,7 @@ class _Figures:
 
 
 def admit(specification: StageSpecification) -> Admitted:
-    """What one micro-batch of the largest sizes will take, if the stage may run here.
+    """Return what one micro-batch of the largest sizes will take, if the stage may run here.
 
     Raises:
         RemoteProtocolError: an operator, an argument, a shape or a cost that is refused, with the node.

@@ -91,7 +91,7 @@ class _Memory:
         self._kept = {self._group((Value, number)) for number in ends}
 
     def is_free_after(self, writer: Node) -> bool:
-        """Whether nobody reads what `writer` overwrites, its first argument, after it or beside it."""
+        """Return whether nobody reads what `writer` overwrites, its first argument, after it or beside it."""
         first, *beside = _keys(writer)
         # A view shares memory with whatever it is a view of, and with its other views.
         if first[0] is Value and first[1] in self._views:

@@ -28,11 +28,11 @@ from blake3 import blake3
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.codec import Payload, Rounding
-from partition.execute.boundary import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
-from partition.execute.interpret import DTYPES, NamesNothing, Program, Results, compile_entry
+from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.optimize import Optimizer, clip_factor
-from partition.execute.random import seed_of
+from partition.execute.seeds import seed_of
 from partition.execute.sessions import Sessions
+from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.values import first_values
 from partition.execute.vector import Vector
 from partition.execute.weights import export_file, import_file
@@ -191,7 +191,7 @@ class StageExecutor:
         is_repeated = self._specification.recompute and request.train and entry.loss is None
         try:
             results = self._compute(program, entry, inputs, labels, sizes, request, keeps=not is_repeated)
-        except NamesNothing as error:
+        except LabelOutOfRange as error:
             raise BadPayload(str(error), "labels" if labels else "input", of_values=True) from None
         if not all(is_finite(tensor) for pair in results.statistics for tensor in pair):
             raise NotFinite("the statistics of a batch norm are not finite")
@@ -305,7 +305,7 @@ class StageExecutor:
         sizes: tuple[int, ...],
         request: Forward | Backward,
     ) -> tuple[Payload | None, Rounding]:
-        """What goes back to the stage before."""
+        """Return what goes back to the stage before."""
         if not entry.backward_inputs or request.sign < 0:
             return None, Rounding()
         given = dict(zip(entry.inputs, inputs, strict=True))

@@ -1,7 +1,7 @@
 """The closure interpreter: a stage's share of an entry point as a list of Python closures over torch.
 
 No source is made of a graph, and nothing is looked up in torch by a stranger's word
-(`partition.execute.calls`). Compiling gives every value, parameter, size and plain
+(`partition.execute.closures`). Compiling gives every value, parameter, size and plain
 argument a place in one flat list, so that each node becomes a closure that picks its arguments out by index,
 calls, and stores. What depends on sizes alone is evaluated once for each new set of sizes; a list argument is
 rebuilt before its node only if it holds tensors. A value is dropped right after its last use, so that
@@ -23,8 +23,17 @@ import torch
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.execute.alias import writable_in_place
-from partition.execute.calls import CALLS, SEED, STATISTICS, Step, calling, calling_by_name, counting, seeded
-from partition.execute.random import seeder
+from partition.execute.closures import (
+    CALLS,
+    SEED,
+    STATISTICS,
+    Step,
+    calling,
+    calling_by_name,
+    counting,
+    seeded,
+)
+from partition.execute.seeds import seeder
 from partition.model.graph import (
     Argument,
     ConstantValue,
@@ -91,7 +100,7 @@ class Results:
     statistics: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class NamesNothing(RemoteProtocolError):
+class LabelOutOfRange(RemoteProtocolError):
     """An index among the inputs or labels is out of range."""
 
 
@@ -143,7 +152,7 @@ class Program:
         alone.
 
         Raises:
-            NamesNothing: among the integers given there is one that an operator finds nothing by.
+            LabelOutOfRange: among the integers given there is one that an operator finds nothing by.
             RemoteProtocolError: sizes that the expressions do not take, or an operator that raised.
         """
         self._fit(tuple(sizes))
@@ -178,7 +187,7 @@ class Program:
         # What torch's operators raise for arguments that do not fit each other, or for lack of memory.
         except (IndexError, RuntimeError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
             reason = str(error).strip().split("\n")[0]
-            kind = NamesNothing if isinstance(error, IndexError) else RemoteProtocolError
+            kind = LabelOutOfRange if isinstance(error, IndexError) else RemoteProtocolError
             raise kind(f"{self._names[number]}: {reason}") from None
 
     def _fit(self, sizes: tuple[int, ...]) -> None:
@@ -257,7 +266,8 @@ class _Compiler:
         return self.places[kind, row]
 
     def _argument(self, argument: Argument | Items, owner: str) -> int:
-        """Where to find an argument when its node runs; a list of tensors gets a step that rebuilds it."""
+        """Return where to find an argument when its node runs; a list of tensors gets a step that rebuilds
+        it."""
         match argument:
             case Value(number):
                 return self.value(number)
@@ -282,7 +292,7 @@ class _Compiler:
         return place
 
     def _contiguous(self, given: int, owner: str) -> int:
-        """Of a tensor that decides in which order random numbers fall (`partition.execute.random`).
+        """Of a tensor that decides in which order random numbers fall (`partition.execute.seeds`).
 
         Attention draws over its weights, which it makes itself.
         """
@@ -359,7 +369,7 @@ class _Compiler:
         self._add(step, name, [*places, *keywords.values()], results)
 
     def _counts(self, node: Node, name: str) -> bool:
-        """Whether this batch norm finds statistics that a step will commit; if so, notes which."""
+        """Return whether this batch norm finds statistics that a step will commit; if so, notes which."""
         if not self._train or node.arguments[5] is not True or node.arguments[3] is None:
             return False
         mean, variance, momentum = node.arguments[3], node.arguments[4], node.arguments[6]
@@ -384,7 +394,7 @@ def _plain(item: Item) -> Any:
 
 
 def _is_living(argument: Argument) -> bool:
-    """Whether it can differ from run to run."""
+    """Return whether it can differ from run to run."""
     kinds = Value | ParameterValue | ConstantValue | StateValue | Size
     items = argument.items if isinstance(argument, Items) else (argument,)
     return any(isinstance(item, kinds) for item in items)

@@ -325,8 +325,8 @@ def _fits_list(rule: Rule, argument: Argument, sizes: Sequence[int]) -> bool:
 
 
 def _is_length(rule: Rule, length: int) -> bool:
-    """How long a list of integers may be. `split_with_sizes` has one for each piece; a pool's stride, by
-    default the window, may be empty."""
+    """Return how long a list of integers may be. `split_with_sizes` has one for each piece; a pool's stride,
+    by default the window, may be empty."""
     if rule.name in ("split_size", "split_sizes"):
         return 1 <= length <= ITEMS_MAX
     if rule.length is None or rule.length == 1:

@@ -14,8 +14,8 @@ import safetensors
 from crypto.errors import RemoteProtocolError
 from partition.codec import Array
 from partition.model.graph import ITEM_BYTES, Constant, DataType
+from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
-from partition.model.stored import SAFETENSORS_TYPES
 from partition.stage import Slot
 
 _ALIGNMENT_BYTES = 8

@@ -307,7 +307,7 @@ def _check_nodes(graph: Graph, entry: Entry, where: str) -> None:
 
 
 def _check_arguments(graph: Graph, node: Node, made: int, told: bytearray, place: str) -> bool:
-    """Whether one of a node's arguments depends on a label."""
+    """Return whether one of a node's arguments depends on a label."""
     name = graph.operators[node.operator]
     _unique(f"keywords of {place}", (key for key, _ in node.keywords))
     is_norm = name in (BATCH_NORM, INSTANCE_NORM)

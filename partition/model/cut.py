@@ -1,10 +1,9 @@
 """Cuts a graph into stages, at any node of its first entry point. No torch.
 
-A stage takes the nodes between two positions; the other entry points are cut where the parameters' owners
-say (`partition.model.flow.places`). What a later stage wants of an earlier one is sent through every stage
-between, or computed again where that is cheaper (`partition.model.crossing`). Sizes travel with every
-payload, so they never count. Nodes that nothing needs are dropped: with a loss, the model's outputs do not
-travel.
+A stage takes the nodes between two positions; the other entry points are cut where the parameters' owners say
+(`partition.model.dataflow.places`). What a later stage wants of an earlier one is sent through every stage
+between, or computed again where that is cheaper (`partition.model.min_cut`). Sizes travel with every payload,
+so they never count. Nodes that nothing needs are dropped: with a loss, the model's outputs do not travel.
 
 Cutting is a pure function of graph and positions, so every peer makes the same stages by itself, and nobody
 sends a `StageGraph`. A graph that cannot be cut as asked is a ValueError, also if a stranger wrote it.
@@ -15,9 +14,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from crypto.errors import RemoteProtocolError
-from partition.model.crossing import Chooser
-from partition.model.flow import Flow, flow_of, places
+from partition.model.dataflow import Flow, flow_of, places
 from partition.model.graph import TENSORS_MAX, Graph, StageGraph
+from partition.model.min_cut import Chooser
 from partition.model.stages import Part, assemble
 from partition.model.work import Work
 
@@ -83,7 +82,7 @@ def cut(graph: Graph, name: bytes, positions: Sequence[int]) -> tuple[StageGraph
 
 
 def cut_layers(graph: Graph, name: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[StageGraph, ...]:
-    """As `cut`, by half-open ranges of layers that follow one another and cover all.
+    """Like `cut`, by half-open ranges of layers that follow one another and cover all.
 
     Raises:
         ValueError: ranges that do not, or what `cut` raises.

@@ -19,10 +19,10 @@ from itertools import accumulate
 
 import msgspec
 
-from partition.model.crossing import FLOP_COST, TOUCHED_BYTE_COST
 from partition.model.cut import crossing_bytes, follow, legal_positions, reference_sizes
-from partition.model.flow import Flow, flow_of
+from partition.model.dataflow import Flow, flow_of
 from partition.model.graph import LAYERS_MAX, Entry, Graph, Name, Node, ParameterValue, arguments_of
+from partition.model.min_cut import FLOP_COST, TOUCHED_BYTE_COST
 from partition.model.work import Work
 
 LAYERS_WANTED_MAX = 128

@@ -2,7 +2,7 @@
 
 Read off the graph, without torch: an input or label that reaches an indexing operator through nothing but
 reshapes and casts must lie below the length of what it indexes. A value that is computed with first has no
-bound here; the stage that cannot use it says so (`partition.execute.interpret.NamesNothing`).
+bound here; the stage that cannot use it says so (`partition.execute.interpret.LabelOutOfRange`).
 """
 
 from collections.abc import Mapping, Sequence

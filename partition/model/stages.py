@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partition.model.flow import MOMENTUM, RUNNING_MEAN, Flow, Places
+from partition.model.dataflow import MOMENTUM, RUNNING_MEAN, Flow, Places
 from partition.model.graph import (
     ConstantValue,
     Graph,

@@ -1,6 +1,6 @@
 """The links of a run's chain of plans that a member knows, and what it keeps of them over a restart.
 
-Pure: who decides the next link is in `partition.plan.agreement`. Only the newest links are kept; those before
+Pure: who decides the next link is in `partition.plan.paxos`. Only the newest links are kept; those before
 them are folded into the plan they led to.
 """
 
@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from partition.plan.change import CHANGE_BYTES_MAX, Change, decode_change, encode_change, successor
+from partition.plan.paxos_messages import LINKS_BYTES_MAX, LINKS_MAX, Link, Vote
 from partition.plan.plan import (
     HASH_BYTES,
     HEIGHT_MAX,
-    NOTHING,
+    NO_HASH,
     PLAN_BYTES_MAX,
     Hash,
     Height,
@@ -25,7 +26,6 @@ from partition.plan.plan import (
     check_plan,
     plan_hash,
 )
-from partition.plan.votes import LINKS_BYTES_MAX, LINKS_MAX, Link, Vote
 
 FORKS_MAX = 16
 """Instances of a fork that a member votes in for one parent. Where those within reach change more often than
@@ -63,7 +63,7 @@ class Chain:
         return self.hashes[-1]
 
     def knows(self, peer: bytes) -> bool:
-        """Whether `peer` is or was on the roster of a plan that is kept."""
+        """Return whether `peer` is or was on the roster of a plan that is kept."""
         return peer in self._peers
 
     def peers(self) -> tuple[bytes, ...]:
@@ -94,7 +94,7 @@ def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
     if encode_change(change) != link:
         raise RemoteProtocolError("a change that is not in its canonical form")
     new = successor(plan, change)
-    if change.fork != NOTHING and change.fork != fork_name(plan, staying(plan, new)):
+    if change.fork != NO_HASH and change.fork != fork_name(plan, staying(plan, new)):
         raise RemoteProtocolError("a fork that is not named by those who go on")
     return new, change
 
@@ -140,7 +140,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
         return Past(plans[-PAST_MAX:], max(self.height, *dropped, -1))
 
     def may_hold(self, plan: Plan) -> bool:
-        """Whether this member may have voted on what follows `plan`."""
+        """Return whether this member may have voted on what follows `plan`."""
         return plan.height <= self.height or (plan.height, plan_hash(plan)) in self.plans
 
 
@@ -173,7 +173,7 @@ def base_plan(data: bytes) -> Plan:
 
 
 def unpack(data: bytes) -> Kept:
-    """What `pack` made; RemoteProtocolError where the bytes have changed since."""
+    """Return what `pack` made; RemoteProtocolError where the bytes have changed since."""
     body = data[HASH_BYTES:]
     if blake3(body).digest() != data[:HASH_BYTES]:
         raise RemoteProtocolError("a stored chain of plans that is damaged")

@@ -13,7 +13,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from partition.plan.plan import (
     HEIGHT_MAX,
-    NOTHING,
+    NO_HASH,
     ROSTER_MAX,
     Count,
     Hash,
@@ -54,9 +54,9 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     joined: Annotated[tuple[Joining, ...], msgspec.Meta(max_length=JOININGS_MAX)] = ()
     admitted: Peers = ()
     trainers: Peers = ()
-    restored: Hash = NOTHING
+    restored: Hash = NO_HASH
     step: StepNumber = 0
-    fork: Hash = NOTHING
+    fork: Hash = NO_HASH
 
 
 def encode_change(change: Change) -> bytes:
@@ -84,7 +84,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         raise RemoteProtocolError("a change that loses somebody who was not there")
     if any(row.stage >= len(plan.stages) for row in change.joined):
         raise RemoteProtocolError("a change that adds to a stage that is none")
-    if change.restored == NOTHING and change.step:
+    if change.restored == NO_HASH and change.step:
         raise RemoteProtocolError("a change to a step without a checkpoint")
     if plan.height + 1 >= HEIGHT_MAX:
         raise RemoteProtocolError("a chain of plans without an end")
@@ -109,17 +109,17 @@ def successor(plan: Plan, change: Change) -> Plan:
         parent=plan_hash(plan),
         height=plan.height + 1,
         roster=roster,
-        trainers=kept or heirs(roster, stages)[:1],
+        trainers=kept or standby_trainers(roster, stages)[:1],
         microbatches=plan.microbatches,
         stages=tuple(stages),
         step=change.step,
         restored=change.restored,
-        fork=plan.fork if change.fork == NOTHING else change.fork,
+        fork=plan.fork if change.fork == NO_HASH else change.fork,
     )
     return decode_plan(encode_plan(new))  # a plan that nobody could read is none
 
 
-def heirs(roster: Sequence[bytes], stages: Sequence[StagePlan]) -> tuple[bytes, ...]:
-    """Who would train if no trainer were left, the first first."""
+def standby_trainers(roster: Sequence[bytes], stages: Sequence[StagePlan]) -> tuple[bytes, ...]:
+    """Return who would train if no trainer were left, the first first."""
     busy = {peer for stage in stages for peer in stage.replicas}
     return tuple(sorted(roster, key=lambda peer: (peer in busy, peer)))

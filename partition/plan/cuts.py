@@ -110,7 +110,7 @@ def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int
 
 
 def as_split(tables: Tables, cut: Cut, *, is_exact: bool) -> Split:
-    """What a solver answers."""
+    """Return what a solver answers."""
     slowest = 0
     for number, ((first, last), group) in enumerate(zip(cut.ranges, cut.groups, strict=True)):
         slowest = max(slowest, int(tables.group_time(group)[first, last]))

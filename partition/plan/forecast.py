@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
+from partition.plan.assignment import deal
 from partition.plan.cuts import in_flight_pace
 from partition.plan.problem import Problem, Split
-from partition.plan.schedule import deal
 from partition.plan.tables import Tables
 
 PLAYED_MAX = 96
@@ -140,7 +140,7 @@ def _step(tables: Tables, stage: StageForecast) -> int:
 
 
 def _microjoules(problem: Problem, busy: dict[int, int], step: int, microbatches: int) -> int:
-    """What the peers of the plan draw in a step, idling included, by micro-batch."""
+    """Return what the peers of the plan draw in a step, idling included, by micro-batch."""
     total = 0
     for place, time in busy.items():
         peer = problem.peers[place]

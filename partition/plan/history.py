@@ -3,7 +3,7 @@
 The requester signs the first plan. What followed stands in segments, each signed by a peer that was on the
 roster where its segment begins: a member vouches for the changes since it came, and before these stands the
 history by which it was let in itself. So nobody who was never admitted can make one up; that members tell the
-truth is taken on trust, for votes are not signed (`partition.plan.agreement`).
+truth is taken on trust, for votes are not signed (`partition.plan.paxos`).
 
 Pure. Replaying takes up to 0.2 s, so it is not for the event loop.
 """
@@ -18,8 +18,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from partition.plan.chain import follow
+from partition.plan.paxos_messages import Link
 from partition.plan.plan import PLAN_BYTES_MAX, Hash, Plan, decode_plan, encode_plan, plan_hash
-from partition.plan.votes import Link
 
 FIRST_PLAN_PURPOSE = "first-plan"
 SEGMENT_PURPOSE = "plan-history"

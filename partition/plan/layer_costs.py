@@ -13,7 +13,7 @@ from math import prod
 
 from crypto.errors import RemoteProtocolError
 from partition.model.cut import crossings
-from partition.model.flow import Flow, flow_of
+from partition.model.dataflow import Flow, flow_of
 from partition.model.graph import ITEM_BYTES, Graph, Value
 from partition.model.operators import OPERATORS
 from partition.model.work import Work

@@ -1,6 +1,6 @@
 """What a member learns of the chain from others: links that it lacks, and branches that are not its own.
 
-Part of `partition.plan.agreement`: it holds no vote. Other members are believed, as far as what they say is
+Part of `partition.plan.paxos`: it holds no vote. Other members are believed, as far as what they say is
 valid.
 
 Of two members one may be behind, or each of another branch. A Head that asks is answered by the links its
@@ -16,8 +16,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.chain import Chain, follow
 from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.plan.votes import Decided, Head, Sends, survives
+from partition.plan.paxos_messages import ChainHead, Decided, Sends, other_branch_wins
+from partition.plan.plan import NO_HASH, Plan, plan_hash
 
 BEHIND_SECONDS = 30.0
 """One that came late itself may know too little to help; within so long somebody else will."""
@@ -30,7 +30,7 @@ class ForkFound:
     """`peer` is of another branch of the chain, which is the one to go on with."""
 
     peer: PeerId
-    head: Head
+    head: ChainHead
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LeftBehind:
     """`peer` is further, and for BEHIND_SECONDS nobody could tell how to get there: too much was missed."""
 
     peer: PeerId
-    head: Head
+    head: ChainHead
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Learner:
     def __init__(self, me: PeerId, chain: Chain, *, may_fork: bool) -> None:
         self.events: list[LearnerEvent] = []
         self.chain = chain
-        self.said = Head(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
+        self.said = ChainHead(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
         self._me = me
         self._may_fork = may_fork
         # Of peers whose plan is none of ours, the last Head of each.
-        self._heads: dict[PeerId, Head] = {}
+        self._heads: dict[PeerId, ChainHead] = {}
         self._strayed: list[bytes] = []
         self._behind_since: float | None = None
 
@@ -82,8 +82,8 @@ class Learner:
         self._behind_since = None
         self._heads = {peer: head for peer, head in self._heads.items() if self.chain.knows(peer)}
 
-    def head(self, *, asks: bool) -> Head:
-        """What we say of ourselves."""
+    def head(self, *, asks: bool) -> ChainHead:
+        """Return what we say of ourselves."""
         plan = self.chain.head
         return replace(
             self.said,
@@ -124,12 +124,12 @@ class Learner:
                 continue
             before = plan
             plan, change = follow(before, link)
-            if change.fork != NOTHING and not self._may_fork:
+            if change.fork != NO_HASH and not self._may_fork:
                 raise RemoteProtocolError("a fork in a run that allows none")
             if ours is not None and not strayed and follow(before, ours)[1].fork == change.fork:
                 self.events.append(ChainBroken(sender, plan.height))
                 raise RemoteProtocolError(f"two different changes were decided for height {plan.height}")
-            is_without_us = change.fork != NOTHING and self._me not in plan.roster
+            is_without_us = change.fork != NO_HASH and self._me not in plan.roster
             if strayed or ours is not None or is_without_us:
                 strayed.append(plan_hash(plan))
             else:
@@ -140,8 +140,8 @@ class Learner:
             self._judge(sender)
         return taken, []
 
-    def hear(self, now: float, sender: PeerId, head: Head) -> Sends:
-        """What a member says of itself."""
+    def hear(self, now: float, sender: PeerId, head: ChainHead) -> Sends:
+        """Return what a member says of itself."""
         ours = self.chain.head
         place = self.chain.place(head.plan)
         if place is not None:
@@ -157,9 +157,9 @@ class Learner:
             self._fall_behind(now, sender, head)
         return [(sender, self.links_after(0)), (sender, self.head(asks=False))] if head.asks else []
 
-    def _fall_behind(self, now: float, sender: PeerId, head: Head) -> None:
+    def _fall_behind(self, now: float, sender: PeerId, head: ChainHead) -> None:
         # Where there are forks, further is not yet better.
-        if self._may_fork and not survives(self.head(asks=False), head):
+        if self._may_fork and not other_branch_wins(self.head(asks=False), head):
             return
         if self._behind_since is None:
             self._behind_since = now
@@ -167,13 +167,13 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Whether the last Head of `sender` is of another branch; an event where that one survives."""
+        """Return whether the last Head of `sender` is of another branch; an event where that one survives."""
         head = self._heads.get(sender)
         if head is None:
             return False
         is_passed = self.chain.plans[0].height <= head.height <= self.chain.head.height
         if not is_passed and head.plan not in self._strayed:
             return False
-        if survives(self.head(asks=False), head):
+        if other_branch_wins(self.head(asks=False), head):
             self.events.append(ForkFound(sender, head))
         return True

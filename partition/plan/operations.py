@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from partition.model.flow import Flow, flow_of
+from partition.model.dataflow import Flow, flow_of
 from partition.model.graph import Graph, Node, ParameterValue, Value, arguments_of
 from partition.model.operators import OPERATORS
 from partition.model.work import Work

@@ -2,7 +2,7 @@
 hash.
 
 A plan names its parent, so plans form a chain. Each link after the first follows from its parent by a
-`Change`, which a committee of the parent's roster decides (`partition.plan.agreement`): whoever knows the
+`Change`, which a committee of the parent's roster decides (`partition.plan.paxos`): whoever knows the
 parent and the change makes the same plan, to the byte. The first is its requester's own, signed with the
 manifest. Nobody is dropped within a plan: a death makes the next one.
 """
@@ -30,7 +30,7 @@ STEPS_MAX = 10_000_000
 """Of a run. No sample or micro-batch counted from it comes near 2**53, beyond which JSON readers no longer
 count exactly."""
 HASH_BYTES = 32
-NOTHING = bytes(HASH_BYTES)
+NO_HASH = bytes(HASH_BYTES)
 """In the place of a hash: there is none."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -73,8 +73,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=MICROBATCHES_MAX)]
     stages: Annotated[tuple[StagePlan, ...], msgspec.Meta(min_length=1, max_length=STAGES_MAX)]
     step: StepNumber = 0
-    restored: Hash = NOTHING
-    fork: Hash = NOTHING
+    restored: Hash = NO_HASH
+    fork: Hash = NO_HASH
 
     @property
     def members(self) -> tuple[PeerId, ...]:
@@ -113,7 +113,7 @@ def decode_plan(data: bytes) -> Plan:
 
 def check_plan(plan: Plan) -> None:
     """Whether a plan makes sense in itself; else RemoteProtocolError."""
-    if (plan.height == 0) != (plan.parent == NOTHING):
+    if (plan.height == 0) != (plan.parent == NO_HASH):
         raise RemoteProtocolError("a plan that follows nothing and is not the first, or the reverse")
     roster = set(plan.roster)
     if list(plan.roster) != sorted(roster):
@@ -136,7 +136,8 @@ def check_plan(plan: Plan) -> None:
 
 
 def committee(plan: Plan, among: tuple[bytes, ...] | None = None) -> tuple[PeerId, ...]:
-    """Who decides what follows `plan`: those of its roster nearest to hash(run, plan), the nearest first.
+    """Return who decides what follows `plan`: those of its roster nearest to hash(run, plan), the nearest
+    first.
 
     That order is also the order of proposers. Nobody can choose a peer id to be among them, for the roster
     was decided before the hash was known. `among`: only those, where a minority decides for itself.

@@ -108,12 +108,12 @@ class Problem:
         object.__setattr__(self, "peers", peers)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """What carries bytes from one peer to another, by their places."""
+        """Return what carries bytes from one peer to another, by their places."""
         names = self.peers[sender].name, self.peers[receiver].name
         return self.links.get(names, self.default_link)
 
     def may_cut(self, position: int) -> bool:
-        """Whether a stage may end before layer `position`."""
+        """Return whether a stage may end before layer `position`."""
         rules = self.constraints
         if any(first < position < last for first, last in rules.together):
             return False

@@ -34,7 +34,7 @@ class Pace(msgspec.Struct, frozen=True, array_like=True):
     mebibyte: Picoseconds
 
     def picoseconds(self, amount: Amount) -> int:
-        """What an amount of work takes."""
+        """Return what an amount of work takes."""
         return (
             self.call * amount.calls
             + self.megaflop * amount.flops // MEGA

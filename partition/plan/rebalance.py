@@ -54,7 +54,8 @@ class Decision:
 
 
 def diff(problem: Problem, old: Split, new: Split, before: Problem | None = None) -> tuple[Move, ...]:
-    """What each peer of `new` has to fetch. `before` is the problem of `old`, where its peers were others."""
+    """Return what each peer of `new` has to fetch. `before` is the problem of `old`, where its peers were
+    others."""
     held = _held(before or problem, old)
     moves = []
     for peer, (first, last) in sorted(_held(problem, new).items()):

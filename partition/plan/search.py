@@ -36,14 +36,14 @@ class _Draws:
 
 
 def allows(rules: Constraints, groups: Groups, layers: int) -> bool:
-    """Whether the number of stages and replicas is as asked."""
+    """Return whether the number of stages and replicas is as asked."""
     if not groups or len(groups) > layers or (rules.stages and len(groups) != rules.stages):
         return False
     return all(has_replicas(rules, group) for group in groups)
 
 
 def has_replicas(rules: Constraints, group: tuple[int, ...]) -> bool:
-    """Whether a stage has as many replicas as asked; `replicas` goes before `replicas_min`."""
+    """Return whether a stage has as many replicas as asked; `replicas` goes before `replicas_min`."""
     return len(group) == rules.replicas if rules.replicas else len(group) >= rules.replicas_min
 
 

@@ -87,7 +87,7 @@ def _check(problem: Problem) -> None:
 
 
 def _missing(problem: Problem, tables: Tables) -> Infeasible:
-    """What to say where nothing fits: bytes needed, bytes offered, and what would help."""
+    """Return what to say where nothing fits: bytes needed, bytes offered, and what would help."""
     rules, layers = problem.constraints, tables.count
     bases = [peer.baseline_bytes for peer in problem.peers]
     base = min(bases)

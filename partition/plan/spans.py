@@ -75,7 +75,8 @@ def spread(tables: Tables) -> Spread:
 
 
 def _lengths(tables: Tables) -> list[int]:
-    """How many layers each peer can hold anywhere, one micro-batch of them under way; 0 where not one."""
+    """Return how many layers each peer can hold anywhere, one micro-batch of them under way; 0 where not
+    one."""
     needed = tables.memory(1)
     size = tables.count
     longest = [

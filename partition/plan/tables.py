@@ -188,7 +188,7 @@ class Tables:
         return max(units), max(latencies)
 
     def _mean_link(self, place: int, others: tuple[int, ...], is_out: bool) -> tuple[int, int]:
-        """What a peer takes to send to, or take from, a group that shares by rate; and the latency."""
+        """Return what a peer takes to send to, or take from, a group that shares by rate; and the latency."""
         key = place, others, is_out
         if key not in self._means:
             links = [
@@ -227,7 +227,7 @@ class Tables:
 
 
 def _pass_times(problem: Problem, place: int) -> list[int]:
-    """What a layer takes on a peer for one micro-batch."""
+    """Return what a layer takes on a peer for one micro-batch."""
     peer = problem.peers[place]
     if not problem.trains:
         return list(peer.forward)

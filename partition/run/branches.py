@@ -8,8 +8,8 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from crypto.identity import PeerId
-from partition.plan.agreement import Agreement, ForkFound, LeftBehind
-from partition.plan.plan import NOTHING, Plan
+from partition.plan.paxos import ForkFound, LeftBehind, PaxosChain
+from partition.plan.plan import NO_HASH, Plan
 from partition.run.progress import Progress
 
 
@@ -25,7 +25,7 @@ class Branches:
     """One member's judgement. `committed` is how many steps this node's own committer has committed, None
     where it does not commit, or does not know yet because its replicas are not synced."""
 
-    def __init__(self, me: PeerId, chain: Agreement, progress: Progress, *, may_fork: bool) -> None:
+    def __init__(self, me: PeerId, chain: PaxosChain, progress: Progress, *, may_fork: bool) -> None:
         self._me = me
         self._chain = chain
         self._progress = progress
@@ -34,7 +34,7 @@ class Branches:
 
     def decided(self, plan: Plan) -> None:
         """Note a plan that is in force now: nothing was committed since the others of a fork were lost."""
-        if plan.fork != NOTHING and self._forked_at is None:
+        if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
 
     def judge(

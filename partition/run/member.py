@@ -4,7 +4,7 @@ It follows the chain of plans, proposes the next one, renews the run or watches 
 others whom the next plan must do without, leaves its branch for a longer one, and moves by the table of
 states. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
 
-Not here: agreeing on plans (`partition.plan.agreement`, whose promises must be stored before its events come
+Not here: agreeing on plans (`partition.plan.paxos`, whose promises must be stored before its events come
 here), steps (`partition.steps`), and what a role computes: `Roles` tells of that.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
-from partition.plan import agreement
-from partition.plan.agreement import Agreement
+from partition.plan import paxos
 from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan, committee, plan_hash
+from partition.plan.paxos import PaxosChain
+from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
 from partition.run import keepalive, proposals
 from partition.run.asks import Asks, Declined, Done, Reply
 from partition.run.branches import Branches, Verdict
@@ -85,7 +85,7 @@ class Parts:
 class _Life:
     """The parts of a member that has a plan."""
 
-    chain: Agreement
+    chain: PaxosChain
     branches: Branches
     proposer: Proposer
     draining: Draining
@@ -152,7 +152,7 @@ class Member:
         self._change("leases wanted", "")
 
     def begin(
-        self, now: float, chain: Agreement, wanted: tuple[int, ...], *, is_restart: bool = False
+        self, now: float, chain: PaxosChain, wanted: tuple[int, ...], *, is_restart: bool = False
     ) -> None:
         """Keep the chain from here on. `wanted` are the replicas each stage began with.
 
@@ -193,24 +193,24 @@ class Member:
 
     # Plans
 
-    def on_chain(self, now: float, event: agreement.Event) -> None:
+    def on_chain(self, now: float, event: paxos.Event) -> None:
         """Act on an event of the chain; what it promised for that is stored."""
         life = self._life
         if life is None or self.is_over:
             return
         match event:
-            case agreement.PlanDecided():
+            case paxos.PlanDecided():
                 life.branches.decided(event.plan)
                 self._adopt(now, life, event.plan, event.change)
-            case agreement.QuorumLost():
+            case paxos.QuorumLost():
                 self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
-            case agreement.QuorumFound():
+            case paxos.QuorumFound():
                 self._in_force(life, "a majority is there again")
-            case agreement.ForkOpened():
+            case paxos.ForkOpened():
                 life.proposer.changed(now)
-            case agreement.ForkFound() | agreement.LeftBehind():
+            case paxos.ForkFound() | paxos.LeftBehind():
                 self._on_fork(life, event)
-            case agreement.ChainBroken():
+            case paxos.ChainBroken():
                 said = f"{short_peer(event.peer)} says that plan {event.height} was another"
                 self.events.append(RunOver("failed", f"{said}: its disk is lost"))
 
@@ -233,7 +233,7 @@ class Member:
             return
         self._in_force(life, reason)
         lost_steps, over = 0, None
-        if plan.restored != NOTHING:
+        if plan.restored != NO_HASH:
             lost_steps = self.progress.restored(plan.step)
             over = self.failures.went_back(plan.step, self.progress.furthest, reason)
         over = over if self.commits else None
@@ -265,7 +265,7 @@ class Member:
 
     # Branches
 
-    def _on_fork(self, life: _Life, event: agreement.ForkFound | agreement.LeftBehind) -> None:
+    def _on_fork(self, life: _Life, event: paxos.ForkFound | paxos.LeftBehind) -> None:
         if self.is_finishing:
             return
         roles = self._roles
@@ -396,7 +396,7 @@ class Member:
         return Declined("another plan is in force") if is_other else Done()
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Whether this node does not know the plan before `plan`; then it asks `sender` for it."""
+        """Return whether this node does not know the plan before `plan`; then it asks `sender` for it."""
         if self.plan is None or plan_hash(self.plan) == plan.parent:
             return False
         self.catch_up([sender])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.plan.change import JOININGS_MAX, Change, Joining
-from partition.plan.plan import NOTHING, Plan
+from partition.plan.plan import NO_HASH, Plan
 from partition.run import timeouts
 
 
@@ -74,7 +74,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         return None
     if not set(plan.roster) - lost and not joined:
         return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
-    restored, step = view.restorable if empty and view.restorable else (NOTHING, 0)
+    restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
     )

@@ -4,9 +4,9 @@ Each step is shown once, whichever committer tells of it: one that takes over ma
 managed to say.
 """
 
-from partition.plan.agreement import Agreement
+from partition.plan.paxos import PaxosChain
+from partition.plan.paxos_messages import ChainHead
 from partition.plan.plan import Plan
-from partition.plan.votes import Head
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
         self.step, self._shown = step, min(self._shown, step)
         return lost
 
-    def claim(self, chain: Agreement, *, hosts: bool) -> None:
+    def claim(self, chain: PaxosChain, *, hosts: bool) -> None:
         """Say how far this member's branch is; `hosts` is whether it holds a stage.
 
         Two branches are compared by their furthest step, because what a branch claims must not decrease: else
@@ -45,7 +45,7 @@ class Progress:
         """
         head: Plan = chain.head
         chain.say(
-            Head(
+            ChainHead(
                 run=head.run,
                 parent=chain.head_hash,
                 fork=head.fork,

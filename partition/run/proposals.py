@@ -3,7 +3,7 @@
 Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
 member proposes what needs nobody new. A newcomer with a stage leases a slot, in the order of peer ids, all or
 none; then all open their stages while the run goes on under the plan it has; then the change is proposed.
-Not here: which change that is (`next_change`), and how it is decided (`partition.plan.agreement`).
+Not here: which change that is (`next_change`), and how it is decided (`partition.plan.paxos`).
 """
 
 from collections.abc import Callable, Collection
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
-from partition.plan.agreement import Agreement
 from partition.plan.change import Change, successor
+from partition.plan.paxos import PaxosChain
 from partition.plan.plan import Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
@@ -88,7 +88,7 @@ class Proposer:
     def __init__(
         self,
         me: PeerId,
-        chain: Agreement,
+        chain: PaxosChain,
         now: float,
         *,
         requester: PeerId,
@@ -145,17 +145,17 @@ class Proposer:
         of gossip.
         """
         alive, gone = self._around.live(), self._around.gone()
-        is_new = now < self._began + timeouts.UNMET_SECONDS
+        is_new = now < self._began + timeouts.NEW_MEMBER_GRACE_SECONDS
         known = {self._me, *self._chain.acquainted}
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
 
     def has_majority(self, now: float) -> bool:
-        """Whether the living of the committee could decide."""
+        """Return whether the living of the committee could decide."""
         alive, voters = self.living(now), committee(self._chain.head)
         return 2 * sum(peer in alive for peer in voters) > len(voters)
 
     def can_leave(self, peer: PeerId) -> bool:
-        """Whether nothing is lost if this member goes between two steps."""
+        """Return whether nothing is lost if this member goes between two steps."""
         plan = self._chain.head
         stage = plan.stage_of(peer)
         return stage is None or any(
@@ -164,7 +164,7 @@ class Proposer:
         )
 
     def is_proposer(self, now: float) -> bool:
-        """Whether this member is the first living one of the committee: it asks newcomers."""
+        """Return whether this member is the first living one of the committee: it asks newcomers."""
         alive, voters = self.living(now), committee(self._chain.head)
         # A member that is to be lost cannot bring the plan without it to others; unless all are.
         order = [*(peer for peer in voters if peer not in self.absent), *voters]
@@ -264,7 +264,7 @@ class Proposer:
                 self.asks.put(peer, ReleaseStage(pending.plan), timeouts.LEASE_SECONDS_MAX)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
-        """Whether it follows the newest plan, loses whom it should, and its newcomers live."""
+        """Return whether it follows the newest plan, loses whom it should, and its newcomers live."""
         live = self._around.live()
         return (
             pending.plan.parent == self._chain.head_hash

@@ -18,7 +18,7 @@ PAUSE_SECONDS_MAX = 3_600.0
 """How long a minority waits for the others before it gives its slots back."""
 BUSY_SECONDS = 30.0
 """A provider that declined is asked again after so long."""
-UNMET_SECONDS = 30.0
+NEW_MEMBER_GRACE_SECONDS = 30.0
 """A member that has not been heard of at all counts as living for so long."""
 REFILL_SECONDS = 10.0
 """A stage short of a replica waits so long for the dust to settle before another is asked for."""

@@ -20,16 +20,30 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan, plan_hash
-from partition.steps.disputes import USELESS, Disputes
+from partition.plan.plan import NO_HASH, Plan, plan_hash
+from partition.steps.committer_events import (
+    MicrobatchesMoved,
+    ReplicaFailed,
+    ReplicaRebuilt,
+    Resumed,
+    StepApplied,
+    StepsPaused,
+    TrainingEvaluated,
+    TrainingFailed,
+    no_number,
+    step_applied,
+)
 from partition.steps.divergence import Divergence, reported
 from partition.steps.evaluation import Evaluation
+from partition.steps.frame_complaints import USELESS, FrameComplaints
 from partition.steps.frames import read_header
 from partition.steps.ledger import Ledger, Place, places_of
+from partition.steps.loss_total import Losses, squared_norm
 from partition.steps.messages import (
     SAMPLES_MAX,
     Applied,
     Apply,
+    BadFrame,
     Counted,
     Diverged,
     Evaluated,
@@ -44,27 +58,13 @@ from partition.steps.messages import (
     StepMessage,
     Sync,
     Synced,
-    Unusable,
     Waiting,
     Work,
 )
-from partition.steps.outcomes import (
-    MicrobatchesMoved,
-    ReplicaFailed,
-    ReplicaRebuilt,
-    Resumed,
-    StepApplied,
-    StepsPaused,
-    TrainingEvaluated,
-    TrainingFailed,
-    no_number,
-    step_applied,
-)
-from partition.steps.overdue import STUCK, Overdue
-from partition.steps.pace import Pace
 from partition.steps.resume import Lacking, can_resume, check_synced, fills, is_filled, minority, resume_point
 from partition.steps.routes import attempts, check_frame, step_numbers
-from partition.steps.totals import Losses, squared_norm
+from partition.steps.stall_detector import STUCK, StallDetector
+from partition.steps.throughput import Pace
 
 __all__ = ["Committer", "MicrobatchesMoved", "ReplicaFailed", "ReplicaRebuilt", "Resumed", "StepApplied"]
 __all__ += ["StepsPaused", "TrainingEvaluated", "TrainingFailed"]
@@ -128,8 +128,8 @@ class Committer:
         self._awaited: set[PeerId] = set()
         self._evaluation = Evaluation(evaluations, metrics)
         self._failed: set[PeerId] = set()
-        self._overdue = Overdue(list(self._places))
-        self._disputes = Disputes(me, plan, self._places)
+        self._overdue = StallDetector(list(self._places))
+        self._disputes = FrameComplaints(me, plan, self._places)
         self._suspected: set[PeerId] = set()
         self.vouched: set[bytes] = set()  # digests of what others fed, that this one's own data has too
         self._commit: StepCommit | None = None
@@ -185,7 +185,7 @@ class Committer:
                 return self._on_evaluated(place, message)
             case Diverged():
                 return self._on_diverged(place, message)
-            case Waiting() | Unusable() | Failed():
+            case Waiting() | BadFrame() | Failed():
                 return self._on_trouble(sender, place, message)
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
 
@@ -303,7 +303,7 @@ class Committer:
     def _repair(self) -> Sends:
         """Whoever holds nothing, or other parameters than the most of its stage, takes theirs."""
         wrong = minority(
-            self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NOTHING}
+            self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NO_HASH}
         )
         self._rebuilding = set(wrong)
         right = {peer: name for peer, name in self._digests.items() if peer not in wrong}
@@ -508,9 +508,9 @@ class Committer:
             self.events.append(MicrobatchesMoved(self.step, stage, peer, count))
         return self._open_again() if moved else []
 
-    def _on_trouble(self, sender: PeerId, place: Place, message: Waiting | Unusable | Failed) -> Sends:
+    def _on_trouble(self, sender: PeerId, place: Place, message: Waiting | BadFrame | Failed) -> Sends:
         match message:
-            case Unusable():
+            case BadFrame():
                 return self._on_unusable(sender, place, message)
             case Failed():
                 self._give_up(sender, message.reason, message.step if message.step == self.step else None)
@@ -519,7 +519,7 @@ class Committer:
                     self._overdue.answered(self._now, sender, message)
         return []
 
-    def _on_unusable(self, sender: PeerId, place: Place, message: Unusable) -> Sends:
+    def _on_unusable(self, sender: PeerId, place: Place, message: BadFrame) -> Sends:
         """A replica cannot use what came with a frame; that its signature holds the shell has checked."""
         header, author = read_header(message.frame), PeerId(message.frame.author)
         if header.plan != self.plan_hash:

@@ -4,8 +4,8 @@ A skipped step is an Apply that says how many in a row, itself counted, so that 
 them too. After SKIPPED_MAX the run is given up: parameters that diverge at every step do not come back.
 """
 
+from partition.steps.committer_events import divergence
 from partition.steps.messages import SKIPPED_MAX, Apply, Diverged
-from partition.steps.outcomes import divergence
 
 
 class Divergence:

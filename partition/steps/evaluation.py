@@ -5,8 +5,8 @@ what is said to whom.
 """
 
 from crypto.errors import RemoteProtocolError
+from partition.steps.committer_events import TrainingEvaluated
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, SAMPLES_MAX, Evaluated
-from partition.steps.outcomes import TrainingEvaluated
 
 
 class Evaluation:
@@ -40,7 +40,7 @@ class Evaluation:
         return range(self._first, min(self.count, self._first + EVALUATIONS_IN_FLIGHT_MAX))
 
     def wants_more(self, numbers: range) -> bool:
-        """Whether so many of the open `numbers` are done that more are worth an Open."""
+        """Return whether so many of the open `numbers` are done that more are worth an Open."""
         return numbers.stop < self.count and self._first - numbers.start >= EVALUATIONS_IN_FLIGHT_MAX // 2
 
     def result(self) -> TrainingEvaluated | None:

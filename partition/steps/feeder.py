@@ -1,6 +1,6 @@
 """A trainer's side of exact mode: which inputs and labels it is to send to whom.
 
-Every trainer of the plan feeds the micro-batches that are its own (`partition.plan.schedule.feeder_of`), as
+Every trainer of the plan feeds the micro-batches that are its own (`partition.plan.assignment.feeder_of`), as
 the committer's Open asks. What a frame is, and that it is the same at a second sending, is the shell's.
 """
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from partition.plan.assignment import feeder_of
 from partition.plan.plan import Plan, plan_hash
-from partition.plan.schedule import feeder_of
 from partition.steps.messages import Open, Sends
 from partition.steps.routes import Routes
 

@@ -136,6 +136,6 @@ def open_frame(signer: Signer, sender: PeerId, frame: Frame, data: memoryview) -
 
 
 def read_header(fact: Fact) -> FrameHeader:
-    """What a fact says, which is still to be checked; else RemoteProtocolError."""
+    """Return what a fact says, which is still to be checked; else RemoteProtocolError."""
     header: FrameHeader = decode(fact.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
     return header

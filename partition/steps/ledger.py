@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from crypto.identity import PeerId
+from partition.plan.assignment import deal
 from partition.plan.plan import Plan
-from partition.plan.schedule import deal
 from partition.steps.messages import Open, StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
@@ -12,7 +12,7 @@ Place = tuple[int, int]
 
 
 def places_of(plan: Plan) -> dict[PeerId, Place]:
-    """Where each replica of a plan stands."""
+    """Return where each replica of a plan stands."""
     return {
         PeerId(peer): (number, index)
         for number, stage in enumerate(plan.stages)
@@ -39,16 +39,16 @@ class Ledger:
         return all(len(counted) == len(self.numbers) for counted in self._counted)
 
     def owns(self, place: Place, number: int) -> bool:
-        """Whether this is its owner."""
+        """Return whether this is its owner."""
         stage, index = place
         return self._owners[stage].get(number) == index
 
     def owes(self, place: Place, number: int) -> bool:
-        """Whether it has still to count it."""
+        """Return whether it has still to count it."""
         return self.owns(place, number) and number not in self._counted[place[0]]
 
     def numbers_of(self, place: Place) -> list[int]:
-        """What it owns."""
+        """Return what it owns."""
         return [number for number in self.numbers if self.owns(place, number)]
 
     def owned(self) -> dict[Place, list[int]]:
@@ -67,7 +67,7 @@ class Ledger:
         )
 
     def open(self, plan: bytes, step: int, attempt: int) -> Open:
-        """What replicas and trainers are told of it."""
+        """Return what replicas and trainers are told of it."""
         return Open(
             plan=plan,
             step=step,
@@ -188,7 +188,7 @@ class Ledger:
         return [index for index in range(len(self._plan.stages[stage].replicas)) if index not in excluded]
 
     def _loads(self, stage: int) -> list[int]:
-        """What each has still to do."""
+        """Return what each has still to do."""
         loads = [0] * len(self._plan.stages[stage].replicas)
         for number, index in self._owners[stage].items():
             loads[index] += number not in self._counted[stage]
@@ -219,7 +219,7 @@ class Ledger:
         return found
 
     def replayed(self) -> int:
-        """How many are to be computed again, each stage for itself, because whoever did is gone.
+        """Return how many are to be computed again, each stage for itself, because whoever did is gone.
 
         Known of what nobody here has counted or sent on, though the stage after has begun it or the stage
         before has its gradient; before `deal` only.

@@ -13,7 +13,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.plan.plan import (
     MICROBATCHES_MAX,
-    NOTHING,
+    NO_HASH,
     REPLICAS_MAX,
     STAGES_MAX,
     Count,
@@ -83,7 +83,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     begun: Numbers = ()
     reduced: Count | None = None
     applied: Apply | None = None
-    digest: Hash = NOTHING
+    digest: Hash = NO_HASH
     pace_nanoseconds: Count = 0
 
 
@@ -218,7 +218,7 @@ class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
     step: StepNumber
 
 
-class Unusable(StepMessage, frozen=True, kw_only=True, tag="unusable"):
+class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
     """Replica to committer: my stage cannot use what came with this frame, and goes on without.
 
     `frame` is its header as its author signed it: that one was sent is beyond doubt, what came beside it is
@@ -270,7 +270,7 @@ class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
 
 CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save | Ask
 ReplicaMessage = (
-    Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | Unusable | Diverged | Failed
+    Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | BadFrame | Diverged | Failed
 )
 
 Sends = list[tuple[PeerId, object]]

@@ -11,8 +11,8 @@ total that is ready stay, only a reduction under way is void. Where a plan resto
               ^        |            |             |
               +--------+-- another Open, or the next plan's Sync
 
-Computing is the shell's: whenever the stage is idle it asks `next`, does that (`partition.steps.work`), and
-reports back.
+Computing is the shell's: whenever the stage is idle it asks `next`, does that
+(`partition.steps.replica_events`), and reports back.
 """
 
 from math import inf
@@ -20,9 +20,8 @@ from typing import Any
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.steps.frames import Direction, OpenedFrame, Outgoing
-from partition.steps.kept import KeptFrames, Key
 from partition.steps.messages import (
     REASON_LENGTH_MAX,
     Applied,
@@ -44,11 +43,7 @@ from partition.steps.messages import (
     Waiting,
     Work,
 )
-from partition.steps.order import HeldOut, Microbatch, Schedule, StepOrder
-from partition.steps.pace import Pace
-from partition.steps.reports import Reports, diverged, unusable
-from partition.steps.routes import Routes, attempts, check_commit, check_frame
-from partition.steps.work import (
+from partition.steps.replica_events import (
     ApplyReady,
     BackwardReady,
     FillReady,
@@ -58,17 +53,22 @@ from partition.steps.work import (
     ReduceAsked,
     ReduceReady,
     ReduceVoided,
-    RemoveReady,
     SaveReady,
     StepDiscarded,
+    SubtractReady,
     WorkItem,
 )
+from partition.steps.reports import SentReports, diverged, unusable
+from partition.steps.routes import Routes, attempts, check_commit, check_frame
+from partition.steps.schedule import EvaluationBatches, Microbatch, Schedule, StepSchedule
+from partition.steps.sent_frames import KeptFrames, Key
+from partition.steps.throughput import Pace
 
 __all__ = ["ApplyReady", "BackwardReady", "FillReady", "FillVoided", "ForgetReady", "ForwardReady"]
-__all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "RemoveReady", "Replica", "SaveReady"]
+__all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "Replica", "SaveReady", "SubtractReady"]
 __all__ += ["StepDiscarded", "WorkItem"]
 
-_MOVING = (BackwardReady, RemoveReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
+_MOVING = (BackwardReady, SubtractReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
 """While one of these is under way, where this replica is has no answer yet; nor while a forward pass is."""
 
 
@@ -104,18 +104,18 @@ class Replica:
         self._saved: int | None = None
         self._apply: Apply | None = None
         self._applied: Apply | None = None
-        self._digest = NOTHING
+        self._digest = NO_HASH
         self._reduced: int | None = None
-        self._held_out = HeldOut()
+        self._held_out = EvaluationBatches()
         self._kept = KeptFrames()
-        self._reports, self._pace = Reports(), Pace()
+        self._reports, self._pace = SentReports(), Pace()
         self._sync_asked = False
         self._routes: Routes | None = None
         self._commit: StepCommit | None = None
         self._commit_attempt = -1
         self._named: frozenset[int] = frozenset()
         self._diverged: set[int] = set()
-        self._order = StepOrder(schedule, is_last=me in plan.stages[-1].replicas)
+        self._order = StepSchedule(schedule, is_last=me in plan.stages[-1].replicas)
         self._take_plan(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -128,7 +128,7 @@ class Replica:
         if plan.stage_of(self.me) != self.stage:
             raise LocalProtocolError("a plan in which this replica does not hold its stage")
         self._void_reduction()
-        if self._fill is not None and (self._fill.sources or plan.restored != NOTHING):
+        if self._fill is not None and (self._fill.sources or plan.restored != NO_HASH):
             self._void_fill()
         self._take_plan(plan)
 
@@ -216,7 +216,7 @@ class Replica:
             number = min(doubles)
             state = self._order.microbatches[number]
             labels, gradient = state.payload("labels"), state.payload("gradient")
-            return RemoveReady(self.plan_hash, step, number, state.given("input"), labels, gradient)
+            return SubtractReady(self.plan_hash, step, number, state.given("input"), labels, gradient)
         members = tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in self.plan.stages)
         return ReduceReady(self.plan_hash, step, self._commit.attempt, members)
 
@@ -305,7 +305,7 @@ class Replica:
         message = diverged(self.plan_hash, done, reason)
         return self._reports.say("diverged", message.microbatch or 0, message) + self._answer_sync()
 
-    def forgotten(self, done: ForgetReady | RemoveReady) -> Sends:
+    def forgotten(self, done: ForgetReady | SubtractReady) -> Sends:
         """Neither the stage nor its sums hold it any more."""
         if not self._take_back(done):
             return []
@@ -355,7 +355,7 @@ class Replica:
         if self._busy is not done:
             return []
         self._busy = self._fill = None
-        if done.digest not in (NOTHING, digest):
+        if done.digest not in (NO_HASH, digest):
             return self.failed(f"the parameters of step {done.step} that were fetched have another digest")
         self.step, self._digest = done.step, digest
         self._applied = self._fill_message.applied if done.sources and self._fill_message else None
@@ -564,7 +564,7 @@ class Replica:
         """Whatever the stage holds is void until it is filled."""
         self._clear()
         self.step = self._applied = self._save = self._saved = None
-        self._digest = NOTHING
+        self._digest = NO_HASH
         self._discard = True
 
     def _take_plan(self, plan: Plan) -> None:
@@ -584,9 +584,9 @@ class Replica:
             self._order.forget(number)  # the new committer has to hear of it again
         self._diverged.clear()
         self._kept.drop(lambda key: not key[0])
-        if plan.restored != NOTHING:
+        if plan.restored != NO_HASH:
             self._empty()
-            self._fill = FillReady(self.plan_hash, plan.step, NOTHING, (), plan.restored)
+            self._fill = FillReady(self.plan_hash, plan.step, NO_HASH, (), plan.restored)
 
     def _clear(self) -> None:
         """Nothing of a step in flight is left."""

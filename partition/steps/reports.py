@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from crypto.identity import PeerId
 from partition.steps.frames import OpenedFrame
-from partition.steps.messages import REASON_LENGTH_MAX, Diverged, Sends, StepMessage, Unusable
-from partition.steps.work import ForwardReady, SaveReady
+from partition.steps.messages import REASON_LENGTH_MAX, BadFrame, Diverged, Sends, StepMessage
+from partition.steps.replica_events import ForwardReady, SaveReady
 
 HELD_OUT = ("evaluated", "held out", "unusable input", "unusable labels", "diverged")
 """What is said of micro-batches that are evaluated."""
 
 
-def unusable(plan: bytes, frame: OpenedFrame, reason: str, *, of_values: bool) -> Unusable:
+def unusable(plan: bytes, frame: OpenedFrame, reason: str, *, of_values: bool) -> BadFrame:
     """The report that a stage cannot use what came with a frame."""
-    return Unusable(plan=plan, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX], of_values=of_values)
+    return BadFrame(plan=plan, frame=frame.fact, reason=reason[:REASON_LENGTH_MAX], of_values=of_values)
 
 
 def diverged(plan: bytes, done: ForwardReady | SaveReady, reason: str) -> Diverged:
@@ -26,7 +26,7 @@ def diverged(plan: bytes, done: ForwardReady | SaveReady, reason: str) -> Diverg
     return Diverged(plan=plan, step=done.step, train=train, microbatch=number, reason=reason)
 
 
-class Reports:
+class SentReports:
     """By what they say and of which micro-batch, 0 where it is of none: of each only the newest counts."""
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Reports:
         return [(self._committer, message) for message in self._kept.values()]
 
     def useless(self, owned: Callable[[int], bool]) -> Sends:
-        """What could not be used of these."""
+        """Return what could not be used of these."""
         return [
             (self._committer, message)
             for (_, number), message in self._kept.items()
-            if isinstance(message, Unusable) and owned(number)
+            if isinstance(message, BadFrame) and owned(number)
         ]
 
     def forget_held_out(self, first: int) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.steps.messages import SAMPLES_MAX, Apply, Fill, Synced
 from partition.steps.routes import step_numbers
 
@@ -25,7 +25,7 @@ class Lacking:
 def check_synced(plan: Plan, message: Synced) -> None:
     """Whether it makes sense in itself and under the plan; else RemoteProtocolError."""
     step = message.step
-    if plan.restored != NOTHING and step is not None and step < plan.step:
+    if plan.restored != NO_HASH and step is not None and step < plan.step:
         raise RemoteProtocolError("an earlier step than that of the checkpoint which the plan restores")
     if message.applied is not None and message.applied.step + 1 != step:
         raise RemoteProtocolError("steps applied that its last Apply does not fit")
@@ -42,8 +42,8 @@ def check_synced(plan: Plan, message: Synced) -> None:
 
 
 def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
-    """Whether a replica has applied these `step` steps, the last by `apply`, or can: it holds the total, or
-    the step is skipped."""
+    """Return whether a replica has applied these `step` steps, the last by `apply`, or can: it holds the
+    total, or the step is skipped."""
     if synced.step == step:
         return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
     if synced.step != step - 1 or apply is None:
@@ -57,7 +57,7 @@ def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Appl
     The newest step alone would let one replica that lies, or was lost and came back, end the run.
     """
     claims = [(row.step, row.applied) for row in synced.values() if row.step is not None]
-    if plan.restored != NOTHING:
+    if plan.restored != NO_HASH:
         claims = [claim for claim in claims if claim[0] == plan.step]
     claims.sort(key=lambda claim: (claim[0], claim[1].attempt if claim[1] else 0), reverse=True)
     lacking = 0
@@ -77,7 +77,8 @@ def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Appl
 
 
 def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
-    """Who says something else than most of its stage; among equally many the first in the plan is right."""
+    """Return who says something else than most of its stage; among equally many the first in the plan is
+    right."""
     wrong = []
     for stage in plan.stages:
         said = [(PeerId(peer), digests[PeerId(peer)]) for peer in stage.replicas if PeerId(peer) in digests]
@@ -89,15 +90,15 @@ def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
 
 
 def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | None) -> dict[PeerId, Fill]:
-    """What each replica is told that is not among the `right`, which hold their stage after `step` steps;
-    with their digests, NOTHING where one is not known. `apply` is their last."""
+    """Return what each replica is told that is not among the `right`, which hold their stage after `step`
+    steps; with their digests, NOTHING where one is not known. `apply` is their last."""
     name = plan_hash(plan)
     applied = None if apply is None else replace(apply, plan=name)
     found: dict[PeerId, Fill] = {}
     for stage in plan.stages:
         peers = [PeerId(peer) for peer in stage.replicas]
         sources = tuple(peer for peer in peers if peer in right)
-        digest = next((right[peer] for peer in sources if right[peer] != NOTHING), NOTHING)
+        digest = next((right[peer] for peer in sources if right[peer] != NO_HASH), NO_HASH)
         for peer in peers:
             if peer not in right:
                 found[peer] = Fill(plan=name, step=step, digest=digest, sources=sources, applied=applied)
@@ -105,6 +106,6 @@ def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | N
 
 
 def is_filled(fill: Fill, message: Synced) -> bool:
-    """Whether who was to be filled says that it is."""
+    """Return whether who was to be filled says that it is."""
     same_apply = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
-    return message.step == fill.step and same_apply and fill.digest in (NOTHING, message.digest)
+    return message.step == fill.step and same_apply and fill.digest in (NO_HASH, message.digest)

@@ -51,7 +51,7 @@ class Routes:
         self._counted = [frozenset(routes.counted) for routes in message.stages]
 
     def owner(self, stage: int, number: int) -> PeerId | None:
-        """Who computes it in `stage`; None for a number that is not open."""
+        """Return who computes it in `stage`; None for a number that is not open."""
         position = number - self.numbers.start
         return self._owners[stage][position] if 0 <= position < len(self.numbers) else None
 

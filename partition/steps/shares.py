@@ -23,7 +23,7 @@ class Share:
 
 
 def shares(specification: StageSpecification, graphs: Sequence[StageGraph]) -> tuple[Share, ...]:
-    """What a stage sums with whom; `graphs` are all stages of the plan."""
+    """Return what a stage sums with whom; `graphs` are all stages of the plan."""
     index = specification.graph.index
     holders: dict[int, tuple[int, ...]] = {}
     for row in specification.graph.tied:

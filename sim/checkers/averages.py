@@ -2,8 +2,8 @@
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
-from sim.happenings import Averaged, PeerStarted
-from sim.watch import Observed, World
+from sim.events import Averaged, PeerStarted
+from sim.observers import Observed, World
 
 
 class AveragesAgree(Checker):

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sim.watch import Broken, Observed, World
+from sim.observers import Broken, Observed, World
 
 Handler = Callable[[Observed, World], None]
 
 
 class Checker:
-    """A `sim.watch.Watcher`. `name` is what a broken invariant is called by."""
+    """A `sim.observers.Watcher`. `name` is what a broken invariant is called by."""
 
     name = ""
 

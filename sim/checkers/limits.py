@@ -2,7 +2,7 @@
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
-from sim.watch import World
+from sim.observers import World
 
 _PEERS_PER_SAMPLE = 16
 

@@ -4,10 +4,10 @@ from collections import deque
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberUp, Status
-from sim.checkers.calm import Calm, detection_seconds, refutation_seconds
 from sim.checkers.checker import Checker
+from sim.checkers.quiet_period import QuietPeriods, detection_seconds, refutation_seconds
+from sim.observers import Observed, World
 from sim.scenario import Scenario
-from sim.watch import Observed, World
 
 _LIVE = (Status.ALIVE, Status.SUSPECT)
 _PAIRS_PER_SAMPLE = 4_000
@@ -27,7 +27,7 @@ class ViewsConverge(Checker):
         self._patience_seconds = scenario.checks.converge_seconds
         self._views = max(1, min(_VIEWS_PER_SAMPLE, _PAIRS_PER_SAMPLE // scenario.nodes))
         self._next = 0
-        self._calm = Calm(scenario)
+        self._calm = QuietPeriods(scenario)
         self.handlers = self._calm.handlers
 
     def sample(self, world: World) -> None:
@@ -74,7 +74,7 @@ class NoFalseDeaths(Checker):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self._patience_seconds = detection_seconds(scenario)
-        self._calm = Calm(scenario)
+        self._calm = QuietPeriods(scenario)
         self.handlers = {**self._calm.handlers, MemberDown: self._see_down}
 
     def _see_down(self, observed: Observed, world: World) -> None:
@@ -98,7 +98,7 @@ class DeathsAreRefuted(Checker):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self._patience_seconds = refutation_seconds(scenario)
-        self._calm = Calm(scenario)
+        self._calm = QuietPeriods(scenario)
         # Wrongly dead: (who holds it so, who is) and since when. A queue by time with all that there were.
         self._held: dict[tuple[PeerId, PeerId], float] = {}
         self._queue: deque[tuple[float, PeerId, PeerId]] = deque()

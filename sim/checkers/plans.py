@@ -1,10 +1,10 @@
 """Invariants of the chain of plans of each run."""
 
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING
+from partition.plan.plan import NO_HASH
 from sim.checkers.checker import Checker
-from sim.happenings import BranchLeft, PlanAdopted
-from sim.watch import Observed, World
+from sim.events import BranchLeft, PlanAdopted
+from sim.observers import Observed, World
 
 
 class OnePlanAHeight(Checker):
@@ -44,7 +44,7 @@ class PlansFollow(Checker):
         what = f"plan {event.plan.hex()[:8]} of height {event.height} at {_name(world, observed.peer)}"
         if known != (event.height, event.parent):
             raise self.broken(f"{what} was of height {known[0]} elsewhere, or had another parent")
-        if (event.height == 0) != (event.parent == NOTHING):
+        if (event.height == 0) != (event.parent == NO_HASH):
             raise self.broken(f"{what} follows nothing, or is the first and follows something")
         if event.height:
             parent = self._heights.get((event.run, event.parent))

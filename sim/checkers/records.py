@@ -3,9 +3,9 @@
 from crypto.identity import PeerId
 from dht.events import RecordsFound
 from sim.checkers.checker import Checker
-from sim.happenings import RecordGot, RecordPublished
+from sim.events import RecordGot, RecordPublished
+from sim.observers import Observed, World
 from sim.scenario import Scenario
-from sim.watch import Observed, World
 
 _MISSES_OF = 200
 """On the way misses are held against at least so many lookups: a few early ones mean nothing."""

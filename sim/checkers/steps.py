@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
-from sim.happenings import PeerStarted, PlanAdopted, SamplesCounted, StepCommitted
-from sim.watch import Observed, World
+from sim.events import PeerStarted, PlanAdopted, SamplesCounted, StepCommitted
+from sim.observers import Observed, World
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")

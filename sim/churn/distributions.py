@@ -63,7 +63,7 @@ def mean_seconds(distribution: Distribution) -> float:
 
 
 def rest_seconds(distribution: Distribution, rng: Random) -> float:
-    """How much longer one lasts that is met under way at a moment like any other."""
+    """Return how much longer one lasts that is met under way at a moment like any other."""
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
         case "weibull":

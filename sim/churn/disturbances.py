@@ -75,7 +75,7 @@ def disturbances(
 
 
 def version_of(churn: Churn, number: int, seed: int) -> str:
-    """What a peer runs at the beginning; "" where no versions are given, or it is of the rest."""
+    """Return what a peer runs at the beginning; "" where no versions are given, or it is of the rest."""
     share = draw_share(seed, "version", number)
     for version in churn.versions:
         share -= version.share

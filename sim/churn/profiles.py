@@ -40,7 +40,7 @@ _WORKDAYS, _WEEK = 5, 7
 
 
 def sessions_and_absences(churn: Churn) -> tuple[Distribution, Distribution]:
-    """What is given, else the profile's. Not for `lab`."""
+    """Return what is given, else the profile's. Not for `lab`."""
     sessions, absences = PROFILES[churn.profile]
     return churn.sessions or sessions, churn.absences or absences
 
@@ -60,8 +60,8 @@ def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
 
 
 def wave_clock(now: float, depth: float, period_seconds: float) -> float:
-    """How much time has passed for who is away: it runs fast at noon and slow at midnight, and `depth` 1
-    stops it there. Over a whole day it is right."""
+    """Return how much time has passed for who is away: it runs fast at noon and slow at midnight, and `depth`
+    1 stops it there. Over a whole day it is right."""
     if not depth:
         return now
     turn = math.tau / period_seconds

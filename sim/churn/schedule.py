@@ -121,7 +121,7 @@ def _renewed(churn: Churn, sessions: Distribution, absences: Distribution, numbe
 
 
 def _steady(sessions: Distribution, absences: Distribution, number: int, seed: int) -> tuple[bool, float]:
-    """Whether a peer is there at time 0, and for how long it stays so."""
+    """Return whether a peer is there at time 0, and for how long it stays so."""
     here, away = mean_seconds(sessions), mean_seconds(absences)
     if math.isinf(away):
         return True, quantile_seconds(sessions, draw_share(seed, "life", number, 0, 1))

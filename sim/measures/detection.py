@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gossip.member import MemberDown, MemberSuspected
-from sim.happenings import PeerStarted, PeerStopped
+from sim.events import PeerStarted, PeerStopped
 from sim.measures.rows import Row, quantiles
 from sim.measures.swarm import Swarm
 from sim.measures.views import Views
-from sim.watch import Observed, World
+from sim.observers import Observed, World
 
 SAME_DEATH_SECONDS = 30.0
 """Verdicts on one peer that lie no further apart are one mistake, made by several."""

@@ -10,8 +10,8 @@ from sim.measures.swarm import Swarm
 from sim.measures.traffic import Traffic
 from sim.measures.training import Training
 from sim.measures.views import Views
+from sim.observers import Observed, World
 from sim.scenario import Scenario
-from sim.watch import Observed, World
 
 POINTS_MAX = 1_000
 """Moments at which the population and the views are written down: as many as a picture shows."""
@@ -25,7 +25,7 @@ Handler = Callable[[Observed], None]
 
 
 class Measures:
-    """A `sim.watch.Watcher` that breaks nothing and changes nothing."""
+    """A `sim.observers.Watcher` that breaks nothing and changes nothing."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.rows: list[Row] = []

@@ -1,8 +1,8 @@
 """Does the DHT find what is there, how soon and in how many rounds? By windows of time."""
 
-from sim.happenings import RecordGot, RecordWanted
+from sim.events import RecordGot, RecordWanted
 from sim.measures.rows import Row, known, mean, quantile, quantiles
-from sim.watch import Observed
+from sim.observers import Observed
 
 
 class Records:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from crypto.identity import PeerId
-from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
+from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
 from sim.measures.rows import Row, known
-from sim.watch import Observed, World
+from sim.observers import Observed, World
 
 
 class Swarm:
@@ -41,7 +41,7 @@ class Swarm:
         }
 
     def node_seconds(self, now: float) -> float:
-        """How long all peers together have been up until `now`."""
+        """Return how long all peers together have been up until `now`."""
         self._node_seconds += self.count * (now - self._since)
         self._since = now
         return self._node_seconds

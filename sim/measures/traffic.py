@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sim.measures.rows import Row, known
 from sim.measures.swarm import Swarm
-from sim.watch import World
+from sim.observers import World
 
 KINDS = ("bytes", "messages")
 

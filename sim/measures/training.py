@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from sim.happenings import PlanAdopted, RunEnded, StepCommitted
+from sim.events import PlanAdopted, RunEnded, StepCommitted
 from sim.measures.rows import Row, known, quantile
-from sim.watch import Observed
+from sim.observers import Observed
 
 _STALL_FACTOR = 5.0
 """A step that takes so many times the usual one is a stall, not a slow step."""

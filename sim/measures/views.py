@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberUp, Status
-from sim.happenings import PeerStarted, PeerStopped
+from sim.events import PeerStarted, PeerStopped
 from sim.measures.rows import Row, known, mean
 from sim.measures.swarm import Swarm
-from sim.watch import Observed, World
+from sim.observers import Observed, World
 
 ROWS_MAX = 4_096
 """Beyond, a row for everybody would cost more memory than the peers themselves."""
@@ -71,7 +71,7 @@ class Views:
         return len(self._observers)
 
     def listing(self, subject: int) -> int:
-        """How many watched peers that are up list this one as live."""
+        """Return how many watched peers that are up list this one as live."""
         column = self._matrix[:, subject] & self._swarm.up[self._observers]
         if self._scope is not None:
             column &= self._scope[:, subject]

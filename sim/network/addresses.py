@@ -14,13 +14,13 @@ _PORTS_OUT = range(49_152, PORT_MAX + 1)
 
 
 def outer_address(number: int, peer: PeerId) -> Address:
-    """Where others see the peer of this number, counted from 0: no two in one network below 65,535."""
+    """Return where others see the peer of this number, counted from 0: no two in one network below 65,535."""
     place = number + 1
     return Address("ip4", f"10.{place >> 8 & 255}.{place & 255}.{1 + (place >> 16)}", PORT, peer)
 
 
 def inner_address(number: int, peer: PeerId) -> Address:
-    """What the peer of this number has for an address behind its translator."""
+    """Return what the peer of this number has for an address behind its translator."""
     place = number + 1
     return Address("ip4", f"192.168.{place >> 8 & 255}.{place & 255}", PORT, peer)
 
@@ -34,7 +34,7 @@ class Home:
         self._connections = 0
 
     def source(self) -> Address:
-        """What a new connection of this peer comes from, as others see it."""
+        """Return what a new connection of this peer comes from, as others see it."""
         port = _PORTS_OUT[self._connections % len(_PORTS_OUT)]
         self._connections += 1
         return Address("ip4", self.outside.host, port)
@@ -56,10 +56,10 @@ class Homes:
         return home
 
     def outside(self, peer: PeerId) -> Address | None:
-        """Where others see a peer that was ever there."""
+        """Return where others see a peer that was ever there."""
         home = self._of.get(peer)
         return None if home is None else home.outside
 
     def peer_at(self, address: Address) -> PeerId | None:
-        """Who was ever there."""
+        """Return who was ever there."""
         return self._at.get((address.host, address.port))

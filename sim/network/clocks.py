@@ -23,7 +23,7 @@ class LocalClock:
     drift: float = 0.0
 
     def local(self, time: float) -> float:
-        """What it shows at `time`."""
+        """Return what it shows at `time`."""
         return time + (self.offset_seconds + self.drift * time)
 
     def instant(self, local: float) -> float:

@@ -95,7 +95,8 @@ class Links:
         return base + (share * span >> _BITS)
 
     def sender(self, peer: PeerId, protocol: str) -> "Sender":
-        """What `peer` sends by `protocol` goes through this; one is kept by whoever drives the peer."""
+        """Return what `peer` sends by `protocol` goes through this; one is kept by whoever drives the
+        peer."""
         return Sender(self, self.at(peer), protocol, self._seed)
 
     # What is done to links for a while.
@@ -150,18 +151,19 @@ class Links:
         self._look()
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Whether what `one` sends now may come to `other`: no split and no block lies between."""
+        """Return whether what `one` sends now may come to `other`: no split and no block lies between."""
         return self.connects(self.at(one), self.at(other))
 
     def connects(self, one: Place, other: Place) -> bool:
-        """As `reaches`."""
+        """Like `reaches`."""
         if one.sides != other.sides or other.deaf:
             return False
         blocked = self._blocked.get(one.peer)
         return blocked is None or other.peer not in blocked
 
     def may_open(self, other: PeerId, now: float) -> bool:
-        """Whether streams may be opened to `other`: always to one with a public address, by anybody."""
+        """Return whether streams may be opened to `other`: always to one with a public address, by
+        anybody."""
         nat = self.at(other).nat
         return nat is None or nat.lets_streams_in(now)
 
@@ -178,7 +180,7 @@ class Links:
         return True
 
     def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
-        """How long each copy of one message travels, in ticks; none for one that never arrives."""
+        """Return how long each copy of one message travels, in ticks; none for one that never arrives."""
         if self._is_parted and not self.connects(sender, receiver):
             self.counters["cut"] += 1
             return ()

@@ -46,19 +46,19 @@ class Translator:
             self._use(receiver, now)
 
     def lets_out(self) -> bool:
-        """Whether datagrams leave at all."""
+        """Return whether datagrams leave at all."""
         return self._kind != "blocked"
 
     def lets_in(self, sender: PeerId, now: float) -> bool:
-        """Whether a datagram of `sender` that comes now reaches the peer behind it."""
+        """Return whether a datagram of `sender` that comes now reaches the peer behind it."""
         if self._is_forwarding:
             return True
         since, used = self._mappings.get(_ANYONE if self._kind == "full-cone" else sender, (now, now))
         return since < now <= used + MAPPING_SECONDS
 
     def lets_streams_in(self, now: float) -> bool:
-        """Whether others may open streams: only through a full cone, as long as its mapping is there, unless
-        it forwards."""
+        """Return whether others may open streams: only through a full cone, as long as its mapping is there,
+        unless it forwards."""
         return self._is_forwarding or (self._kind == "full-cone" and self.lets_in(_ANYONE, now))
 
     def _use(self, peer: PeerId, now: float) -> None:

@@ -8,7 +8,7 @@ keeps up takes no time: it would be in time for all that matters, at the cost of
 
 
 def handling_ticks(factor: float) -> int:
-    """What each datagram takes, in whole microseconds."""
+    """Return what each datagram takes, in whole microseconds."""
     return ticks(factor * HANDLING_SECONDS) if factor > 1 else 0
 
 

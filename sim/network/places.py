@@ -59,7 +59,7 @@ def _clock(model: NetworkModel, drawn: bytes) -> LocalClock:
 
 
 def _share_at(shares: Sequence[float], drawn: bytes) -> int:
-    """Which of the shares a drawn figure falls into; 0 where there are none."""
+    """Return which of the shares a drawn figure falls into; 0 where there are none."""
     bounds = list(accumulate(shares))
     if not bounds or bounds[-1] <= 0:
         return 0

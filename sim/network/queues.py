@@ -27,8 +27,8 @@ class Fifo:
         self.free_at = 0.0
 
     def enter(self, now: float, size_bytes: int, *, waits: bool = False) -> float:
-        """When the last byte of it is through, a later instant than `now`; inf if the queue is too long for
-        it, unless it `waits`. `now` must never go back."""
+        """Return when the last byte of it is through, a later instant than `now`; inf if the queue is too
+        long for it, unless it `waits`. `now` must never go back."""
         begin = max(self.free_at, now)
         if begin - now > self.seconds_max and not waits:
             return math.inf
@@ -79,7 +79,7 @@ class Uplink:
         self.sent_at = 0.0
 
 
-class Carrier:
+class LinkQueue:
     """Carries parcels through queues. A driver hands them over with `send` and calls `advance` at `deadline`,
     or later, but before it lets a later instant begin. `overflowed` counts the copies that found no room.
     """

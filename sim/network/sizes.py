@@ -14,7 +14,8 @@ _ENVELOPE_BYTES = DATAGRAM_BYTES_MAX - payload_bytes_max(_NAME) - len(_NAME)
 
 
 def envelope_bytes(protocol: str) -> int:
-    """What is around each datagram of a protocol: packet headers, a session's header and tag, the name."""
+    """Return what is around each datagram of a protocol: packet headers, a session's header and tag, the
+    name."""
     return PACKET_BYTES + _ENVELOPE_BYTES + len(protocol.encode())
 
 

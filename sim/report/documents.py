@@ -10,7 +10,7 @@ import msgspec
 
 from crypto.contact import Address
 from crypto.identity import PeerId
-from sim.watch import Observed
+from sim.observers import Observed
 
 Name = Callable[[PeerId], str]
 _BYTES_SHOWN_MAX = 32

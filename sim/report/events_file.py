@@ -12,8 +12,8 @@ import msgspec
 
 from dht.events import NodesFound, PeerHeard
 from gossip.member import MemberChanged, MemberUp
+from sim.observers import Observed, World
 from sim.report.documents import Names, event_document
-from sim.watch import Observed, World
 
 SCHEMA = "peerloom.sim.events/1"
 EVENTS_MAX = 200_000
@@ -22,7 +22,7 @@ _PLENTY = (MemberUp, MemberChanged, PeerHeard, NodesFound)
 
 
 class EventsFile:
-    """A `sim.watch.Watcher` that writes. `close` it."""
+    """A `sim.observers.Watcher` that writes. `close` it."""
 
     def __init__(self, path: Path, *, scenario: str, seed: int, events_max: int = EVENTS_MAX) -> None:
         self.left_out: Counter[str] = Counter()

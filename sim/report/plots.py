@@ -260,7 +260,8 @@ def _settled(result: Shown, metric: str) -> list[float]:
 
 
 def _floor(points: Points) -> float:
-    """Where an axis of percents begins: at 90 or 50 where nothing lies below, so that differences show."""
+    """Return where an axis of percents begins: at 90 or 50 where nothing lies below, so that differences
+    show."""
     least = 100 * min((value for _, value in points), default=0.0)
     return next(floor for floor in (90.0, 50.0, 0.0) if least >= floor)
 

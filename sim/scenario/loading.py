@@ -17,7 +17,7 @@ import msgspec
 
 from node import toml
 from node.errors import UsageError
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 from sim.scenario.model import Scenario
 from sim.scenario.rules import faults
 

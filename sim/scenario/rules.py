@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gossip.messages import MEMBERS_MAX
-from node.nearest import did_you_mean
+from node.suggest import did_you_mean
 from sim.churn.traces import load_trace
 from sim.scenario.model import Scenario
 

@@ -11,7 +11,7 @@ from partition.run.member import Member
 from partition.run.timeouts import SILENCE_SECONDS_MAX
 from sim.worlds.hosting import Hosting
 from sim.worlds.keeping import Keeping
-from sim.worlds.said import ExportStage, FetchCopy, FetchState, KeepCopy, Question
+from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
 from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer
 

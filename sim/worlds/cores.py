@@ -3,7 +3,7 @@
 The two cores of a peer are wired to each other as `node.services` and `node.runtime` wire them: whom SWIM
 finds Kademlia may meet, whom it loses Kademlia drops; a peer joins both through whoever answered it, tries
 again while it is alone, and says goodbye when it leaves; one behind a translator asks others to dial it back,
-and is a client of the DHT where none of them could. Every event is published once, through `sim.watch`.
+and is a client of the DHT where none of them could. Every event is published once, through `sim.observers`.
 
 Not here: streams, torch, disks, and addresses that must be learnt before a message can be sent: a peer is
 reached by its id. So two behind restricted translators meet once both have sent, which nodes do only if
@@ -33,24 +33,24 @@ from node.seams import own_rng
 from node.services.driver import Sends
 from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
-from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import after
 from sim.network.links import Links
+from sim.observers import Observed
 from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
-from sim.watch import Observed
-from sim.worlds.acquaintance import Acquaintance
-from sim.worlds.agenda import Agenda
-from sim.worlds.direction import Direction
+from sim.worlds.autonat import Reaching
+from sim.worlds.factories import Cores
 from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
 from sim.worlds.neighbours import Neighbours
-from sim.worlds.reaching import Reaching
 from sim.worlds.records import RecordsWork
-from sim.worlds.replaceable import Cores
 from sim.worlds.roster import Roster
+from sim.worlds.script import Direction
+from sim.worlds.timers import Agenda
 from sim.worlds.training import TrainingRuns
+from sim.worlds.warm_start import Acquaintance
 
 OURS = Cores()
 WIRES = {
@@ -64,7 +64,7 @@ COLLECTIONS_MIN = 100
 
 
 class CoresWorld:
-    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.watch.World`."""
+    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.observers.World`."""
 
     def __init__(
         self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
@@ -202,7 +202,7 @@ class CoresWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # What it is told to do (`sim.worlds.direction`).
+    # What it is told to do (`sim.worlds.script`).
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.roster.peers[number])

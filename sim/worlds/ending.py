@@ -7,11 +7,11 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.completion import DECLINES_MAX
 from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
-from sim.watch import Broken
-from sim.worlds.said import ExportStage, Question
-from sim.worlds.setting import Setting
+from sim.observers import Broken
+from sim.worlds.integer_stage import State
+from sim.worlds.run_context import Setting
+from sim.worlds.run_messages import ExportStage, Question
 from sim.worlds.streams import Answer
-from sim.worlds.summing import State
 
 
 class Committing(Protocol):

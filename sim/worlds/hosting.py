@@ -1,13 +1,13 @@
 """The stage of a run that a peer in a world of cores holds: opened, kept under plan after plan, closed.
 
-As `node.runs.stage`, where opening takes a while; what is open is a `sim.worlds.hosted.Hosted`.
+As `node.runs.stage`, where opening takes a while; what is open is a `sim.worlds.sim_stage.Hosted`.
 """
 
 from collections.abc import Callable
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
-from sim.worlds.hosted import Hosted
+from sim.worlds.sim_stage import Hosted
 
 OPEN_SECONDS = 0.5
 """Until the process of a stage is there, with the model in it."""

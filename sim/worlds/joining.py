@@ -1,4 +1,4 @@
-"""How a simulated peer finds the first others: what `node.services.joining` does, on the agenda of a world.
+"""How a simulated peer finds the first others: what `node.services.bootstrap` does, on the agenda of a world.
 
 It dials one peer that runs, chosen by the seed, and those that it remembers from an earlier life: sixteen at
 once, each taking as long as a handshake. Whoever answers is joined through. While it is alone it tries again,
@@ -13,8 +13,8 @@ from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
 from gossip.member import Status
 from gossip.swim import PROTOCOL as SWIM
-from node.services.joining import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
-from node.storage.remembered import REMEMBERED_MAX
+from node.services.bootstrap import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECONDS_MIN
+from node.storage.known_peers import REMEMBERED_MAX
 from node.transport.handshake import CONNECT_SECONDS
 from sim.network.instants import after, ticks
 from sim.network.links import Links
@@ -104,7 +104,7 @@ class Joining:
 
 
 def first_to_dial(ground: DialGround, life: Life) -> Life | None:
-    """Who runs already, chosen by the seed. None where nobody does.
+    """Return who runs already, chosen by the seed. None where nobody does.
 
     An address is handed on by those who are in the swarm. Two who are alone would make another one of their
     own for ever, so who is in it is preferred even where it cannot be reached just now.
@@ -129,7 +129,8 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
 
 
 def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
-    """What a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came back."""
+    """Return what a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came
+    back."""
     links = ground.links
     meet = links.reaches(one, other) and links.reaches(other, one)
     if not meet or not links.may_open(other, ground.now):
@@ -138,10 +139,10 @@ def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
 
 
 def remembered(life: Life) -> tuple[PeerId, ...]:
-    """Whom a node with this view writes down for its next life: the first of its live members."""
+    """Return whom a node with this view writes down for its next life: the first of its live members."""
     return tuple(sorted(live_others(life))[:REMEMBERED_MAX])
 
 
 def live_others(life: Life) -> list[PeerId]:
-    """Whom it lists as live."""
+    """Return whom it lists as live."""
     return [peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer]

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from crypto.identity import PeerId
-from node.checkpoints.replication import CONCLUDE_SECONDS_MAX, keepers
+from node.checkpoints.replication import CONCLUDE_SECONDS_MAX, checkpoint_holders
 from node.runs.checkpointing import COPIES_MIN, RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Done
 from partition.run.messages import Checkpointed
-from sim.worlds.said import Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
-from sim.worlds.setting import Setting
-from sim.worlds.summing import State
+from sim.worlds.integer_stage import State
+from sim.worlds.run_context import Setting
+from sim.worlds.run_messages import Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
 
 KEPT_MAX = 2
 """Checkpoints whose copies stay on a disk."""
@@ -68,7 +68,7 @@ class Keeping:
             del copies[key]
 
     def copy(self, step: int, stage: int) -> State | None:
-        """What is here of it."""
+        """Return what is here of it."""
         found = self._disk.copies.get((step, stage))
         return found if isinstance(found, State) else None
 
@@ -119,7 +119,7 @@ class Keeping:
         live = {self._me, *self._live()}
         roster = [peer for peer in plan.members if peer in live]
         wanted = [
-            keepers(self._setting.run, number, roster, [PeerId(peer) for peer in stage.replicas])
+            checkpoint_holders(self._setting.run, number, roster, [PeerId(peer) for peer in stage.replicas])
             for number, stage in enumerate(plan.stages)
         ]
         have: list[list[PeerId]] = [[] for _ in plan.stages]

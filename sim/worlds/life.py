@@ -12,7 +12,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from sim.engine import Order
 from sim.scenario import Scenario
-from sim.worlds.replaceable import Cores, DiscoveryCore, MembershipCore
+from sim.worlds.factories import Cores, DiscoveryCore, MembershipCore
 
 
 class Life:
@@ -70,4 +70,4 @@ class Ground(Protocol):
         """A peer that runs and is not about to leave."""
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Whether what `one` sends now may arrive at `other`."""
+        """Return whether what `one` sends now may arrive at `other`."""

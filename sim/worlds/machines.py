@@ -14,7 +14,7 @@ SPEEDS = (0.5, 2.0)
 
 
 def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity:
-    """What a peer offers: as in a world of cores, but where they compute peers differ."""
+    """Return what a peer offers: as in a world of cores, but where they compute peers differ."""
     ordinary = capacity(region)
     if not scenario.runs:
         return ordinary
@@ -24,7 +24,7 @@ def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity
 
 
 def takes_stages(scenario: Scenario, number: int) -> bool:
-    """Whether this peer is among those that a run of the scenario may have for members."""
+    """Return whether this peer is among those that a run of the scenario may have for members."""
     runs = scenario.runs
     return not runs or number < max(training.members for training in runs)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan import agreement as agreed
+from partition.plan import paxos as agreed
 from partition.plan.chain import base_plan
+from partition.plan.paxos_messages import AgreementMessage, ChainHead
 from partition.plan.plan import Plan, plan_hash
-from partition.plan.votes import AgreementMessage, Head
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
@@ -25,17 +25,17 @@ from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check
 from partition.run.proposals import Surroundings
 from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
-from sim.happenings import BranchLeft, PlanAdopted, RunEnded
+from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
 from sim.worlds.ending import collect
-from sim.worlds.hosted import Hosted
 from sim.worlds.hosting import Hosting
+from sim.worlds.integer_stage import State
 from sim.worlds.keeping import Keeping, fetch_from
-from sim.worlds.said import Disk, FetchState, Noted, Question, Saved
-from sim.worlds.setting import Setting
+from sim.worlds.run_context import Setting
+from sim.worlds.run_messages import Disk, FetchState, Noted, Question, Saved
+from sim.worlds.sim_stage import Hosted
 from sim.worlds.streams import Answer
-from sim.worlds.summing import State
 from sim.worlds.trainer import Trainer
 from sim.worlds.turns import Turns
 
@@ -68,8 +68,8 @@ class Member(Turns):
         self._rng = rng
         self._has_forgotten = has_forgotten
         self._is_busy = is_busy
-        self._chain: agreed.Agreement | None = None
-        self._calls: deque[Callable[[agreed.Agreement, float], Any]] = deque()
+        self._chain: agreed.PaxosChain | None = None
+        self._calls: deque[Callable[[agreed.PaxosChain, float], Any]] = deque()
         self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
         self.keeping = Keeping(
             setting, me, disk, live=self._living, ask=self.ask, send=self.send, later=self.later
@@ -196,7 +196,7 @@ class Member(Turns):
         wanted = tuple(len(stage.replicas) for stage in plan.stages)
         self.core.begin(self.now, chain, wanted, is_restart=bool(durable))
 
-    def _call(self, call: Callable[[agreed.Agreement, float], Any]) -> None:
+    def _call(self, call: Callable[[agreed.PaxosChain, float], Any]) -> None:
         """Call the chain, keep its promises, send, act."""
         chain = self._chain
         if chain is None:
@@ -374,7 +374,7 @@ class Member(Turns):
     def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
         if self._chain is not None:
             self._calls.append(lambda core, now: core.receive(now, sender, message))
-        elif self.outcome == "done" and isinstance(message, Head) and message.asks:
+        elif self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
             # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
             self.ask(sender, EndRun(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
 
@@ -463,7 +463,7 @@ class Member(Turns):
         return self.core.others()
 
     def _living(self) -> list[PeerId]:
-        """Who could hand something over; whoever was in the run has what it kept of it."""
+        """Return who could hand something over; whoever was in the run has what it kept of it."""
         known = () if self._chain is None else self._chain.acquainted
         live = self._told(True)
         return [peer for peer in known if peer in live]

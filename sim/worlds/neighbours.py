@@ -5,10 +5,10 @@ from typing import Any
 from dht.events import NodesFound
 from dht.keys import Key
 from dht.messages import PROTOCOL as KADEMLIA
-from gossip.member import NeighboursWanted
+from gossip.member import NeighbourhoodLookupWanted
 from gossip.swim import PROTOCOL as SWIM
 from node.services.driver import Sends
-from sim.happenings import PeerStopped
+from sim.events import PeerStopped
 from sim.worlds.life import Ground, Life
 
 
@@ -18,11 +18,11 @@ class Neighbours:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._sought: dict[Life, dict[int, None]] = {}
-        ground.on(NeighboursWanted, self._wanted)
+        ground.on(NeighbourhoodLookupWanted, self._wanted)
         ground.on(NodesFound, self._found)
         ground.on(PeerStopped, self._stopped)
 
-    def _wanted(self, life: Life, event: NeighboursWanted) -> None:
+    def _wanted(self, life: Life, event: NeighbourhoodLookupWanted) -> None:
         def locate(core: Any, now: float) -> Sends:
             number, sends = core.locate(now, Key(event.key))
             self._sought.setdefault(life, {})[number] = None

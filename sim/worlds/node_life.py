@@ -7,8 +7,8 @@ import trio
 
 from crypto.facts import Signer
 from node.runtime import Node
+from sim.worlds.factories import Cores
 from sim.worlds.life import Life
-from sim.worlds.replaceable import Cores
 
 
 class NodeLife(Life):
@@ -23,7 +23,7 @@ class NodeLife(Life):
         self._bye = trio.Event()
 
     def makers(self, cores: Cores) -> dict[str, Any]:
-        """What makes the node's cores: those of `cores`, and they are known here."""
+        """Return what makes the node's cores: those of `cores`, and they are known here."""
         return {name: partial(self._make, name, cores) for name in ("swim", "kademlia")}
 
     def _make(self, name: str, cores: Cores, *arguments: Any, **options: Any) -> Any:

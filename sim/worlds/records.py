@@ -13,7 +13,7 @@ from dht.keys import Key, record_key
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
 from node.services.driver import Sends
-from sim.happenings import PeerStopped, RecordGot, RecordPublished, RecordWanted
+from sim.events import PeerStopped, RecordGot, RecordPublished, RecordWanted
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
 
@@ -148,8 +148,8 @@ class RecordsWork:
         return None
 
     def _is_there(self, entry: _Entry, life: Life) -> bool:
-        """Whether somebody said that it keeps the record, its publisher lives on within reach, and the peer
-        that looks is in the DHT."""
+        """Return whether somebody said that it keeps the record, its publisher lives on within reach, and the
+        peer that looks is in the DHT."""
         if not (entry.stored and life.entered) or self._publisher(entry) is None:
             return False
         reaches = self._ground.reaches

@@ -21,7 +21,7 @@ SWARM = "sim"
 
 
 def capacity(region: str) -> Capacity:
-    """What every peer offers: one core of a small machine."""
+    """Return what every peer offers: one core of a small machine."""
     return Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, region)
 
 
@@ -44,7 +44,7 @@ class Roster:
         return f"n{self.numbers[peer]}"
 
     def address(self, number: int) -> Address:
-        """Where others see this peer, in every life."""
+        """Return where others see this peer, in every life."""
         return outer_address(number, self.peers[number])
 
     def signer(self, number: int) -> Signer:
@@ -56,7 +56,8 @@ class Roster:
         return Profile(f"n{number}", (self.address(number),), self.metadata(number))
 
     def metadata(self, number: int) -> bytes:
-        """What a node's membership service says of this peer's capacity; one object for a whole region."""
+        """Return what a node's membership service says of this peer's capacity; one object for a whole
+        region."""
         region = self._region_of(number)
         if region not in self._metadata:
             self._metadata[region] = encode_metadata(capacity(region), accepts_runs=True)

@@ -35,7 +35,7 @@ def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
 
 
 def run_repeatably(main: Callable[[], Awaitable[T]], rng: Random) -> T:
-    """As `run_virtually`; the same draws of `rng` are the same run again."""
+    """Like `run_virtually`; the same draws of `rng` are the same run again."""
     with _ordered(rng):
         return run_virtually(main)
 

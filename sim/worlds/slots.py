@@ -22,7 +22,7 @@ class Slots:
         self._promises: dict[PeerId, _Promise] = {}
 
     def is_free(self, peer: PeerId) -> bool:
-        """Whether nothing is promised."""
+        """Return whether nothing is promised."""
         promise = self._promises.get(peer)
         return promise is None or promise.until <= self._now()
 
@@ -31,7 +31,7 @@ class Slots:
         self._promises[peer] = _Promise(plan, planner, self._now() + SILENCE_SECONDS_MAX)
 
     def holds(self, peer: PeerId, plan: bytes) -> bool:
-        """Whether it is promised to this plan."""
+        """Return whether it is promised to this plan."""
         return not self.is_free(peer) and self._promises[peer].plan == plan
 
     def release(self, peer: PeerId, plan: bytes) -> None:

@@ -4,7 +4,7 @@ Real are the protocols, their framing and signatures, the plans, the checkpoints
 Virtual are time, the network, the disks, and how long computing takes. The same seed is the same world to the
 bit, whoever plays it (`sim.worlds.scheduling`).
 
-What is done to it, and when, is said by `sim.worlds.direction` and by the scenario's runs, as in a world of
+What is done to it, and when, is said by `sim.worlds.script` and by the scenario's runs, as in a world of
 cores; each such thing happens when all that nodes do at the same instant is done.
 """
 
@@ -33,9 +33,8 @@ from node.errors import UsageError
 from node.events import Event, JoinTried, ReachabilityFound
 from node.runtime import Node
 from partition.stage import StageSpecification
-from sim.alarm import Alarm
 from sim.engine import Order
-from sim.happenings import (
+from sim.events import (
     NetworkHealed,
     NetworkSplit,
     PeerFrozen,
@@ -46,24 +45,25 @@ from sim.happenings import (
 )
 from sim.network.instants import nearest_instant
 from sim.network.links import Links
+from sim.observers import Broken, Observed
 from sim.scenario import Scenario
-from sim.seams import Medium, SimClock
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
-from sim.watch import Broken, Observed
-from sim.worlds.agenda import Agenda
-from sim.worlds.direction import Direction
-from sim.worlds.happened import RunWords, Trained
+from sim.wakeup import Alarm
+from sim.worlds.factories import Cores
 from sim.worlds.joining import first_to_dial
 from sim.worlds.life import Life
 from sim.worlds.machines import machine, new_disk, takes_stages
 from sim.worlds.node_life import NodeLife
 from sim.worlds.records import RecordsWork
-from sim.worlds.replaceable import Cores
 from sim.worlds.roster import SWARM, Roster, capacity
+from sim.worlds.run_events import RunWords, Trained
 from sim.worlds.scheduling import run_repeatably
+from sim.worlds.script import Direction
 from sim.worlds.stages import NodeExecutor, settled
-from sim.worlds.submitted import capture, submit
+from sim.worlds.submit import capture, submit
+from sim.worlds.timers import Agenda
 
 OURS = Cores()
 STALL_SECONDS = 20.0
@@ -72,7 +72,7 @@ FOLDER = Path("/simulated")
 
 
 class StackWorld:
-    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.watch.World`.
+    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.observers.World`.
 
     Of `cores` those of membership and records may be replaced. Raises UsageError: others are.
     """
@@ -90,7 +90,7 @@ class StackWorld:
         signed = msgspec.structs.replace(scenario, signatures="ed25519")
         self.roster = Roster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
-        self.medium = Medium(self.links, stall_seconds=STALL_SECONDS)
+        self.medium = SimNetworkFabric(self.links, stall_seconds=STALL_SECONDS)
         for number, peer in enumerate(self.peers):
             self.links.place(peer, number)
             self.medium.attach(peer).die()  # so that each has the address that its number says
@@ -263,7 +263,7 @@ class StackWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # What it is told to do (`sim.worlds.direction.Directed`).
+    # What it is told to do (`sim.worlds.script.Directed`).
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.peers[number])
@@ -377,7 +377,7 @@ class StackWorld:
         )
 
     def _through(self, life: NodeLife) -> Address | None:
-        """Where somebody is who runs already, chosen by the seed."""
+        """Return where somebody is who runs already, chosen by the seed."""
         other = first_to_dial(self, life)
         # With nobody to ask it is the network itself.
         life.entered = life.entered or other is None

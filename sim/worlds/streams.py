@@ -36,7 +36,7 @@ class Ground(Protocol):
         """Do something at that instant; what is asked for first comes first."""
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
-        """Whether both run, and each reaches the other."""
+        """Return whether both run, and each reaches the other."""
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
         """So much leaves now; `land` is told when it will have arrived, before that instant."""
@@ -149,7 +149,7 @@ class Streams:
         stream.life += 1
 
     def _pause(self, stream: _Stream) -> float:
-        """How long until the next attempt, after so long: they become rarer."""
+        """Return how long until the next attempt, after so long: they become rarer."""
         self._dials += 1
         share = draw(self._seed, "dial", stream.sender, stream.receiver, self._dials)[0] / 256
         return share * min(RETRY_SECONDS_MAX, max(0.05, self._ground.now - stream.broken_at))
@@ -168,7 +168,8 @@ class Streams:
         self._ground.at(self._ground.now + pause, lambda: trip(DIAL_TRIPS))
 
     def _is_current(self, stream: _Stream, number: int) -> bool:
-        """Whether a dial still counts, and may succeed; one that fails is made again when things change."""
+        """Return whether a dial still counts, and may succeed; one that fails is made again when things
+        change."""
         is_held = self._streams.get((stream.sender, stream.receiver)) is stream
         may_open = is_held and not stream.is_open and stream.dials == number
         return may_open and self._ground.connected(stream.sender, stream.receiver)

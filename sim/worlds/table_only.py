@@ -31,7 +31,7 @@ from sim.network.links import Links
 from sim.network.model import NetworkModel
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import HashSigner, draw, seeded_peer, seeded_rng
-from sim.worlds.agenda import Agenda
+from sim.worlds.timers import Agenda
 
 SWARM = "table"
 JOINED_THROUGH = 3
@@ -367,7 +367,7 @@ class TableWorld:
         self.figures.stale.append(dead / max(1, contacts))
 
     def holders(self, entry: Entry) -> dict[PeerId, int]:
-        """Which live nodes hold a record, in which sequence."""
+        """Return which live nodes hold a record, in which sequence."""
         kept = {peer: life.core.records.kept(entry.key, entry.publisher) for peer, life in self.lives.items()}
         return {peer: record.sequence for peer, record in kept.items() if record is not None}
 
@@ -418,7 +418,8 @@ def _own_network(number: int) -> str:
 
 
 def some_advert(number: int, rng: Random) -> Advert:
-    """What a node of a mixed swarm offers: a tenth have GPUs, memory from 2 to 128 GB, three regions."""
+    """Return what a node of a mixed swarm offers: a tenth have GPUs, memory from 2 to 128 GB, three
+    regions."""
     device = "cuda" if rng.random() < 0.1 else "cpu"
     memory = rng.choice((2, 8, 8, 16, 32, 128)) * GIGABYTE
     region = rng.choice(("eu-west", "us-east", "asia"))

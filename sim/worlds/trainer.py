@@ -14,10 +14,10 @@ from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.messages import Open, StepCommit, Synced
 from partition.steps.routes import attempts
-from sim.happenings import StepCommitted
-from sim.worlds.hosted import Draft
-from sim.worlds.setting import Setting
-from sim.worlds.summing import input_of, labels_of
+from sim.events import StepCommitted
+from sim.worlds.integer_stage import input_of, labels_of
+from sim.worlds.run_context import Setting
+from sim.worlds.sim_stage import Draft
 
 EVALUATIONS = 4
 """Held-out micro-batches at the end of a run."""

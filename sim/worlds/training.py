@@ -16,18 +16,18 @@ from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
 from node.runs.member import LEAVE_SECONDS_MAX
-from partition.plan.plan import NOTHING, Plan, StagePlan
-from sim.happenings import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
+from partition.plan.plan import NO_HASH, Plan, StagePlan
+from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant
 from sim.scenario import Training
 from sim.seeds import draw, seeded_rng
+from sim.worlds.integer_stage import Truth
 from sim.worlds.life import Ground, Life
 from sim.worlds.members import RATE, Member
-from sim.worlds.said import Disk, Question
-from sim.worlds.setting import Setting
+from sim.worlds.run_context import Setting
+from sim.worlds.run_messages import Disk, Question
 from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Streams
-from sim.worlds.summing import Truth
 
 LOOK_SECONDS = 0.1
 """A peer that leaves looks so often whether the others go on without it."""
@@ -135,7 +135,7 @@ class TrainingRuns:
         look()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
-        """Where each member of a run that is up is, for whoever has to find out why it hangs."""
+        """Return where each member of a run that is up is, for whoever has to find out why it hangs."""
         return self._runs[number].standing
 
     # What streams stand on
@@ -163,7 +163,7 @@ class TrainingRuns:
     # For the runs
 
     def is_up(self, peer: PeerId) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         return peer in self._ground.lives
 
     def publish(self, peer: PeerId, event: Any) -> None:
@@ -175,11 +175,11 @@ class TrainingRuns:
         return self._alive.get(peer, {})
 
     def slowness(self, peer: PeerId) -> float:
-        """How many times longer than usual it computes."""
+        """Return how many times longer than usual it computes."""
         return self._slowness.get(peer, 1.0)
 
     def is_busy(self, peer: PeerId) -> bool:
-        """Whether it holds a stage of any run, or has promised to."""
+        """Return whether it holds a stage of any run, or has promised to."""
         return not self.slots.is_free(peer) or any(run.hosts(peer) for run in self._of.get(peer, ()))
 
 
@@ -201,7 +201,7 @@ class _Run:
         self._lives: Counter[PeerId] = Counter()
         self._forgetful: set[PeerId] = set()
         self._has_begun = False
-        name = draw(seed, "run", number)[: len(NOTHING)]
+        name = draw(seed, "run", number)[: len(NO_HASH)]
         self.streams = Streams(runs, seed, self._deliver, self._reconnected)
         self._setting = Setting(
             number=number,
@@ -333,7 +333,7 @@ def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[P
     )
     return Plan(
         run=run,
-        parent=NOTHING,
+        parent=NO_HASH,
         height=0,
         roster=tuple(sorted(up)),
         trainers=(requester, *[peer for peer in holders if peer != requester][: training.trainers - 1]),
@@ -356,7 +356,7 @@ def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float]
 
 
 def standing_of(member: Member) -> str:
-    """Where a member is, in words: what it commits, or what it holds."""
+    """Return where a member is, in words: what it commits, or what it holds."""
     plan, trainer, hosted = member.plan, member.trainer, member.hosting.hosted
     if plan is None:
         return member.outcome or "not in it"

@@ -6,9 +6,9 @@ from typing import Any
 from crypto.identity import PeerId
 from partition.steps.frames import OpenedFrame
 from sim.network.instants import instant
-from sim.worlds.hosted import FRAME_BYTES
-from sim.worlds.said import MESSAGE_BYTES, STATE_BYTES, FetchCopy, FetchState, Question
-from sim.worlds.setting import Setting
+from sim.worlds.run_context import Setting
+from sim.worlds.run_messages import MESSAGE_BYTES, STATE_BYTES, FetchCopy, FetchState, Question
+from sim.worlds.sim_stage import FRAME_BYTES
 from sim.worlds.streams import Answer
 
 

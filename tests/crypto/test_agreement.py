@@ -5,9 +5,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crypto.agreement import agreement_private, agreement_public
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
+from crypto.key_conversion import agreement_private, agreement_public
 
 P = 2**255 - 19
 

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crypto.buckets import prefix_of
 from crypto.crowds import Crowd, Groups, network_of
+from crypto.token_buckets import prefix_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, b"a", b"b", b"c"]))))

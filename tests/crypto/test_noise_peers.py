@@ -13,9 +13,9 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import (
     SUITES,
-    Knocks,
     NoCommonSuite,
     PeerHandshake,
+    ReplayCache,
     Session,
     Suite,
     WrongIdentity,
@@ -24,7 +24,7 @@ from crypto.noise import (
     preferred,
     static_public_key,
 )
-from crypto.noise.peers import MESSAGE_BYTES_MAX
+from crypto.noise.peer_handshake import MESSAGE_BYTES_MAX
 from crypto.swarm import Swarm
 
 ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
@@ -52,7 +52,7 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
         "swarm": OPEN,
         "suites": PLAIN,
         "entropy": entropy,
-        "knocks": Knocks(),
+        "knocks": ReplayCache(),
     }
     return PeerHandshake(initiator=initiator, **arguments | changes)
 
@@ -399,7 +399,7 @@ def test_an_outsider_gets_no_answer(theirs: Swarm) -> None:
 
 
 def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
-    knocks = Knocks(knocks_max=2)
+    knocks = ReplayCache(knocks_max=2)
     flights = [side(True, swarm=PRIVATE, entropy=lambda n, i=i: bytes((i,)) * n).start() for i in range(1, 4)]
 
     def answer(number: int) -> bytes:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crypto.agreement import agreement_private, agreement_public
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId
+from crypto.key_conversion import agreement_private, agreement_public
 from crypto.noise import Handshake
 from crypto.protocols import PROTOCOL_BYTES_MAX
 from crypto.sessions.core import WAIT_SECONDS
@@ -27,10 +27,10 @@ from crypto.sessions.packets import (
     read_offer,
     write_offer,
 )
+from crypto.sessions.replay_window import WINDOW_BITS, Window
 from crypto.sessions.session import REJECT_SECONDS, REKEY_SECONDS
 from crypto.sessions.state import REPLY_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
 from crypto.sessions.table import QUEUE_MAX
-from crypto.sessions.window import WINDOW_BITS, Window
 from crypto.swarm import Swarm
 from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from crypto.buckets import Bucket, prefix_of
 from crypto.identity import Identity, PeerId
 from crypto.sessions import handshakes, limits, memories, table
 from crypto.sessions.core import WAKEN_MAX, Sessions
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
 from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS
+from crypto.token_buckets import Bucket, prefix_of
 from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
 
 VICTIM: Source = ("203.0.113.7", 7)

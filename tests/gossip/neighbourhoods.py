@@ -4,7 +4,7 @@ the nearest that run, as a DHT would answer after a moment."""
 from collections import Counter
 
 from dht.keys import distance, node_key, node_number
-from gossip.member import NeighboursWanted, Status
+from gossip.member import NeighbourhoodLookupWanted, Status
 from gossip.messages import ScopedSync
 from gossip.settings import Settings
 from gossip.swim import Sends
@@ -31,7 +31,7 @@ class Neighbourhoods(Swarm):
 
     def send(self, number: int, sends: Sends) -> None:
         core = self.cores[number]
-        wanted = [event.key for event in core.events if isinstance(event, NeighboursWanted)]
+        wanted = [event.key for event in core.events if isinstance(event, NeighbourhoodLookupWanted)]
         depths = self.depths.setdefault(number, [])
         if not core.scope.joining and depths[-1:] != [core.scope.depth]:
             depths.append(core.scope.depth)

@@ -16,9 +16,9 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, Member, Profile, Status
 from gossip.messages import MESSAGE_BYTES_MAX, Message
-from gossip.scope import Place
 from gossip.settings import Settings
 from gossip.swim import Sends, Swim
+from gossip.view import Place
 
 DATAGRAM_BYTES_MAX = 1_232
 

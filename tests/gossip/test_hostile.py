@@ -30,7 +30,7 @@ from gossip.messages import (
     read_body,
     sign_body,
 )
-from gossip.probing import RELAYS_MAX
+from gossip.probes import RELAYS_MAX
 from gossip.settings import Settings
 from gossip.swim import Swim
 from tests.gossip.swarm import HashSigner, peer_of, profile_of

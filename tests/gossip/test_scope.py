@@ -12,8 +12,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht import keys
 from dht.keys import node_number
-from gossip.exchange import SEARCH_SYNCS_MAX
-from gossip.member import MemberDown, NeighboursWanted, SelfAccused
+from gossip.member import MemberDown, NeighbourhoodLookupWanted, SelfAccused
 from gossip.messages import (
     DIGESTS_MAX,
     Compare,
@@ -27,10 +26,11 @@ from gossip.messages import (
     Sync,
     sign_body,
 )
+from gossip.push_pull import SEARCH_SYNCS_MAX
 from gossip.refutations import OUTSIDERS_REFUTED_MAX
-from gossip.scope import DEPTH_MAX, KEY_BITS, Scope
 from gossip.settings import Settings
 from gossip.swim import Swim
+from gossip.view import DEPTH_MAX, KEY_BITS, Scope
 from tests.gossip.neighbourhoods import SMALL, Neighbourhoods
 from tests.gossip.swarm import HashSigner, peer_of, profile_of
 from tests.gossip.test_hostile import any_facts, numbers, true_facts
@@ -76,7 +76,7 @@ def test_who_finds_nobody_new_looks_ever_more_seldom() -> None:
     def searches() -> Counter[int]:
         return Counter(
             {
-                number: sum(isinstance(event, NeighboursWanted) for event in heard)
+                number: sum(isinstance(event, NeighbourhoodLookupWanted) for event in heard)
                 for number, heard in swarm.events.items()
             }
         )

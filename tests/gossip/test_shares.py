@@ -3,7 +3,7 @@
 from crypto.contact import Address
 from crypto.identity import PeerId
 from gossip.member import Profile
-from gossip.messages import AliveBody, Announced, announced, sign_body
+from gossip.messages import AliveBody, AliveFact, announced, sign_body
 from gossip.shares import SHARE_MIN, Shares
 from gossip.table import Row
 from tests.gossip.swarm import HashSigner, peer_of
@@ -11,7 +11,7 @@ from tests.gossip.swarm import HashSigner, peer_of
 MOST = 200
 
 
-def said(number: int, claimed: str) -> Announced:
+def said(number: int, claimed: str) -> AliveFact:
     peer = peer_of(number)
     body = AliveBody(1, "x", (f"/ip4/{claimed}/tcp/9747",), b"")
     address = Address("ip4", claimed, 9747, peer)

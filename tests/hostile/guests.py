@@ -14,7 +14,7 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
 from node.seams import MESSAGE_BYTES_USUAL
-from node.transport.pool import Pool
+from node.transport.buffer_pool import Pool
 from node.transport.records import Mark, RecordReader, RecordWriter
 from node.transport.router import Hello
 from tests.hostile.attack import Attack, Target

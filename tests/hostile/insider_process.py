@@ -18,7 +18,7 @@ from crypto.identity import PeerId
 from node.content.graphs import graph_name
 from node.errors import StreamClosed, Unreachable
 from node.events import RunEnded
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Manifest, check_run, make_run
 from node.runtime import Node
@@ -108,7 +108,7 @@ async def _have_runs(node: Node, insider: Insider, values: Values, idle: PeerId,
 
 async def _train(node: Node, wanted: Manifest) -> None:
     run = make_run(node.signer, wanted)
-    with node.watch() as events, trio.move_on_after(OWN_RUN_SECONDS_MAX), suppress(NotPlaced):
+    with node.watch() as events, trio.move_on_after(OWN_RUN_SECONDS_MAX), suppress(PlacementFailed):
         await node.runs.submit(run)
         async for event in events:
             if isinstance(event, RunEnded):

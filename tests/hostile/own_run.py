@@ -11,7 +11,7 @@ from crypto.identity import PeerId
 from node.protocols import runs as wire
 from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run
 from partition.plan.history import first_history
-from partition.plan.plan import MICROBATCHES_MAX, NOTHING, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.plan import MICROBATCHES_MAX, NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from tests.hostile.insider import Insider
 from tests.hostile.known import Known
 from tests.hostile.values import Values
@@ -47,7 +47,7 @@ def hostile_plan(values: Values, run: Run, me: PeerId, victim: PeerId) -> Plan |
     stage = StagePlan(0, known.stages[-1].last_layer, (victim,), (min(max(rate, 0), 2**63 - 1),))
     roster = tuple(sorted({me, victim}))
     microbatches = min(run.manifest.microbatches, MICROBATCHES_MAX)
-    return Plan(run.id, NOTHING, 0, roster, (me,), microbatches, (stage,))
+    return Plan(run.id, NO_HASH, 0, roster, (me,), microbatches, (stage,))
 
 
 async def take_in(insider: Insider, values: Values, signer: Signer, victim: PeerId) -> bool:

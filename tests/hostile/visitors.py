@@ -6,7 +6,7 @@ from collections import deque
 from contextlib import suppress
 
 from crypto.identity import Identity
-from crypto.noise import Knocks, PeerHandshake, identity_payload, static_public_key
+from crypto.noise import PeerHandshake, ReplayCache, identity_payload, static_public_key
 from crypto.noise.ciphers import KEY_BYTES
 from crypto.swarm import Swarm
 from node.transport.handshake import default_suites
@@ -33,7 +33,7 @@ def handshake(target: Target, identity: Identity | None = None) -> PeerHandshake
         swarm=Swarm(target.swarm),
         suites=default_suites(),
         entropy=os.urandom,
-        knocks=Knocks(),
+        knocks=ReplayCache(),
     )
 
 

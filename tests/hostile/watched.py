@@ -20,7 +20,7 @@ from node import config, containment
 from node.checkpoints.weights import weights_name
 from node.content.graphs import graph_name
 from node.events import Event, RunEnded
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.process import spare_imports
 from node.protocols.manifest import Manifest, make_run
 from node.runtime import Node
@@ -152,7 +152,7 @@ class _Watched:
         with node.watch() as events:
             try:
                 await node.runs.submit(run)
-            except NotPlaced as error:
+            except PlacementFailed as error:
                 self._trained = {"outcome": NOT_PLACED, "detail": str(error), "weights": None}
                 return
             async for event in events:

@@ -27,7 +27,7 @@ from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
 from node.runs import traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
-from node.services import membership, reach
+from node.services import autonat, membership
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.plan import Plan
@@ -66,7 +66,7 @@ PROTOCOLS = (
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
-    Protocol(reach.PROTOCOL, reach.DialBack, reach.Dialled, datagrams=reach.Echo),
+    Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
 )
 
 PURPOSES: Mapping[type, str] = {

@@ -18,7 +18,7 @@ import trio
 from crypto.contact import Address
 from crypto.swarm import Swarm
 from node.seams import RealClock
-from node.services.neighbours import Neighbours
+from node.services.lan_discovery import Neighbours
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
 from tests.node.nets import PING, make_network, running

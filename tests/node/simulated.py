@@ -7,7 +7,7 @@ from node import config
 from node.runtime import Node
 from node.services.capacity import Capacity
 from sim.executor import SimExecutor
-from sim.seams import Medium, SimClock
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_identity, seeded_rng
 from sim.storage import MemoryStorage
 
@@ -15,7 +15,7 @@ SEED = 1
 
 
 def simulated_node(
-    medium: Medium, number: int, *join: str, settings: dict[str, Any] | None = None, **options: Any
+    medium: SimNetworkFabric, number: int, *join: str, settings: dict[str, Any] | None = None, **options: Any
 ) -> Node:
     """The node of this number, with an empty disk; `settings` are of its Config, `options` its own."""
     identity, storage = seeded_identity(SEED, number), MemoryStorage()

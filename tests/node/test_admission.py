@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.transport.admission import (
+from node.transport.handshake_limits import (
     KNOWN_BURST,
     KNOWN_RATE,
     SOURCE_BURST,

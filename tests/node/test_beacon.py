@@ -30,7 +30,7 @@ from node.transport.beacon import (
 from node.transport.multicast import Multicast, interfaces_of
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium
+from sim.seams import SimNetworkFabric
 from tests.node.nets import free_port, make_network, running
 from tests.node.simulated import simulated_node
 
@@ -237,7 +237,7 @@ async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
 
 
 def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> None:
-    medium = Medium(Links(NetworkModel(), 1), has_local=True)
+    medium = SimNetworkFabric(Links(NetworkModel(), 1), has_local=True)
 
     async def scenario() -> None:
         away = {"swarm": config.Swarm(name="other")}

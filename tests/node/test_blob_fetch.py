@@ -35,7 +35,7 @@ from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, simulated_seams
+from sim.seams import SimNetworkFabric, simulated_seams
 from sim.storage import MemoryStorage
 from tests.node.nets import acquaint, make_network, running
 from tests.stack import simulate
@@ -85,7 +85,7 @@ class Peer:
 class Group:
     """Peers of one simulation."""
 
-    def __init__(self, nursery: trio.Nursery, medium: Medium) -> None:
+    def __init__(self, nursery: trio.Nursery, medium: SimNetworkFabric) -> None:
         self.medium = medium
         self.peers: list[Peer] = []
         self._nursery = nursery
@@ -110,7 +110,7 @@ class Group:
 @asynccontextmanager
 async def peers(model: NetworkModel | None = None) -> AsyncIterator[Group]:
     async with trio.open_nursery() as nursery:
-        yield Group(nursery, Medium(Links(model or NetworkModel(), 1)))
+        yield Group(nursery, SimNetworkFabric(Links(model or NetworkModel(), 1)))
         nursery.cancel_scope.cancel()
 
 

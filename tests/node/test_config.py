@@ -12,7 +12,7 @@ from crypto.contact import parse_address
 from node import toml
 from node.config import Config, Memory, read_duration, read_listen, read_memory, resolve
 from node.errors import UsageError
-from node.nearest import nearest
+from node.suggest import nearest
 
 
 class Inner(msgspec.Struct, frozen=True):

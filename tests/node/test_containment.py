@@ -25,7 +25,7 @@ from node.containment import (
 )
 from node.errors import StreamClosed
 from node.events import Event, RunEnded, StepCommitted
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.runs.progress import Telling
 from node.runtime import Node
 from node.seams import Stream
@@ -343,7 +343,7 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
                 monkeypatch.setattr(group.storages["a"], name, write)
             await trio.sleep(300)
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=2, steps=2))
-            with pytest.raises(NotPlaced):
+            with pytest.raises(PlacementFailed):
                 await group.nodes["b"].runs.submit(run)
             assert node.runs.members == {}
             assert node.runs.has_slot

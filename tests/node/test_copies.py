@@ -22,8 +22,8 @@ from node.checkpoints import replication as protocol
 from node.checkpoints.replication import (
     COPIES,
     COPIES_PROTOCOL,
+    CheckpointReplicator,
     Conclude,
-    Copies,
     Declined,
     Done,
     Here,
@@ -31,7 +31,7 @@ from node.checkpoints.replication import (
     Offer,
     Which,
     ask,
-    keepers,
+    checkpoint_holders,
 )
 from node.checkpoints.service import Checkpoints
 from node.content.blobs import BLOBS_PROTOCOL, BlobServer
@@ -58,25 +58,28 @@ rosters = peers(st.sets(st.integers(0, 40), max_size=20))
 def test_as_many_keep_a_stage_as_there_are_and_not_its_replicas_alone(
     run: bytes, stage: int, roster: list[PeerId], replicas: list[PeerId]
 ) -> None:
-    chosen = keepers(run, stage, roster, replicas)
+    chosen = checkpoint_holders(run, stage, roster, replicas)
     assert len(chosen) == len(set(chosen)) == min(COPIES, len(roster))
     assert set(chosen) <= set(roster)
-    assert chosen == keepers(run, stage, [*reversed(roster), *roster], replicas)
+    assert chosen == checkpoint_holders(run, stage, [*reversed(roster), *roster], replicas)
     if set(roster) - set(replicas):
         assert set(chosen) - set(replicas)
 
 
 @given(st.binary(min_size=32, max_size=32), rosters.filter(lambda roster: len(roster) > COPIES))
 def test_who_goes_gives_its_share_to_one_other(run: bytes, roster: list[PeerId]) -> None:
-    chosen = keepers(run, 0, roster, [])
+    chosen = checkpoint_holders(run, 0, roster, [])
     for gone in roster:
-        left = keepers(run, 0, [peer for peer in roster if peer != gone], [])
+        left = checkpoint_holders(run, 0, [peer for peer in roster if peer != gone], [])
         assert set(chosen) - {gone} <= set(left)
 
 
 def test_stages_are_shared_out_over_the_roster() -> None:
     roster = [PeerId(bytes([number]) * 32) for number in range(12)]
-    counts = [sum(peer in keepers(bytes(32), stage, roster, []) for stage in range(64)) for peer in roster]
+    counts = [
+        sum(peer in checkpoint_holders(bytes(32), stage, roster, []) for stage in range(64))
+        for peer in roster
+    ]
     assert sum(counts) == 64 * COPIES
     assert min(counts) >= 6
 
@@ -100,7 +103,7 @@ class Keeper:
         self.blobs = Blobs(seams.storage, guest_bytes_max=self.guest_bytes_max)
         self.checkpoints = Checkpoints(seams, self.node.signer, self.blobs, refuse=self.refuse)
         BlobServer(seams, self.blobs, refuse=self.refuse)
-        self.copies = Copies(
+        self.copies = CheckpointReplicator(
             seams,
             self.checkpoints,
             self.node.discovery,

@@ -14,14 +14,14 @@ import trio
 
 from crypto.contact import Address, make_address
 from node import config
-from node.cli.doctor import here as doctor
-from node.cli.doctor.here import Scene, look_here
+from node.cli.doctor import local_checks as doctor
+from node.cli.doctor.local_checks import Scene, look_here
+from node.cli.doctor.remote_checks import look_there
 from node.cli.doctor.steps import Step, Steps
-from node.cli.doctor.there import look_there
 from node.cli.main import run
 from node.errors import CheckFailed
 from node.seams import RealClock
-from node.services.reach import Reach
+from node.services.autonat import Reach
 from node.stages.sandbox import Fenced
 from node.transport.network import RealNetwork
 from tests.node.nets import make_network, running, unused_address
@@ -213,7 +213,7 @@ async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
 async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.cli.doctor.there.ECHO_SECONDS", 0.1)
+    monkeypatch.setattr("node.cli.doctor.remote_checks.ECHO_SECONDS", 0.1)
     closed = unused_address()
     async with somebody(echoes=False) as node:
         Reach(node, RealClock(), counters=Counter())
@@ -228,7 +228,7 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
 async def test_an_older_node_without_the_protocol_is_no_fault_of_the_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.cli.doctor.there.ECHO_SECONDS", 0.1)
+    monkeypatch.setattr("node.cli.doctor.remote_checks.ECHO_SECONDS", 0.1)
     async with somebody(echoes=False) as node:
         found = await there(scene(tmp_path), node.addresses[0])
     assert found["dial back"].outcome == "skipped"

@@ -5,15 +5,15 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crypto.buckets import prefix_of
-from node.transport.doorway import Doorway
+from crypto.token_buckets import prefix_of
+from node.transport.half_open import HalfOpenQueue
 
 HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1", "fe80::1%eth0"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
 def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: list[tuple[str, int]]) -> None:
-    doorway = Doorway[int](places_max=4)
+    doorway = HalfOpenQueue[int](places_max=4)
     standing: list[tuple[int, bytes]] = []
     for number, (host, leaving) in enumerate(steps):
         source = prefix_of(host)

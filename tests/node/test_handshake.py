@@ -13,7 +13,7 @@ from crypto.identity import Identity
 from crypto.noise import SUITES, preferred
 from crypto.swarm import Swarm
 from node.errors import Unreachable
-from node.transport import handshake, strangers
+from node.transport import accept_queue, handshake
 from node.transport.handshake import (
     HANDSHAKE_SECONDS,
     Credentials,
@@ -100,7 +100,7 @@ async def test_members_of_a_private_swarm_meet_through_a_rotation() -> None:
 
 
 async def test_outsiders_are_counted_and_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in handshake, strangers:
+    for module in handshake, accept_queue:
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
     member = make_network("b", keys=[KEY])
     async with running(member):

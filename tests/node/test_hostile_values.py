@@ -34,7 +34,7 @@ from node.runtime import Node
 from node.state import event_document
 from node.storage.folder import FolderStorage
 from partition.plan.plan import (
-    NOTHING,
+    NO_HASH,
     REPLICAS_MAX,
     STEPS_MAX,
     Plan,
@@ -101,7 +101,7 @@ def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes, tmp_path: Pa
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1e24, 1.7e308, float("inf"), float("nan"), -1.0, 2.0**63 - 1])
 def test_whatever_rate_is_claimed_a_plan_can_be_written(rate: float) -> None:
     stage = StagePlan(0, 1, (ALICE,), (rounded(rate),))
-    plan = Plan(bytes(32), NOTHING, 0, (ALICE,), (ALICE,), 1, (stage,))
+    plan = Plan(bytes(32), NO_HASH, 0, (ALICE,), (ALICE,), 1, (stage,))
     assert decode_plan(encode_plan(plan)) == plan
 
 
@@ -228,7 +228,7 @@ def test_two_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> No
 
 def test_a_name_that_the_screen_cannot_write_is_shown_as_well_as_it_can_be() -> None:
     program = (
-        "import sys; from node.cli.dispatch import dispatch; from node.cli.render import show\n"
+        "import sys; from node.cli.errors import dispatch; from node.cli.render import show\n"
         "import typer; app = typer.Typer()\n"
         "@app.command()\n"
         "def main() -> None: show(['日本 joined'])\n"

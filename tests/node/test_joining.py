@@ -9,7 +9,7 @@ from crypto.contact import make_address
 from crypto.identity import PeerId
 from node.events import JoinTried
 from node.seams import RealClock
-from node.services.joining import Joining
+from node.services.bootstrap import Joining
 from tests.node.nets import make_network, running
 
 

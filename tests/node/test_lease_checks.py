@@ -14,7 +14,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runtime import Node
 from node.seams import RealClock
-from partition.plan.plan import NOTHING, Plan, StagePlan, encode_plan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from sim.executor import SimExecutor
 from tests.stack import manifest, prepare, simple_cnn, simulate, swarm
 
@@ -40,7 +40,7 @@ def plan_of(run: Run, holder: PeerId, microbatches: int | None = None) -> Plan:
     stage = StagePlan(0, LAYERS, (holder,), (1,))
     roster = tuple(sorted({holder, run.requester}))
     wanted = run.manifest.microbatches if microbatches is None else microbatches
-    return Plan(run.id, NOTHING, 0, roster, (run.requester,), wanted, (stage,))
+    return Plan(run.id, NO_HASH, 0, roster, (run.requester,), wanted, (stage,))
 
 
 def with_node(test: Callable[[Node, Node, Node], Awaitable[None]]) -> None:
@@ -83,10 +83,10 @@ def test_a_lease_asked_for_again_is_not_computed_again() -> None:
         run = prepare(a, manifest())
         plan, graph = plan_of(run, ALICE), simple_cnn().graph
         for _ in range(3 * BURST):
-            assert await checks.misfit(BOB, run, graph, plan, 0) is None
+            assert await checks.rejection_reason(BOB, run, graph, plan, 0) is None
         huge = prepare(a, manifest(microbatch=4_096, microbatches=64))
         for _ in range(3 * BURST):
-            reason = await checks.misfit(BOB, huge, graph, plan_of(huge, ALICE), 0)
+            reason = await checks.rejection_reason(BOB, huge, graph, plan_of(huge, ALICE), 0)
             assert reason is not None
             assert "memory" in reason
         assert executor.apart == 2

@@ -11,13 +11,13 @@ from node.events import JoinTried, NodeStopped, StepCommitted
 from node.process import END_SECONDS_MAX
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium
+from sim.seams import SimNetworkFabric
 from tests.node.simulated import simulated_node
 from tests.stack import manifest, prepare, simulate, swarm
 
 
 def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
-    medium = Medium(Links(NetworkModel(), 1))
+    medium = SimNetworkFabric(Links(NetworkModel(), 1))
     events: list[object] = []
 
     async def scenario() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from node.cli.main import run
-from node.cli.picture import ARCS_MAX, picture
-from node.cli.portrait import count_text, portrait, portrait_lines, read_graph, short_name
+from node.cli.model_summary import count_text, portrait, portrait_lines, read_graph, short_name
+from node.cli.model_svg import ARCS_MAX, picture
 from partition.model.graph import decode_graph, encode_graph, graph_hash
 from partition.model.layers import with_layers
 from tests.partition.test_layers import transformer

@@ -16,7 +16,7 @@ from crypto.encoding import encode
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from node import toml
-from node.cli.capturing import captured
+from node.cli.capture import captured
 from node.commands import Commands
 from node.content import graphs
 from node.content.datasets import Dataset, labelled, load_digits, load_text
@@ -213,7 +213,7 @@ def test_a_file_beside_a_graph_that_has_no_first_values_stays_where_it_is(tmp_pa
 
 def with_values() -> Model:
     """The same, with its weight in a file."""
-    from partition.model.stored import file_header
+    from partition.model.safetensors_layout import file_header
 
     graph = classifier(8)
     values = np.arange(24, dtype="<f4")

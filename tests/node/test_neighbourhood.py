@@ -1,8 +1,8 @@
 """Real nodes that list only the neighbourhood of their key: wired to the DHT as a public swarm needs it."""
 
-from gossip.member import NeighboursWanted
+from gossip.member import NeighbourhoodLookupWanted
+from sim.observers import Observed
 from sim.scenario import Checks, Membership, Records, Scenario, Start
-from sim.watch import Observed
 from sim.worlds.stack import StackWorld
 
 
@@ -23,4 +23,4 @@ def test_nodes_of_a_swarm_of_neighbourhoods_find_each_other_through_the_dht() ->
     live: list[list[int]] = []
     world.play(lambda: live.append([len(world.believes(peer)) for peer in world.peers if world.is_up(peer)]))
     assert live[-1] == [6] * 6
-    assert any(isinstance(observed.event, NeighboursWanted) for observed in seen)
+    assert any(isinstance(observed.event, NeighbourhoodLookupWanted) for observed in seen)

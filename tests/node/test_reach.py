@@ -17,7 +17,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.seams import RealClock, Stream
-from node.services.reach import (
+from node.services.autonat import (
     ECHOES_PER_SECOND_MAX,
     HOST_SERVED_MAX,
     MESSAGE_BYTES_MAX,
@@ -29,7 +29,7 @@ from node.services.reach import (
     Reach,
     ask_dial_back,
 )
-from node.services.reachability import (
+from node.services.autonat_core import (
     BELIEVED_SECONDS,
     DOUBT_SECONDS,
     LATER_SECONDS,
@@ -42,7 +42,7 @@ from node.transport.network import RealNetwork
 from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
-from sim.seams import Medium, SimClock
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_identity
 from tests.node.nets import acquaint, make_network, running, until, unused_address
 from tests.node.simulated import SEED, simulated_node
@@ -211,7 +211,7 @@ async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
 async def test_a_node_that_has_moved_asks_at_once_what_others_find_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("node.services.reachability.SOON_SECONDS", 0.01)
+    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.01)
     async with reaching("a", "b") as ((alice, bob), (reach, other), _), trio.open_nursery() as nursery:
         told: list[tuple[bool | None, int]] = []
 
@@ -307,7 +307,7 @@ def test_a_clock_that_shows_a_little_less_than_was_waited_for_does_not_keep_a_no
             return super().monotonic()
 
     async def scenario() -> None:
-        clock, medium = Counted(), Medium(Links(NetworkModel(), 1))
+        clock, medium = Counted(), SimNetworkFabric(Links(NetworkModel(), 1))
         # Five seconds later is no whole microsecond as a float, and the nearest one is before it.
         await trio.sleep(
             next(t for t in (number / 1e6 for number in count(1)) if nearest_instant(t + 5.0) < t + 5.0)
@@ -326,7 +326,7 @@ def test_a_clock_that_shows_a_little_less_than_was_waited_for_does_not_keep_a_no
 def test_a_node_behind_a_translator_finds_out_and_stands_in_no_table_if_it_must(
     nat: Nat, reachable: bool
 ) -> None:
-    medium = Medium(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
+    medium = SimNetworkFabric(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
     translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
     inside = translated.index(True)
     outside = [number for number in range(40) if not translated[number]][:4]

@@ -23,7 +23,7 @@ from node.pipeline.codec_choice import LinkCodecs
 from node.pipeline.links import Links
 from node.pipeline.replica import ReplicaShell
 from node.pipeline.spans import Spans
-from node.placement.leases import NotPlaced
+from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, make_run
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
@@ -33,9 +33,10 @@ from node.seams import Network, RealClock
 from node.state import RUNS_KEPT_MAX, State, apply
 from partition.plan.change import Change, encode_change, successor
 from partition.plan.history import extend, first_history
+from partition.plan.paxos_messages import LINKS_BYTES_MAX, LINKS_MAX, Decided
 from partition.plan.plan import (
     MICROBATCHES_MAX,
-    NOTHING,
+    NO_HASH,
     REPLICAS_MAX,
     STAGES_MAX,
     STEPS_MAX,
@@ -44,7 +45,6 @@ from partition.plan.plan import (
     encode_plan,
     plan_hash,
 )
-from partition.plan.votes import LINKS_BYTES_MAX, LINKS_MAX, Decided
 from partition.stage import OptimizerSettings
 from partition.steps.messages import Open, StageCommit, StageRoutes, StepCommit, Sync
 from partition.steps.replica import Replica
@@ -76,7 +76,7 @@ def plan_of(run: Run, holder: PeerId) -> Plan:
     """All of the model on `holder`; the run's requester trains."""
     stage = StagePlan(0, LAYERS, (holder,), (1,))
     roster = tuple(sorted({holder, run.requester}))
-    return Plan(run.id, NOTHING, 0, roster, (run.requester,), run.manifest.microbatches, (stage,))
+    return Plan(run.id, NO_HASH, 0, roster, (run.requester,), run.manifest.microbatches, (stage,))
 
 
 async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply:
@@ -319,9 +319,9 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
     """More held-out samples than there are would be an empty tensor, which cannot be sent."""
 
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
-        with pytest.raises(NotPlaced, match="does not fit"):
+        with pytest.raises(PlacementFailed, match="does not fit"):
             await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1))
-        with pytest.raises(NotPlaced, match="nobody handed over the run's data"):
+        with pytest.raises(PlacementFailed, match="nobody handed over the run's data"):
             await a.runs.submit(run_of(a, data="0" * 64, stages=1, replicas=1))
         assert a.runs.known() == b.runs.known() == []
         assert a.runs.has_slot
@@ -333,11 +333,11 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
 
 def test_a_run_that_was_not_placed_is_forgotten() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
-        with pytest.raises(NotPlaced):
+        with pytest.raises(PlacementFailed):
             await a.runs.submit(run_of(a, stages=9, replicas=9))
         assert a.runs.known() == []
         group.kill("b")
-        with pytest.raises(NotPlaced):
+        with pytest.raises(PlacementFailed):
             await a.runs.submit(run_of(a, seed=1))
         assert a.runs.known() == []
         ends = [event for event in group.events["a"] if isinstance(event, RunEnded)]
@@ -386,7 +386,7 @@ def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) ->
 
 def one_stage(*replicas: PeerId) -> Plan:
     stage = StagePlan(0, LAYERS, replicas, (1,) * len(replicas))
-    return Plan(bytes(32), NOTHING, 0, tuple(sorted((*replicas, CAROL))), (CAROL,), 4, (stage,))
+    return Plan(bytes(32), NO_HASH, 0, tuple(sorted((*replicas, CAROL))), (CAROL,), 4, (stage,))
 
 
 def test_a_commit_that_names_strangers_or_somebody_twice_is_refused() -> None:
@@ -423,15 +423,15 @@ def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
     rows += [StageCommit(63, BOB, ())] * (STAGES_MAX * REPLICAS_MAX - STAGES_MAX)
     for message in (
         Open(
-            plan=NOTHING,
+            plan=NO_HASH,
             step=STEPS_MAX,
             attempt=2**62,
             train=True,
             first=2**62,
             stages=(routes,) * STAGES_MAX,
         ),
-        StepCommit(plan=NOTHING, step=STEPS_MAX, attempt=2**62, replicas=tuple(rows)),
-        Decided(run=NOTHING, parent=NOTHING, links=(bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX),
+        StepCommit(plan=NO_HASH, step=STEPS_MAX, attempt=2**62, replicas=tuple(rows)),
+        Decided(run=NO_HASH, parent=NO_HASH, links=(bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX),
         wire.GroupPart(Part(bytes(KEY_BYTES_MAX), "scatter", 2**39, 2**39, bytes(CHUNK_BYTES))),
     ):
         decode(encode(message), wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)

@@ -23,7 +23,7 @@ from node.protocols.runs import End, FetchData, FetchWeights
 from node.runs.runs import run_name
 from node.storage.folder import IDENTITY_NAME, FolderStorage, lock, parts_of
 from node.storage.keys import load_keys
-from node.storage.remembered import REMEMBERED_MAX, read_remembered, write_remembered
+from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
 
 def entropy(count: int) -> bytes:

@@ -15,13 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from crypto.buckets import prefix_of
 from crypto.swarm import Swarm
-from node.transport import handshake, strangers
-from node.transport.admission import SOURCE_BURST, SOURCE_RATE
-from node.transport.doorway import Doorway
+from crypto.token_buckets import prefix_of
+from node.transport import accept_queue, handshake
+from node.transport.accept_queue import (
+    GATHER_SECONDS,
+    READ_BYTES_MAX,
+    TURNS_BURST,
+    PendingConnection,
+    PendingConnections,
+)
+from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import HANDSHAKE_SECONDS
-from node.transport.strangers import GATHER_SECONDS, READ_BYTES_MAX, TURNS_BURST, Stranger, Strangers
+from node.transport.handshake_limits import SOURCE_BURST, SOURCE_RATE
 from tests.node.nets import LOOPBACK, make_network, raw_address, running, until
 from tests.node.test_handshake import KEY, OTHER_KEY, PRIVATE, credentials
 
@@ -34,13 +40,13 @@ class Room:
 
     def __init__(self, swarm: Swarm) -> None:
         self.counters: Counter[str] = Counter()
-        self.doorway = Doorway[Stranger]()
-        self.handed_on: list[Stranger] = []
-        self.strangers = Strangers(
+        self.doorway = HalfOpenQueue[PendingConnection]()
+        self.handed_on: list[PendingConnection] = []
+        self.strangers = PendingConnections(
             credentials("b", swarm), self.doorway, self.counters, lambda source: True, self._hand_on
         )
 
-    def _hand_on(self, stranger: Stranger) -> None:
+    def _hand_on(self, stranger: PendingConnection) -> None:
         self.handed_on.append(stranger)
         self.strangers.leave(stranger, is_peer=False)
         stranger.socket.close()
@@ -248,7 +254,7 @@ def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, 
     flight, ours = first_flight(swarm), credentials("b", swarm)
     one, other = socket.socketpair()
     with closing(one), closing(other):
-        stranger, rest = Stranger(one, b"source", 0.0), flight
+        stranger, rest = PendingConnection(one, b"source", 0.0), flight
         for cut in cuts:
             if cut < len(rest):
                 assert not stranger.hear(rest[:cut], ours)
@@ -361,10 +367,10 @@ async def test_an_honest_peer_gets_in_while_others_do_more_half_handshakes_than_
 
 
 async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in handshake, strangers:
+    for module in handshake, accept_queue:
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 30.0)
     alice, bob = make_network("a"), make_network("b")
-    bob._connections._doorway = Doorway(places_max=2)
+    bob._connections._doorway = HalfOpenQueue(places_max=2)
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
         await until(lambda: len(bob._connections._doorway) == 2)
@@ -379,7 +385,7 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
 
 async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
     alice, bob = make_network("a"), make_network("b")
-    bob._connections._doorway = Doorway(places_max=1)
+    bob._connections._doorway = HalfOpenQueue(places_max=1)
     async with running(alice, bob):
         half = await trio.open_tcp_stream(*raw_address(bob))
         await half.send_all(first_flight(OPEN))
@@ -395,7 +401,7 @@ async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "private"])
 async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tuple[bytes, ...]) -> None:
     alice, bob = make_network("a", keys=keys), make_network("b", keys=keys)
-    bob._connections._doorway = Doorway(places_max=32)
+    bob._connections._doorway = HalfOpenQueue(places_max=32)
     kinds = [
         say_nothing,
         say_garbage,

@@ -12,7 +12,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.seams import Stream
 from node.transport import connections, streams, tcp
-from node.transport.idle import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
+from node.transport.connection_pool import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
 from node.transport.network import RealNetwork
 from node.transport.records import Mark
 from tests.hostile.attack import Target

@@ -17,9 +17,15 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.noise import CipherState
-from node.transport.book import HEARSAY_MAX, OBSERVED_SECONDS, PEERS_MAX, UNPROVEN_ADDRESSES_MAX, AddressBook
+from node.transport.address_book import (
+    HEARSAY_MAX,
+    OBSERVED_SECONDS,
+    PEERS_MAX,
+    UNPROVEN_ADDRESSES_MAX,
+    AddressBook,
+)
+from node.transport.buffer_pool import POOLED_BYTES_MIN, Pool
 from node.transport.inbox import Alarm, QueueInbox
-from node.transport.pool import POOLED_BYTES_MIN, Pool
 from node.transport.records import (
     MESSAGE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
@@ -29,7 +35,7 @@ from node.transport.records import (
     RecordWriter,
 )
 from node.transport.router import HELLO_BYTES_MAX, Answer, Hello, Router
-from node.transport.tcp import Assembly
+from node.transport.tcp import ReassemblyBudget
 from tests.node.nets import PING, echo
 
 
@@ -139,7 +145,7 @@ def test_the_source_with_most_peers_in_the_book_makes_room() -> None:
 
 
 def test_half_received_messages_share_one_limit() -> None:
-    assembly = Assembly(100)
+    assembly = ReassemblyBudget(100)
     ended: list[str] = []
 
     def hold(who: str, held_bytes: int, *, anew: bool = False) -> None:

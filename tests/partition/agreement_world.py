@@ -15,18 +15,18 @@ from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.agreement import (
-    Agreement,
+from partition.plan.change import Change, Joining, decode_change, successor
+from partition.plan.paxos import (
     ChainBroken,
     ForkFound,
     LeftBehind,
+    PaxosChain,
     PlanDecided,
     QuorumFound,
     QuorumLost,
 )
-from partition.plan.change import Change, Joining, decode_change, successor
-from partition.plan.plan import NOTHING, Plan, StagePlan, committee, plan_hash
-from partition.plan.votes import Accept, Accepted, Ballot, Head, Prepare, Promised
+from partition.plan.paxos_messages import Accept, Accepted, Ballot, ChainHead, Prepare, Promised
+from partition.plan.plan import NO_HASH, Plan, StagePlan, committee, plan_hash
 from tests.partition.fake_stage import Broken, peer
 
 RUN = bytes(range(32))
@@ -47,7 +47,7 @@ def genesis(members: int, stages: int = 1) -> Plan:
     rows = tuple(StagePlan(index, index + 1, (names[index],), (1,)) for index in range(stages))
     return Plan(
         run=RUN,
-        parent=NOTHING,
+        parent=NO_HASH,
         height=0,
         roster=tuple(names),
         trainers=(names[-1],),
@@ -89,7 +89,7 @@ class Member:
     """One member: its core while it is up, and its disk always."""
 
     me: PeerId
-    core: Agreement | None
+    core: PaxosChain | None
     disk: bytes = b""
     waking: float = float("inf")
     is_lost: bool = False
@@ -109,7 +109,7 @@ class World:
 
     rng: Random
     first: Plan
-    agreement_class: type[Agreement] = Agreement
+    agreement_class: type[PaxosChain] = PaxosChain
     may_fork: bool = False
     loss: float = 0.0
     double: float = 0.0
@@ -164,7 +164,7 @@ class World:
 
     # Members and their shells
 
-    def _core(self, me: PeerId, plan: Plan, durable: bytes) -> Agreement:
+    def _core(self, me: PeerId, plan: Plan, durable: bytes) -> PaxosChain:
         rng = Random(self.rng.getrandbits(64))
         return self.agreement_class(me, plan, rng, durable=durable, may_fork=self.may_fork)
 
@@ -175,7 +175,7 @@ class World:
         self.at(self.rng.random() * HEAD_SECONDS, lambda: self._say(member))
         self._notice(me)
 
-    def _act(self, member: Member, call: Callable[[Agreement], Any]) -> None:
+    def _act(self, member: Member, call: Callable[[PaxosChain], Any]) -> None:
         """What a shell does: call, store, send, then look at the events. It may die in between."""
         core = member.core
         if core is None:
@@ -207,7 +207,7 @@ class World:
         member.waking = core.deadline
         self.at(max(0.0, core.deadline - self.now), lambda: self._wake(member, core))
 
-    def _wake(self, member: Member, core: Agreement) -> None:
+    def _wake(self, member: Member, core: PaxosChain) -> None:
         if member.core is not core:
             return
         member.waking = float("inf")
@@ -294,9 +294,9 @@ class World:
             self._send_all(member, [row for each in core.acquainted for row in core.tell(each)])
         self.at(HEAD_SECONDS * (0.8 + 0.4 * self.rng.random()), lambda: self._say(member))
 
-    def _stand(self, core: Agreement) -> None:
+    def _stand(self, core: PaxosChain) -> None:
         height, samples = core.head.height, self.samples[core.head_hash]
-        core.say(Head(run=RUN, parent=core.head_hash, height=height, samples=samples, step=samples // 4))
+        core.say(ChainHead(run=RUN, parent=core.head_hash, height=height, samples=samples, step=samples // 4))
 
     # Network
 
@@ -371,7 +371,7 @@ class World:
         if isinstance(message, Accept | Accepted):
             given.accepted = ballot
 
-    def _watch(self, core: Agreement) -> None:
+    def _watch(self, core: PaxosChain) -> None:
         """Every link that a member believes in is the only one for its parent, wherever it is looked at."""
         if core.head_hash in self.plans:
             return

@@ -3,7 +3,7 @@
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.steps.frames import FrameHeader, OpenedFrame
 from partition.steps.messages import Apply, Open, Sends, StageCommit, StageRoutes, StepCommit, Synced
 from partition.steps.replica import BackwardReady, ForwardReady, Replica
@@ -90,7 +90,7 @@ def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0,
 
 
 def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **other: Any) -> Synced:
-    applied = Apply(plan=NOTHING, step=step - 1, attempt=attempt, samples=9, loss=18.0) if step else None
+    applied = Apply(plan=NO_HASH, step=step - 1, attempt=attempt, samples=9, loss=18.0) if step else None
     return Synced(plan=PLAN_HASH, step=step, reduced=reduced, applied=applied, **other)
 
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from crypto.identity import PeerId
 from partition.steps.committer import ReplicaFailed
-from partition.steps.disputes import USELESS
-from partition.steps.overdue import STUCK
+from partition.steps.frame_complaints import USELESS
 from partition.steps.replica import ReduceAsked
+from partition.steps.stall_detector import STUCK
 from tests.partition.fake_stage import Broken
 from tests.partition.steps_machine import ALL_STAGES, Machine, Sends
 from tests.partition.steps_trouble import GONE

@@ -9,7 +9,7 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.codec import Payload
 from partition.plan.change import Change
-from partition.plan.plan import NOTHING, Plan
+from partition.plan.plan import NO_HASH, Plan
 from partition.steps.committer import Committer
 from partition.steps.feeder import Feeder, FeedReady, FramesDone
 from partition.steps.frames import Direction, FrameHeader, OpenedFrame, Outgoing
@@ -24,10 +24,10 @@ from partition.steps.replica import (
     ReduceAsked,
     ReduceReady,
     ReduceVoided,
-    RemoveReady,
     Replica,
     SaveReady,
     StepDiscarded,
+    SubtractReady,
     WorkItem,
 )
 from tests.partition.fake_stage import (
@@ -257,7 +257,7 @@ class Machine:
                 back = stage.backward(work.step, work.microbatch, bytes(work.gradient.data))
                 self.counted += 1
                 return replica.backwarded(work, gradient=self._draft(work, back, -1, "gradient", True))
-            case RemoveReady():
+            case SubtractReady():
                 after = work.labels if stage.is_last else work.gradient
                 given, data = bytes(work.input.data), None if after is None else bytes(after.data)
                 stage.remove(work.microbatch, given, data)
@@ -406,7 +406,7 @@ class Machine:
 
 
 def header_of(step: int, microbatch: int, stage: int, direction: Any, train: bool) -> FrameHeader:
-    return FrameHeader(NOTHING, step, 0, microbatch, stage, direction, train, (1,), (), "raw", NOTHING)
+    return FrameHeader(NO_HASH, step, 0, microbatch, stage, direction, train, (1,), (), "raw", NO_HASH)
 
 
 def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:

@@ -16,7 +16,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
-from partition.plan.plan import NOTHING, Plan, StagePlan
+from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.steps.committer import (
     ReplicaFailed,
     Resumed,
@@ -71,7 +71,7 @@ class World:
         roster = tuple(sorted((*(name for row in stages for name in row.replicas), *feeding, *others)))
         first = Plan(
             run=bytes(32),
-            parent=NOTHING,
+            parent=NO_HASH,
             height=0,
             roster=roster,
             trainers=feeding,
@@ -434,7 +434,7 @@ class World:
                 raise Broken("something of a step is kept after it was applied")
 
     def _fill(self, machine: Machine, work: FillReady) -> None:
-        if work.checkpoint != NOTHING:
+        if work.checkpoint != NO_HASH:
             if work.checkpoint != digest("checkpoint", work.step):
                 raise Broken("a checkpoint of another step than the plan says")
             self.pass_on(machine, machine.filled(self.copies[work.step][machine.stage.index]))
@@ -539,7 +539,7 @@ class World:
             step
             for height, step in self.committed
             if not any(
-                plan.restored != NOTHING and plan.height > height and plan.step <= step for plan in self.plans
+                plan.restored != NO_HASH and plan.height > height and plan.step <= step for plan in self.plans
             )
         ]
 

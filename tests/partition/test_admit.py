@@ -13,7 +13,7 @@ import torch
 from crypto.errors import RemoteProtocolError
 from partition.execute.admit import admit
 from partition.execute.interpret import DTYPES, compile_entry
-from partition.execute.meter import Meter
+from partition.execute.memory_meter import Meter
 from partition.model.check import check_graph
 from partition.model.cut import cut, legal_positions
 from partition.model.graph import (

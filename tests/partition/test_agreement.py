@@ -11,36 +11,36 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.agreement import (
+from partition.plan.chain import Chain
+from partition.plan.change import Change, Joining, encode_change, successor
+from partition.plan.learner import BEHIND_SECONDS
+from partition.plan.paxos import (
     PROPOSE_SECONDS,
     RESEND_SECONDS_MAX,
-    Agreement,
     ForkFound,
     ForkOpened,
     LeftBehind,
+    PaxosChain,
     PlanDecided,
     QuorumFound,
     QuorumLost,
 )
-from partition.plan.chain import Chain
-from partition.plan.change import Change, Joining, encode_change, successor
-from partition.plan.learner import BEHIND_SECONDS
-from partition.plan.plan import committee, plan_hash
-from partition.plan.reach import FORK_SECONDS, QUORUM_SECONDS, Instance
-from partition.plan.votes import (
+from partition.plan.paxos_messages import (
     LINKS_BYTES_MAX,
     LINKS_MAX,
     Accept,
     Accepted,
     Ballot,
+    ChainHead,
     Decided,
-    Head,
-    Outbid,
+    PreemptedBallot,
     Prepare,
     Promised,
     Vote,
-    survives,
+    other_branch_wins,
 )
+from partition.plan.plan import committee, plan_hash
+from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance
 from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
@@ -69,7 +69,7 @@ def test_no_disturbance_makes_two_plans_of_one(may_fork: bool) -> None:
 # Bugs planted on purpose: the world must find them
 
 
-class ForgetsItsVotes(Agreement):
+class ForgetsItsVotes(PaxosChain):
     @property
     def durable(self) -> bytes:
         votes, self._votes = self._votes, {}
@@ -78,17 +78,17 @@ class ForgetsItsVotes(Agreement):
         return kept
 
 
-class IgnoresWhatWasAccepted(Agreement):
+class IgnoresWhatWasAccepted(PaxosChain):
     def _better(self, best: Vote, other: Vote) -> Vote:
         return Vote()
 
 
-class IsContentWithHalf(Agreement):
+class IsContentWithHalf(PaxosChain):
     def _needed(self, instance: Instance) -> int:
         return (len(instance.committee) + 1) // 2
 
 
-class AcceptsBelowItsPromise(Agreement):
+class AcceptsBelowItsPromise(PaxosChain):
     def _vote_on(self, now: float, sender: PeerId, instance: Instance, message: Any) -> Any:
         if isinstance(message, Accept):
             self._votes[instance.fork] = Vote(None, *self._last(instance))
@@ -130,7 +130,7 @@ class Room:
         self.plan = genesis(members)
         self.seats = committee(self.plan)
         self.cores = {
-            PeerId(me): Agreement(PeerId(me), self.plan, Random(index), **arguments)
+            PeerId(me): PaxosChain(PeerId(me), self.plan, Random(index), **arguments)
             for index, me in enumerate(self.plan.roster)
         }
         self.deaf: set[PeerId] = set()
@@ -169,8 +169,8 @@ def trains(me: bytes) -> Change:
     return Change(trainers=(me,))
 
 
-def head_of(core: Agreement, **fields: Any) -> Head:
-    return Head(run=RUN, parent=core.head_hash, fork=core.head.fork, height=core.head.height, **fields)
+def head_of(core: PaxosChain, **fields: Any) -> ChainHead:
+    return ChainHead(run=RUN, parent=core.head_hash, fork=core.head.fork, height=core.head.height, **fields)
 
 
 def test_a_member_alone_decides_at_once() -> None:
@@ -273,7 +273,9 @@ def test_who_is_outbid_comes_again_with_a_higher_ballot() -> None:
     core = room.cores[first]
     ((_, prepare), _) = core.wish(0.0, trains(first))
     assert isinstance(prepare, Prepare)
-    outbid = Outbid(run=RUN, parent=core.head_hash, ballot=prepare.ballot, promised=Ballot(7, second))
+    outbid = PreemptedBallot(
+        run=RUN, parent=core.head_hash, ballot=prepare.ballot, promised=Ballot(7, second)
+    )
     assert core.receive(0.0, second, outbid) == []
     ((_, again), _) = core.wake(core.deadline)
     assert isinstance(again, Prepare)
@@ -302,10 +304,10 @@ def test_a_promise_and_an_acceptance_survive_a_restart() -> None:
     names = {"run": RUN, "parent": plan_hash(room.plan)}
     value = encode_change(trains(other))
     room.cores[me].receive(0.0, other, Accept(**names, ballot=Ballot(5, other), value=value))
-    again = Agreement(me, room.plan, Random(9), durable=room.cores[me].durable)
+    again = PaxosChain(me, room.plan, Random(9), durable=room.cores[me].durable)
     lower, higher = Ballot(4, third), Ballot(6, third)
     assert again.receive(0.0, third, Prepare(**names, ballot=lower)) == [
-        (third, Outbid(**names, ballot=lower, promised=Ballot(5, other)))
+        (third, PreemptedBallot(**names, ballot=lower, promised=Ballot(5, other)))
     ]
     assert again.receive(0.0, third, Prepare(**names, ballot=higher)) == [
         (third, Promised(**names, ballot=higher, accepted=Ballot(5, other), value=value))
@@ -330,7 +332,7 @@ def test_a_restart_begins_from_the_newest_plan_that_was_stored() -> None:
     for _ in range(4):
         room.wish(committee(room.cores[room.seats[0]].head)[0], trains(room.seats[0]))
     core = room.cores[room.seats[1]]
-    again = Agreement(core.me, room.plan, Random(1), durable=core.durable)
+    again = PaxosChain(core.me, room.plan, Random(1), durable=core.durable)
     assert (again.head, again.chain, again.base) == (core.head, core.chain, room.plan)
     assert again.durable == core.durable
     assert not again.unsaved
@@ -341,11 +343,11 @@ def test_what_was_stored_is_refused_where_it_is_damaged_or_anothers() -> None:
     (me,) = room.seats
     durable = room.cores[me].durable
     with pytest.raises(RemoteProtocolError, match="damaged"):
-        Agreement(me, room.plan, Random(0), durable=durable[:-1] + bytes([durable[-1] ^ 1]))
+        PaxosChain(me, room.plan, Random(0), durable=durable[:-1] + bytes([durable[-1] ^ 1]))
     with pytest.raises(ValueError, match="another run's"):
-        Agreement(me, replace(room.plan, run=bytes(32)), Random(0), durable=durable)
+        PaxosChain(me, replace(room.plan, run=bytes(32)), Random(0), durable=durable)
     with pytest.raises(ValueError, match="another plan at height 0"):
-        Agreement(me, replace(room.plan, microbatches=7), Random(0), durable=durable)
+        PaxosChain(me, replace(room.plan, microbatches=7), Random(0), durable=durable)
 
 
 # Who is behind
@@ -399,7 +401,7 @@ def test_only_the_newest_links_are_kept_and_a_restart_has_them_all() -> None:
     room = grown(LINKS_MAX + 6)
     core = room.cores[room.seats[0]]
     assert (core.base.height, core.head.height, len(core.chain)) == (6, LINKS_MAX + 6, LINKS_MAX)
-    again = Agreement(core.me, room.plan, Random(1), durable=core.durable)
+    again = PaxosChain(core.me, room.plan, Random(1), durable=core.durable)
     assert (again.base, again.head, again.chain) == (core.base, core.head, core.chain)
 
 
@@ -548,7 +550,7 @@ def test_who_comes_back_to_a_plan_it_has_voted_at_abstains_until_the_next() -> N
     core.rejoin(0.0, elsewhere)
     core.rejoin(0.0, room.plan)
     assert core.receive(0.0, other, prepare) == []
-    assert Agreement(me, room.plan, Random(0), durable=core.durable).receive(0.0, other, prepare) == []
+    assert PaxosChain(me, room.plan, Random(0), durable=core.durable).receive(0.0, other, prepare) == []
     link = encode_change(trains(other))
     core.receive(0.0, other, Decided(run=RUN, parent=core.head_hash, links=(link,)))
     asker = next(seat for seat in committee(core.head) if seat != me)
@@ -557,7 +559,7 @@ def test_who_comes_back_to_a_plan_it_has_voted_at_abstains_until_the_next() -> N
 
 
 heads = st.builds(
-    Head,
+    ChainHead,
     run=st.just(RUN),
     parent=st.sampled_from([bytes([number]) * 32 for number in range(4)]),
     height=st.integers(0, 3),
@@ -567,8 +569,10 @@ heads = st.builds(
 
 
 @given(heads, heads, heads)
-def test_of_two_branches_exactly_one_survives_and_of_three_too(a: Head, b: Head, c: Head) -> None:
+def test_of_two_branches_exactly_one_survives_and_of_three_too(
+    a: ChainHead, b: ChainHead, c: ChainHead
+) -> None:
     if (a.samples, a.step, a.plan) != (b.samples, b.step, b.plan):
-        assert survives(a, b) != survives(b, a)
-    if survives(a, b) and survives(b, c):
-        assert survives(a, c)
+        assert other_branch_wins(a, b) != other_branch_wins(b, a)
+    if other_branch_wins(a, b) and other_branch_wins(b, c):
+        assert other_branch_wins(a, c)

@@ -12,13 +12,11 @@ from msgspec.structs import replace
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.agreement import Agreement, ChainBroken, ForkOpened
 from partition.plan.chain import FORKS_MAX
 from partition.plan.change import CHANGE_BYTES_MAX, Change, Joining, encode_change, successor
 from partition.plan.learner import STRAYED_MAX
-from partition.plan.plan import NOTHING, STEPS_MAX, committee, plan_hash
-from partition.plan.reach import FORK_SECONDS, QUORUM_SECONDS
-from partition.plan.votes import (
+from partition.plan.paxos import ChainBroken, ForkOpened, PaxosChain
+from partition.plan.paxos_messages import (
     AGREEMENT_BYTES_MAX,
     LINKS_BYTES_MAX,
     LINKS_MAX,
@@ -27,12 +25,14 @@ from partition.plan.votes import (
     Accepted,
     AgreementMessage,
     Ballot,
+    ChainHead,
     Decided,
-    Head,
-    Outbid,
+    PreemptedBallot,
     Prepare,
     Promised,
 )
+from partition.plan.plan import NO_HASH, STEPS_MAX, committee, plan_hash
+from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS
 from tests.partition.agreement_world import RUN, genesis
 from tests.partition.fake_stage import peer
 
@@ -51,26 +51,26 @@ LOOSE = (
 )  # an empty array in its longest form: valid, and not canonical
 
 
-def core(**arguments: Any) -> Agreement:
-    made = Agreement(ME, PLAN, Random(1), **arguments)
+def core(**arguments: Any) -> PaxosChain:
+    made = PaxosChain(ME, PLAN, Random(1), **arguments)
     made.unsaved = False
     return made
 
 
-def state(of: Agreement) -> Any:
+def state(of: PaxosChain) -> Any:
     """All that a message could change."""
     held = vars(of._learner) | vars(of._reach) | vars(of)
     parts = ("_heads", "_strayed", "_proposal", "_wish", "_round", "_outbids", "unsaved", "events")
     return of.durable, of.deadline, of.head, of._learner.events, [repr(held[part]) for part in parts]
 
 
-def proposing() -> Agreement:
+def proposing() -> PaxosChain:
     made = core()
     made.wish(0.0, Change(trainers=(ME,)))
     return made
 
 
-def accepting() -> Agreement:
+def accepting() -> PaxosChain:
     made = proposing()
     for seat in SEATS[1:5]:
         made.receive(0.0, seat, Promised(**NAMES, ballot=MINE))
@@ -81,11 +81,11 @@ HIGH = Ballot(2 + ROUNDS_AHEAD_MAX, OTHER)
 
 WRONG: list[tuple[PeerId, Any, str]] = [
     (OTHER, Prepare(run=bytes(32), parent=PARENT, ballot=THEIRS), "another run"),
-    (OTHER, Head(run=bytes(32), parent=PARENT, height=0), "another run"),
+    (OTHER, ChainHead(run=bytes(32), parent=PARENT, height=0), "another run"),
     (STRANGER, Prepare(**NAMES, ballot=Ballot(1, STRANGER)), "on no roster"),
     (STRANGER, Decided(**NAMES, links=(TRAINS,)), "on no roster"),
-    (STRANGER, Head(**NAMES, height=0), "on no roster"),
-    (ME, Head(**NAMES, height=0), "on no roster"),
+    (STRANGER, ChainHead(**NAMES, height=0), "on no roster"),
+    (ME, ChainHead(**NAMES, height=0), "on no roster"),
     (LEARNER, Prepare(**NAMES, ballot=Ballot(1, LEARNER)), "outside of the committee"),
     (LEARNER, Accepted(**NAMES, ballot=MINE), "outside of the committee"),
     (OTHER, Prepare(**NAMES, ballot=Ballot(1, THIRD)), "ballot of another"),
@@ -103,13 +103,13 @@ WRONG: list[tuple[PeerId, Any, str]] = [
     (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(2, OTHER), value=TRAINS), "cannot have been"),
     (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(1, min(SEATS)), value=EMPTIES), "no replica"),
     (OTHER, Accepted(**NAMES, ballot=MINE), "before it was asked"),
-    (OTHER, Outbid(**NAMES, ballot=MINE, promised=MINE), "by a lower ballot"),
-    (OTHER, Outbid(**NAMES, ballot=MINE, promised=HIGH), "absurd round"),
+    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=MINE), "by a lower ballot"),
+    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=HIGH), "absurd round"),
     (OTHER, Decided(**NAMES, links=(TRAINS, EMPTIES)), "would have no replica"),
     (OTHER, Decided(**NAMES, links=(b"nonsense",)), "not a valid message"),
     (OTHER, Decided(**NAMES, links=(LOOSE,)), "canonical"),
     (OTHER, Decided(**NAMES, links=(FORKED,)), "not named by those"),
-    (OTHER, Head(**NAMES, height=3), "another height"),
+    (OTHER, ChainHead(**NAMES, height=3), "another height"),
 ]
 
 
@@ -125,7 +125,7 @@ def test_what_no_correct_member_says_is_refused_and_changes_nothing(
 
 
 def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
-    alone = Agreement(OTHER, PLAN, Random(2), may_fork=True)
+    alone = PaxosChain(OTHER, PLAN, Random(2), may_fork=True)
     link = fork_of(alone, (OTHER,))
     for victim, is_refused in ((core(), True), (core(may_fork=True), False)):
         before = state(victim)
@@ -138,7 +138,7 @@ def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
             assert victim.head == PLAN  # it is not of that fork
 
 
-def fork_of(alone: Agreement, members: tuple[PeerId, ...]) -> bytes:
+def fork_of(alone: PaxosChain, members: tuple[PeerId, ...]) -> bytes:
     """The link by which a member goes on alone."""
     alone.reach(0.0, members)
     alone.wake(QUORUM_SECONDS)
@@ -153,7 +153,7 @@ def fork_of(alone: Agreement, members: tuple[PeerId, ...]) -> bytes:
     [
         Promised(**NAMES, ballot=MINE),
         Accepted(**NAMES, ballot=Ballot(9, ME)),
-        Outbid(**NAMES, ballot=Ballot(9, ME), promised=Ballot(10, OTHER)),
+        PreemptedBallot(**NAMES, ballot=Ballot(9, ME), promised=Ballot(10, OTHER)),
         Promised(run=RUN, parent=bytes(32), ballot=MINE),
         Prepare(**NAMES, fork=bytes([3]) * 32, ballot=THEIRS),
         Accept(**NAMES, fork=bytes([3]) * 32, ballot=THEIRS, value=TRAINS),
@@ -179,7 +179,7 @@ def test_what_comes_late_or_is_not_for_us_changes_nothing(message: Any) -> None:
 def test_who_speaks_of_an_unknown_plan_is_asked_and_nothing_else(message: Any) -> None:
     idle = core()
     before = state(idle)
-    assert idle.receive(0.0, OTHER, message) == [(OTHER, Head(**NAMES, height=0))]
+    assert idle.receive(0.0, OTHER, message) == [(OTHER, ChainHead(**NAMES, height=0))]
     assert state(idle) == before
 
 
@@ -216,9 +216,11 @@ def test_absurd_heads_forks_and_branches_take_no_more_memory_than_their_limits()
     for number in range(500):
         sender = PeerId(rng.choice([each for each in PLAN.roster if each != ME]))
         for height in (0, 1, 2**31):
-            victim.receive(0.0, sender, Head(run=RUN, parent=rng.randbytes(32), height=height, samples=2**60))
+            victim.receive(
+                0.0, sender, ChainHead(run=RUN, parent=rng.randbytes(32), height=height, samples=2**60)
+            )
         victim.receive(0.0, OTHER, Prepare(**NAMES, fork=rng.randbytes(32), ballot=Ballot(number + 1, OTHER)))
-    alone = Agreement(OTHER, PLAN, Random(2), may_fork=True)
+    alone = PaxosChain(OTHER, PLAN, Random(2), may_fork=True)
     fork = fork_of(alone, (OTHER,))
     plan, links = successor(PLAN, alone_change(fork)), [fork]
     for number in range(LINKS_MAX - 1):
@@ -254,7 +256,7 @@ def test_a_member_votes_in_no_more_forks_than_it_can_remember() -> None:
         opened += any(isinstance(event, ForkOpened) for event in victim.events)
         victim.events.clear()
     assert (opened, len(victim._votes)) == (FORKS_MAX, FORKS_MAX + 1)  # and the vote for all
-    again = Agreement(ME, PLAN, Random(1), durable=victim.durable, may_fork=True)
+    again = PaxosChain(ME, PLAN, Random(1), durable=victim.durable, may_fork=True)
     assert again.durable == victim.durable
 
 
@@ -265,16 +267,16 @@ ballots = st.builds(Ballot, st.integers(1, 2**63 - 1), peers)
 counts = st.integers(0, 2**63 - 1)
 steps = st.integers(0, STEPS_MAX)
 values = st.binary(min_size=1, max_size=100)
-base = {"run": peers, "parent": peers, "fork": st.just(NOTHING) | peers}
+base = {"run": peers, "parent": peers, "fork": st.just(NO_HASH) | peers}
 messages = st.one_of(
     st.builds(Prepare, **base, ballot=ballots),
     st.builds(Promised, **base, ballot=ballots, accepted=st.none() | ballots, value=st.none() | values),
-    st.builds(Outbid, **base, ballot=ballots, promised=ballots),
+    st.builds(PreemptedBallot, **base, ballot=ballots, promised=ballots),
     st.builds(Accept, **base, ballot=ballots, value=values),
     st.builds(Accepted, **base, ballot=ballots),
     st.builds(Decided, **base, links=st.lists(values, max_size=LINKS_MAX).map(tuple), whole=st.booleans()),
     st.builds(
-        Head,
+        ChainHead,
         **base,
         height=st.integers(0, 2**32 - 1),
         step=steps,
@@ -334,8 +336,8 @@ def test_the_longest_decided_that_a_member_sends_can_be_read() -> None:
         Prepare(run=RUN, parent=b"short", ballot=THEIRS),
         Accept(**NAMES, ballot=THEIRS, value=bytes(CHANGE_BYTES_MAX + 1)),
         Accept(**NAMES, ballot=THEIRS, value=b""),
-        Head(**NAMES, height=-1),
-        Head(**NAMES, height=0, samples=-1),
+        ChainHead(**NAMES, height=-1),
+        ChainHead(**NAMES, height=0, samples=-1),
     ],
 )
 def test_impossible_fields_are_refused_while_they_are_read(message: Any) -> None:

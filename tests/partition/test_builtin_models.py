@@ -23,8 +23,8 @@ from partition.capture.proof import prove
 from partition.capture.task import capture_task, load_factory, prove_task, task_of
 from partition.capture.weights import StoredFile, write_weights
 from partition.model.graph import Parameter, Recipe, Stored
+from partition.model.safetensors_layout import check_range, file_bytes, file_header, stored_parameters
 from partition.model.sizes import shape_of
-from partition.model.stored import check_range, file_bytes, file_header, stored_parameters
 
 TINY: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "dropout": 0.1}
 MODELS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod
 
 from partition.capture import Captured, capture, skeleton
-from partition.capture.contents import contents_of
 from partition.capture.lower import Tables
+from partition.capture.state_dict import contents_of
 from partition.capture.trees import tensors_of
 from partition.model.graph import Size, Stored, Symbol, decode_graph
 from partition.model.sizes import evaluate

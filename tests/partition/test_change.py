@@ -22,7 +22,7 @@ from partition.plan.change import (
 )
 from partition.plan.plan import (
     HEIGHT_MAX,
-    NOTHING,
+    NO_HASH,
     REPLICAS_MAX,
     ROSTER_MAX,
     STEPS_MAX,
@@ -96,7 +96,7 @@ def test_without_a_trainer_left_one_without_a_stage_trains() -> None:
 def test_a_checkpoint_and_a_fork_hold_for_one_plan_only() -> None:
     plan = after(restored=CHECKPOINT, step=6)
     assert (plan.restored, plan.step) == (CHECKPOINT, 6)
-    assert (successor(plan, Change()).restored, successor(plan, Change()).step) == (NOTHING, 0)
+    assert (successor(plan, Change()).restored, successor(plan, Change()).step) == (NO_HASH, 0)
 
 
 CROWD = tuple(sorted(peer(f"c{number}") for number in range(ROSTER_MAX)))
@@ -151,7 +151,7 @@ changes = st.builds(
     ),
     admitted=some,
     trainers=some,
-    restored=st.just(NOTHING) | st.just(CHECKPOINT),
+    restored=st.just(NO_HASH) | st.just(CHECKPOINT),
     step=st.just(0) | st.integers(0, STEPS_MAX),
 )
 

@@ -27,7 +27,7 @@ from partition.codec import (
     typed,
     unpack,
 )
-from partition.codecs.tiles import ON_WIRE
+from partition.codecs.base import ON_WIRE
 from partition.model.graph import TENSORS_MAX, DataType
 
 _LARGE = 1 << 20

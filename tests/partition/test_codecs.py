@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from partition.codec import Array, Codec, Rounding, pack, pack_measured, typed, unpack
-from partition.codecs.blocks import BLOCK
-from partition.codecs.feedback import Feedback
+from partition.codecs.base import TILE
+from partition.codecs.block_quantization import BLOCK
+from partition.codecs.error_feedback import Feedback
 from partition.codecs.lossless import restore, shrink
-from partition.codecs.tiles import TILE
 from partition.model.graph import DataType
 
 LOSSY: tuple[Codec, ...] = ("float16", "bfloat16", "int8", "int4")

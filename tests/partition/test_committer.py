@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
-from partition.plan.plan import NOTHING, StagePlan, plan_hash
+from partition.plan.plan import NO_HASH, StagePlan, plan_hash
 from partition.steps.committer import (
     Committer,
     MicrobatchesMoved,
@@ -590,4 +590,4 @@ def test_nothing_is_known_of_the_parameters_of_a_fresh_run() -> None:
         core.receive(0.0, who, synced(0))
     ((_, fill),) = core.receive(0.0, THERE, synced(None))
     assert isinstance(fill, Fill)
-    assert (fill.digest, fill.applied) == (NOTHING, None)
+    assert (fill.digest, fill.applied) == (NO_HASH, None)

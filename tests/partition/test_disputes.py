@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from partition.plan.assignment import feeder_of
 from partition.plan.plan import StagePlan, plan_hash
-from partition.plan.schedule import feeder_of
 from partition.steps.committer import Committer, ReplicaFailed, TrainingFailed
-from partition.steps.disputes import USELESS
-from partition.steps.messages import Counted, Open, Sends, Unusable
+from partition.steps.frame_complaints import USELESS
+from partition.steps.messages import BadFrame, Counted, Open, Sends
 from tests.partition.fake_stage import peer
 from tests.partition.small_plan import FIRST, LAST, MIDDLES, PLAN, PLAN_HASH, SECOND, TRAINER, frame, synced
 
@@ -48,7 +48,7 @@ def accuse(
 ) -> Sends:
     stage = core.plan.stage_of(accuser)
     sent = frame(author, number, direction, stage=stage, plan=core.plan_hash, step=core.step, **other)
-    message = Unusable(
+    message = BadFrame(
         plan=core.plan_hash, frame=sent.fact, reason="a digest that does not fit", of_values=values
     )
     return core.receive(1.0, accuser, message)
@@ -184,7 +184,7 @@ def test_an_accusation_of_what_is_not_open_changes_nothing_and_one_without_sense
         accuse(core, THERE, TRAINER, 1)
     sent = frame(FIRST, 1, plan=bytes(32))
     with pytest.raises(RemoteProtocolError, match="of another plan"):
-        core.receive(1.0, THERE, Unusable(plan=PLAN_HASH, frame=sent.fact, reason=""))
+        core.receive(1.0, THERE, BadFrame(plan=PLAN_HASH, frame=sent.fact, reason=""))
     with pytest.raises(RemoteProtocolError):
-        core.receive(1.0, THERE, Unusable(plan=PLAN_HASH, frame=Fact(FIRST, b"x", b""), reason=""))
+        core.receive(1.0, THERE, BadFrame(plan=PLAN_HASH, frame=Fact(FIRST, b"x", b""), reason=""))
     assert core.events == []

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
-from partition.plan.schedule import feeder_of
+from partition.plan.assignment import feeder_of
 from partition.steps.feeder import Feeder, FeedReady, FramesDone
 from partition.steps.messages import StageRoutes
 from tests.partition.small_plan import FIRST, LAST, PLAN, SECOND, START, TRAINER, opening

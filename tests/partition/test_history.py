@@ -8,13 +8,13 @@ from crypto.identity import Identity
 from partition.plan import history as histories
 from partition.plan.change import Change, Joining, encode_change, successor
 from partition.plan.history import History, extend, first_history, replay
-from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 
 SIGNERS = [IdentitySigner(Identity(bytes([number]) * 32), "swarm") for number in range(1, 6)]
 REQUESTER, HOLDER, NEWCOMER, SECOND, OUTSIDER = SIGNERS
 FIRST = Plan(
     run=bytes(32),
-    parent=NOTHING,
+    parent=NO_HASH,
     height=0,
     roster=tuple(sorted((REQUESTER.peer, HOLDER.peer))),
     trainers=(REQUESTER.peer,),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crypto.errors import RemoteProtocolError
 from partition.execute.interpret import Program, compile_entry
-from partition.execute.random import seed_of
+from partition.execute.seeds import seed_of
 from partition.model.graph import Graph, StageGraph, TypeName
 from partition.model.operators import OPERATORS
 from tests.partition.graphs import GraphBuilder, whole

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
-from partition.plan.plan import NOTHING, Plan, StagePlan, check_plan
+from partition.plan.plan import NO_HASH, Plan, StagePlan, check_plan
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
@@ -16,7 +16,7 @@ def peer(number: int) -> PeerId:
 FIRST, SECOND, THIRD, FOURTH, REQUESTER, SPARE = (peer(number) for number in range(1, 7))
 PLAN = Plan(
     run=bytes(32),
-    parent=NOTHING,
+    parent=NO_HASH,
     height=0,
     roster=(FIRST, SECOND, THIRD, FOURTH, REQUESTER),
     trainers=(REQUESTER,),
@@ -132,4 +132,4 @@ def test_every_wish_makes_a_valid_plan_without_the_absent(
     check_plan(plan)
     back = {row.peer for row in found.joined}
     assert not (absent - back) & set(plan.roster)
-    assert (found.restored != NOTHING) == any(set(stage.replicas) <= absent for stage in PLAN.stages)
+    assert (found.restored != NO_HASH) == any(set(stage.replicas) <= absent for stage in PLAN.stages)

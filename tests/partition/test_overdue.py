@@ -7,21 +7,21 @@ from msgspec.structs import replace
 
 from crypto.identity import PeerId
 from partition.steps.messages import Waiting
-from partition.steps.overdue import (
+from partition.steps.stall_detector import (
     ASKS,
     PATIENCE_FACTOR,
     PATIENCE_SECONDS,
     PATIENCE_SECONDS_MIN,
     ROUND_SECONDS_MAX,
-    Overdue,
+    StallDetector,
 )
 from tests.partition.fake_stage import peer
 
 ONE, TWO, THREE = ALL = [peer(name) for name in ("one", "two", "three")]
 
 
-def begun() -> Overdue:
-    overdue = Overdue(ALL)
+def begun() -> StallDetector:
+    overdue = StallDetector(ALL)
     overdue.begin(0.0, "committing", 3, 7)
     return overdue
 
@@ -30,7 +30,7 @@ def waiting(left: int, *peers: PeerId, **other: Any) -> Waiting:
     return Waiting(plan=bytes(32), step=3, attempt=7, left=left, peers=peers, **other)
 
 
-def stuck_of(overdue: Overdue, **answers: Waiting) -> set[PeerId]:
+def stuck_of(overdue: StallDetector, **answers: Waiting) -> set[PeerId]:
     """Asked twice, and then judged, when nothing goes on: who is stuck of those who are late."""
     for _ in range(ASKS):
         assert overdue.stuck(overdue.due, ALL) == {}
@@ -71,7 +71,7 @@ def test_who_holds_up_the_most_is_stuck_and_summands_go_before_sums() -> None:
 
 
 def test_of_a_word_against_a_word_one_goes() -> None:
-    overdue = Overdue(ALL[:2])
+    overdue = StallDetector(ALL[:2])
     overdue.begin(0.0, "committing", 3, 7)
     for _ in range(ASKS):
         assert overdue.stuck(overdue.due, ALL[:2]) == {}

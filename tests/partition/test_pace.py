@@ -7,8 +7,8 @@ from partition.plan.change import Change, successor
 from partition.plan.plan import Plan, StagePlan, plan_hash
 from partition.steps.committer import Committer
 from partition.steps.messages import Apply, Open, Sync, Synced, Work
-from partition.steps.pace import Pace
 from partition.steps.replica import ApplyReady, ReduceReady, Replica
+from partition.steps.throughput import Pace
 from tests.partition.small_plan import (
     FIRST,
     LAST,

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from partition.capture import Task, capture, skeleton
 from partition.capture import export as exporting
-from partition.capture.agreement import FLOOR, TOLERANCES, signs_of, sketch_of
 from partition.capture.capture import Captured
-from partition.capture.lazy import NOISE, TILE, LazyTensor, Materialised, Tiles, lazy
+from partition.capture.compare import FLOOR, TOLERANCES, signs_of, sketch_of
+from partition.capture.errors import CaptureRefused
+from partition.capture.lazy_tensor import NOISE, TILE, LazyTensor, Materialised, Tiles, lazy
 from partition.capture.proof import Proof, prove
-from partition.capture.refused import CaptureRefused
 from partition.capture.task import capture_task, correct, cross_entropy, prove_task
 from partition.model.graph import Fill, Graph, Items, Node, Recipe, Size, Value, encode_graph, graph_hash
 

@@ -8,11 +8,12 @@ from msgspec.structs import replace
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
-from partition.plan.plan import NOTHING, Plan, plan_hash
+from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.steps.frames import Outgoing
 from partition.steps.messages import (
     Applied,
     Apply,
+    BadFrame,
     Counted,
     Failed,
     Fill,
@@ -23,10 +24,8 @@ from partition.steps.messages import (
     StageRoutes,
     Sync,
     Synced,
-    Unusable,
     Work,
 )
-from partition.steps.order import Schedule
 from partition.steps.replica import (
     ApplyReady,
     BackwardReady,
@@ -36,12 +35,13 @@ from partition.steps.replica import (
     ForwardReady,
     ReduceReady,
     ReduceVoided,
-    RemoveReady,
     Replica,
     SaveReady,
     StepDiscarded,
+    SubtractReady,
 )
 from partition.steps.routes import attempts
+from partition.steps.schedule import Schedule
 from tests.partition.fake_stage import digest, peer
 from tests.partition.small_plan import (
     FIRST,
@@ -88,7 +88,7 @@ def test_who_sent_what_cannot_be_used_is_named_and_the_frame_of_another_takes_it
     work = replica.next(0.0)
     assert isinstance(work, ForwardReady)
     reason = "a digest that does not fit"
-    told = Unusable(plan=plan_hash(plan), frame=bad.fact, reason=reason)
+    told = BadFrame(plan=plan_hash(plan), frame=bad.fact, reason=reason)
     assert replica.refused(work, "input", reason) == [(TRAINER, told)]
     replica.receive(0.0, SECOND, bad)  # again: it has been refused
     again = replica.next(0.0)
@@ -105,7 +105,7 @@ def test_what_cannot_be_used_waits_for_another_and_is_told_again_where_it_is_wan
     work = replica.next(0.0)
     assert isinstance(work, BackwardReady)
     ((_, told),) = replica.refused(work, "gradient", "")
-    assert isinstance(told, Unusable)
+    assert isinstance(told, BadFrame)
     assert replica.next(0.0) is None
     assert (TRAINER, told) in replica.reconnected(TRAINER)
     assert (TRAINER, told) in replica.receive(0.0, TRAINER, opening(attempt=1))
@@ -306,7 +306,7 @@ def test_what_is_counted_twice_is_taken_out_before_the_sums_are_reduced() -> Non
     assert replica.next(0.0) is None  # not before it is sure that the other counts it
     replica.receive(0.0, TRAINER, commit((0,), (1,), attempt=1))
     remove = replica.next(0.0)
-    assert isinstance(remove, RemoveReady)
+    assert isinstance(remove, SubtractReady)
     assert (remove.microbatch, remove.input, remove.gradient) == (
         1,
         frame(FIRST, 1).payload,
@@ -531,7 +531,7 @@ def test_a_plan_that_restores_throws_everything_away() -> None:
     assert forward(replica, running) == []  # it counts for nothing
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next
     work = replica.next(0.0)
-    assert work == FillReady(plan_hash(RESTORED), 5, NOTHING, (), RESTORED.restored)
+    assert work == FillReady(plan_hash(RESTORED), 5, NO_HASH, (), RESTORED.restored)
     assert isinstance(work, FillReady)
     answer = synced_of(replica.filled(work, digest("parameters")))
     assert (answer.step, answer.counted, answer.applied) == (5, (), None)

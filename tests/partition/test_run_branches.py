@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.agreement import Agreement, ForkFound, LeftBehind
 from partition.plan.change import Change, successor
-from partition.plan.plan import NOTHING, Plan, StagePlan, plan_hash
-from partition.plan.votes import Head
+from partition.plan.paxos import ForkFound, LeftBehind, PaxosChain
+from partition.plan.paxos_messages import ChainHead
+from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.branches import Branches, Verdict
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
 from partition.run.progress import Progress
@@ -20,7 +20,7 @@ PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 5))
 COMMITTER, SECOND, THIRD, STRANGER = PEERS
 PLAN = Plan(
     run=bytes(32),
-    parent=NOTHING,
+    parent=NO_HASH,
     height=0,
     roster=PEERS[:3],
     trainers=(COMMITTER,),
@@ -30,12 +30,12 @@ PLAN = Plan(
 SAMPLES = 8
 
 
-def head(step: int) -> Head:
-    return Head(run=bytes(32), parent=bytes([9]) * 32, height=1, step=step, samples=step * SAMPLES)
+def head(step: int) -> ChainHead:
+    return ChainHead(run=bytes(32), parent=bytes([9]) * 32, height=1, step=step, samples=step * SAMPLES)
 
 
-def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[Agreement, Progress, Branches]:
-    chain, progress = Agreement(me, PLAN, Random(1), may_fork=may_fork), Progress(SAMPLES)
+def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[PaxosChain, Progress, Branches]:
+    chain, progress = PaxosChain(me, PLAN, Random(1), may_fork=may_fork), Progress(SAMPLES)
     progress.note(step)
     progress.claim(chain, hosts=True)
     return chain, progress, Branches(me, chain, progress, may_fork=may_fork)
@@ -82,7 +82,7 @@ def test_what_a_branch_claims_never_decreases(moves: list[int]) -> None:
             shown = move
         progress.claim(chain, hosts=False)
         ((_, claimed),) = chain.tell(SECOND)
-        assert isinstance(claimed, Head)
+        assert isinstance(claimed, ChainHead)
         assert claimed.samples >= said
         said = claimed.samples
     assert progress.furthest * SAMPLES == said

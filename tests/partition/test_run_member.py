@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.agreement import Agreement, QuorumFound, QuorumLost
 from partition.plan.change import Change, Joining, encode_change, successor
-from partition.plan.plan import NOTHING, Plan, StagePlan, committee, plan_hash
-from partition.plan.votes import Decided
+from partition.plan.paxos import PaxosChain, QuorumFound, QuorumLost
+from partition.plan.paxos_messages import Decided
+from partition.plan.plan import NO_HASH, Plan, StagePlan, committee, plan_hash
 from partition.run import timeouts
 from partition.run.asks import (
     Ask,
@@ -50,7 +50,7 @@ PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 8))
 REQUESTER, ONE, TWO, THREE, FOUR, SPARE, OTHER = PEERS
 PLAN = Plan(
     run=bytes(32),
-    parent=NOTHING,
+    parent=NO_HASH,
     height=0,
     roster=PEERS[:5],
     trainers=(REQUESTER,),
@@ -80,7 +80,7 @@ class Node:
         self.core = Member(
             self.me, requester=REQUESTER, samples_per_step=8, may_fork=False, around=around, roles=self
         )
-        self.chain = Agreement(self.me, self.plan, Random(1))
+        self.chain = PaxosChain(self.me, self.plan, Random(1))
 
     def begin(self, **how: Any) -> "Node":
         self.core.begin(self.now, self.chain, (2, 2), **how)

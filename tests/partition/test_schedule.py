@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from partition.plan.assignment import deal, feeder_of
 from partition.plan.plan import MICROBATCHES_MAX, REPLICAS_MAX, decode_plan, encode_plan
-from partition.plan.schedule import deal, feeder_of
 from tests.partition.fake_stage import peer
 from tests.partition.small_plan import PLAN
 

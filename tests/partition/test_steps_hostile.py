@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NOTHING
+from partition.plan.plan import NO_HASH
 from partition.steps.committer import Committer, StepApplied
 from partition.steps.feeder import Feeder, FeedReady
 from partition.steps.frames import FrameHeader
@@ -43,10 +43,10 @@ from partition.steps.replica import (
     ForgetReady,
     ForwardReady,
     ReduceReady,
-    RemoveReady,
     Replica,
     SaveReady,
     StepDiscarded,
+    SubtractReady,
 )
 from partition.steps.routes import attempts
 from tests.partition.fake_stage import payload, peer
@@ -72,7 +72,7 @@ HERE = MIDDLES[0]
 STRANGER = peer("stranger")
 PEERS = [TRAINER, SECOND, FIRST, *MIDDLES, LAST, STRANGER]
 counts = st.one_of(st.integers(0, 5), st.integers(START, START + 3), st.just(2**63 - 1))
-hashes = st.sampled_from([PLAN_HASH, PLAN_HASH, PLAN_HASH, NOTHING])
+hashes = st.sampled_from([PLAN_HASH, PLAN_HASH, PLAN_HASH, NO_HASH])
 floats = st.floats()
 peers = st.sampled_from(PEERS)
 norms = st.one_of(st.none(), floats)
@@ -192,7 +192,7 @@ def perform(replica: Replica) -> None:
                 replica.forwarded(work, output=output, gradient=gradient, samples=1, loss=1.0, metrics=(1.0,))
             case BackwardReady():
                 replica.backwarded(work, gradient=SENT)
-            case RemoveReady():
+            case SubtractReady():
                 replica.removed(work)
             case ForgetReady():
                 replica.forgotten(work)
@@ -322,7 +322,7 @@ def test_a_frame_of_any_replica_or_trainer_that_may_own_it_is_taken(
 
 def test_a_frame_of_another_plan_or_of_a_step_that_is_over_leaves_no_trace() -> None:
     replica = waiting()
-    replica.receive(0.0, FIRST, frame(FIRST, 0, plan=NOTHING))
+    replica.receive(0.0, FIRST, frame(FIRST, 0, plan=NO_HASH))
     assert replica._order.microbatches == {}
     later = Replica(HERE, PLAN, step=3)
     later.receive(0.0, FIRST, frame(FIRST, 0))
@@ -337,7 +337,7 @@ def test_a_frame_of_another_plan_or_of_a_step_that_is_over_leaves_no_trace() -> 
         Sync(plan=PLAN_HASH),
         Save(plan=PLAN_HASH, step=0),
         Apply(plan=PLAN_HASH, step=0, attempt=START, samples=1),
-        Fill(plan=PLAN_HASH, step=0, digest=NOTHING, sources=(MIDDLES[1],)),
+        Fill(plan=PLAN_HASH, step=0, digest=NO_HASH, sources=(MIDDLES[1],)),
     ],
     ids=lambda message: type(message).__name__,
 )

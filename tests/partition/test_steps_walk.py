@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.steps.committer import Committer
-from partition.steps.disputes import USELESS
 from partition.steps.feeder import Feeder
+from partition.steps.frame_complaints import USELESS
 from partition.steps.frames import OpenedFrame
-from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, Open, Reduced, Sends, Synced, Unusable
-from partition.steps.overdue import STUCK
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, BadFrame, Open, Reduced, Sends, Synced
 from partition.steps.replica import ReduceReady, Replica, SaveReady, WorkItem
+from partition.steps.stall_detector import STUCK
 from tests.partition.fake_stage import Broken, peer
 from tests.partition.steps_machine import Settings
 from tests.partition.steps_trouble import DISTURBANCES, kill
@@ -94,7 +94,7 @@ def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
     assert outcomes["done"] > histories * 0.7  # the others lost a stage, and the world has checked that
     assert outcomes["failed"] > 0
     wanted = (
-        "RemoveReady",
+        "SubtractReady",
         "ForgetReady",
         "FillReady",
         "SaveReady",
@@ -355,13 +355,13 @@ class DropsWhoeverIsLate(Committer):
 
 
 class BelievesWhoeverAccuses(Committer):
-    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+    def _on_unusable(self, sender: PeerId, place: Any, message: BadFrame) -> Sends:
         self._give_up(PeerId(message.frame.author), f"{USELESS}: {message.reason}")
         return []
 
 
 class BelievesNobody(Committer):
-    def _on_unusable(self, sender: PeerId, place: Any, message: Unusable) -> Sends:
+    def _on_unusable(self, sender: PeerId, place: Any, message: BadFrame) -> Sends:
         return []
 
 

@@ -37,7 +37,7 @@ from sim.network.clocks import SkewedCore, act
 from sim.network.instants import instant
 from sim.network.links import Links
 from sim.network.model import Access, NetworkModel, Region
-from sim.seams import EPOCH_SECONDS, Medium, SimClock
+from sim.seams import EPOCH_SECONDS, SimClock, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 from sim.trace import Trace, TracedCore
 
@@ -168,7 +168,7 @@ def _outcome(trace: Trace, counters: Mapping[str, int], ties: int, under_way: in
 
 async def _drive(seed: int, model: NetworkModel) -> Outcome:
     story, trace = Story(seed, model), Trace(keep=True)
-    medium = Medium(story.links)
+    medium = SimNetworkFabric(story.links)
     networks = {peer: medium.attach(peer) for peer in story.peers}
     for network in networks.values():
         for other in networks.values():

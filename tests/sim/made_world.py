@@ -5,13 +5,13 @@ from typing import Any
 
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp, Status
-from sim.happenings import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
+from sim.events import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
+from sim.observers import Observed, Watcher
 from sim.seeds import seeded_peer
-from sim.watch import Observed, Watcher
 
 
 class MadeWorld:
-    """Fulfils `sim.watch.World`. `happen` publishes an event and does to the state what it says."""
+    """Fulfils `sim.observers.World`. `happen` publishes an event and does to the state what it says."""
 
     def __init__(self, nodes: int, *watchers: Watcher) -> None:
         self.now = 0.0

@@ -21,7 +21,7 @@ from sim.engine import Engine, Wire
 from sim.network.instants import nearest_instant
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import Medium, SimClock
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_peer
 from tests.sim.toys import Message, Ping
 
@@ -169,7 +169,7 @@ class _Trio(Hands):
     def __init__(self, play: Play, nursery: trio.Nursery) -> None:
         self.links = Links(play.model, play.seed)
         self.heard: dict[PeerId, list[tuple[float, str]]] = {peer: [] for peer in PEERS}
-        self.medium = Medium(self.links)
+        self.medium = SimNetworkFabric(self.links)
         self._period_seconds = play.period_seconds
         self._nursery = nursery
         self._drivers: dict[PeerId, Driver] = {}

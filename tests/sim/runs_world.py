@@ -7,11 +7,11 @@ from typing import Any
 
 from crypto.identity import PeerId
 from sim.checkers import checkers_for
-from sim.happenings import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.events import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.observers import Observed, Watch, World
 from sim.scenario import Membership, Records, Scenario, Start, Training
-from sim.watch import Observed, Watch, World
 from sim.worlds.cores import CoresWorld
-from sim.worlds.replaceable import Cores
+from sim.worlds.factories import Cores
 
 END_SECONDS = 1.0
 """After the first member says that a run has ended all others have."""

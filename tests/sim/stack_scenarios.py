@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from sim.checkers import checkers_for
 from sim.churn.model import Churn, Event
+from sim.observers import Observed, Watch
 from sim.scenario import Scenario, Training
-from sim.watch import Observed, Watch
 from sim.worlds.stack import StackWorld
 
 SWARM = Scenario(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.identity import PeerId
-from sim.calendar import SLOTS_PER_SECOND, Calendar, Entry
+from sim.event_queue import SLOTS_PER_SECOND, Calendar, Entry
 
 NOBODY = PeerId(b"")
 TIMES = st.one_of(

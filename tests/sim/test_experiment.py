@@ -13,8 +13,8 @@ import sim
 from gossip.swim import Swim
 from sim.experiment import Progress, Stopped
 from sim.measures.rows import Row
+from sim.observers import RECENT_MAX, Broken, Observed, World
 from sim.scenario import load
-from sim.watch import RECENT_MAX, Broken, Observed, World
 from tests.sim.tiny import deaf, digest, tiny, written
 from tests.source import ROOT
 

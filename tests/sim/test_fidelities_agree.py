@@ -15,10 +15,10 @@ from crypto.identity import PeerId
 from gossip.member import Event as MemberEvent
 from gossip.member import MemberDown, MemberLeft, MemberRefuted, MemberUp, Status
 from sim.churn.model import Churn, Event
-from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
+from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
 from sim.network.model import NetworkModel, Region
+from sim.observers import Observed
 from sim.scenario import Membership, Records, Scenario, Start
-from sim.watch import Observed
 from sim.worlds.cores import CoresWorld
 from sim.worlds.stack import StackWorld
 

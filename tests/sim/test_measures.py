@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossip.member import MemberForgotten, MemberLeft, Status
-from sim.happenings import (
+from sim.events import (
     NetworkHealed,
     NetworkSplit,
     PeerFrozen,

@@ -17,7 +17,7 @@ from sim.network.instants import TICKS_PER_SECOND, after, instant, nearest_insta
 from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel, Region
 from sim.network.nat import MAPPING_SECONDS
-from sim.network.queues import Carrier, Fifo, Parcel, Uplink
+from sim.network.queues import Fifo, LinkQueue, Parcel, Uplink
 from sim.seeds import seeded_peer
 
 A, B, C = (seeded_peer(1, index) for index in range(3))
@@ -317,7 +317,7 @@ def test_queues_do_not_depend_on_the_order_in_which_peers_and_protocols_are_driv
     def run(shuffled: bool) -> tuple[list[tuple[float, int]], int]:
         ups = [Uplink(200_000, 0.3) for _ in range(3)]
         down = Fifo(150_000, 0.3)
-        carrier = Carrier()
+        carrier = LinkQueue()
         landed: list[tuple[float, int]] = []
         waiting = sorted(enumerate(sent), key=lambda each: each[1][0])
         if shuffled:

@@ -1,6 +1,6 @@
 """Bugs planted in cores, and the checkers that find them: each within a few seeds, and silent without it.
 
-A bug is a core that takes the place of ours, as a user's own would (`sim.worlds.replaceable`).
+A bug is a core that takes the place of ours, as a user's own would (`sim.worlds.factories`).
 """
 
 from typing import Any
@@ -17,20 +17,20 @@ from dht.records import RecordStore
 from gossip.messages import DeadBody, Message, SuspectBody, read_body
 from gossip.swim import Swim
 from node.services.driver import Sends
-from partition.plan.agreement import Agreement, ForkFound
-from partition.plan.reach import Instance
-from partition.plan.votes import AgreementMessage, Head
+from partition.plan.paxos import ForkFound, PaxosChain
+from partition.plan.paxos_messages import AgreementMessage, ChainHead
+from partition.plan.quorum import Instance
 from partition.run.draining import Draining
 from partition.run.member import Parts
-from partition.steps.replica import RemoveReady, Replica, WorkItem
+from partition.steps.replica import Replica, SubtractReady, WorkItem
 from sim.checkers import checkers_for
 from sim.churn.model import Churn, Event
 from sim.network.model import NetworkModel
+from sim.observers import Broken, Observed, Watch
 from sim.scenario import Checks, Membership, Records, Scenario, Start, Training
-from sim.watch import Broken, Observed, Watch
 from sim.worlds.cores import CoresWorld
-from sim.worlds.replaceable import Cores
-from sim.worlds.summing import Truth
+from sim.worlds.factories import Cores
+from sim.worlds.integer_stage import Truth
 
 SEEDS_MAX = 50
 """Within so many seeds each bug is to be found."""
@@ -94,7 +94,7 @@ class CountsTwice(Replica):
 
     def next(self, now: float) -> WorkItem | None:
         item = super().next(now)
-        while isinstance(item, RemoveReady):
+        while isinstance(item, SubtractReady):
             self.removed(item)
             item = super().next(now)
         return item
@@ -130,16 +130,16 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
     assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
 
 
-class HearsOfItself(Agreement):
+class HearsOfItself(PaxosChain):
     """It takes every other branch for the longer one."""
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Any:
         sends = super().receive(now, sender, message)
-        if isinstance(message, Head) and message.fork != self.head.fork:
+        if isinstance(message, ChainHead) and message.fork != self.head.fork:
             self.events.append(ForkFound(sender, message))
         return sends
 
-    def gives_way(self, head: Head) -> bool:
+    def gives_way(self, head: ChainHead) -> bool:
         return True
 
 
@@ -195,7 +195,7 @@ def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
     assert seeds_until("goodbyes", LEFT_RUN, member=Parts(draining=ForgetsLeaves)) <= SEEDS_MAX
 
 
-class DecidesAlone(Agreement):
+class DecidesAlone(PaxosChain):
     """It takes its own vote for a majority."""
 
     def _needed(self, instance: Instance) -> int:

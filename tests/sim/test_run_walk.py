@@ -14,7 +14,7 @@ import pytest
 from partition.run.member import Member
 from partition.run.states import NEXT, Cause, State
 from sim.churn.model import Churn
-from sim.happenings import PeerFrozen, RunEnded
+from sim.events import PeerFrozen, RunEnded
 from sim.network.model import NetworkModel
 from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training

@@ -23,7 +23,7 @@ from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.seams import EPOCH_SECONDS, Medium, SimClock, SimNetwork, simulated_seams
+from sim.seams import EPOCH_SECONDS, SimClock, SimNetwork, SimNetworkFabric, simulated_seams
 from sim.seeds import seeded_peer
 from sim.storage import MemoryStorage
 from sim.streams import WINDOW_BYTES_MAX
@@ -43,12 +43,12 @@ def simulate(scenario: Callable[[], Awaitable[Any]]) -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-def medium(*, up_bytes_per_second: float = math.inf, loss: float = 0.0) -> Medium:
+def medium(*, up_bytes_per_second: float = math.inf, loss: float = 0.0) -> SimNetworkFabric:
     access = Access(1.0, up_mbit_per_second=up_bytes_per_second / BYTES_PER_MBIT)
-    return Medium(Links(NetworkModel(loss=loss, access=(access,)), 1))
+    return SimNetworkFabric(Links(NetworkModel(loss=loss, access=(access,)), 1))
 
 
-def attach(shared: Medium, *, acquainted: bool = True) -> tuple[SimNetwork, SimNetwork, SimNetwork]:
+def attach(shared: SimNetworkFabric, *, acquainted: bool = True) -> tuple[SimNetwork, SimNetwork, SimNetwork]:
     networks = shared.attach(A), shared.attach(B), shared.attach(C)
     for one in networks if acquainted else ():
         for other in networks:

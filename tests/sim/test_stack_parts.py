@@ -20,7 +20,7 @@ from sim.worlds.scheduling import run_repeatably, run_virtually
 from sim.worlds.stages import StageCost, WatchedStage
 from tests.stack import manifest, simple_cnn
 
-NOTHING = Payload((), (), "raw", bytes(32), memoryview(b""))
+NO_HASH = Payload((), (), "raw", bytes(32), memoryview(b""))
 NATURAL_SECONDS, BYTES_PER_SECOND = 0.5, 1e6
 
 
@@ -85,10 +85,10 @@ def test_a_pass_takes_what_the_scenario_says_and_the_rest_in_proportion() -> Non
         StageCost(wanted, NATURAL_SECONDS, 2 * NATURAL_SECONDS, BYTES_PER_SECOND)
         for wanted in specifications()
     )
-    forward, backward = api.Forward(0, 0, True, NOTHING), api.Backward(0, 0, NOTHING)
+    forward, backward = api.Forward(0, 0, True, NO_HASH), api.Backward(0, 0, NO_HASH)
     assert (first.seconds(forward), first.seconds(backward)) == (1.0, 2.0)
     assert last.seconds(forward) == 3.0  # there and back
-    assert last.seconds(api.Forward(0, 0, False, NOTHING)) == 1.0
+    assert last.seconds(api.Forward(0, 0, False, NO_HASH)) == 1.0
     gradient_bytes = api.gradient_bytes(specifications()[0])
     assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * gradient_bytes / BYTES_PER_SECOND)
     assert first.seconds(api.Norm()) == pytest.approx(2 * 3 * gradient_bytes / BYTES_PER_SECOND)
@@ -119,17 +119,17 @@ def test_the_sums_hold_what_went_back_and_was_not_taken_out(is_last: bool) -> No
 
     async def play() -> None:
         for number in (3, 1, 2):
-            await stage.call(api.Forward(0, number, True, NOTHING))
-        await stage.call(api.Forward(0, 9, False, NOTHING))
+            await stage.call(api.Forward(0, number, True, NO_HASH))
+        await stage.call(api.Forward(0, 9, False, NO_HASH))
         for number in (3, 1):
-            await stage.call(api.Backward(0, number, NOTHING))
-        await stage.call(api.Forward(0, 1, True, NOTHING, sign=-1))
-        await stage.call(api.Backward(0, 1, NOTHING, sign=-1))
+            await stage.call(api.Backward(0, number, NO_HASH))
+        await stage.call(api.Forward(0, 1, True, NO_HASH, sign=-1))
+        await stage.call(api.Backward(0, 1, NO_HASH, sign=-1))
         with pytest.raises(StageFailed):
-            await stage.call(api.Forward(0, 13, True, NOTHING))
+            await stage.call(api.Forward(0, 13, True, NO_HASH))
         await stage.call(api.Apply(0, 1))
-        await stage.call(api.Forward(1, 5, True, NOTHING))
-        await stage.call(api.Backward(1, 5, NOTHING))
+        await stage.call(api.Forward(1, 5, True, NO_HASH))
+        await stage.call(api.Backward(1, 5, NO_HASH))
         await stage.call(api.Discard())
         await stage.call(api.Apply(1, 1))
 

@@ -17,10 +17,10 @@ from gossip.member import MemberUp
 from gossip.swim import Swim
 from node.errors import UsageError
 from sim.churn.model import Event
-from sim.happenings import PeerStarted, PeerStopped, PlanAdopted, StepCommitted
+from sim.events import PeerStarted, PeerStopped, PlanAdopted, StepCommitted
+from sim.observers import Broken, Observed
 from sim.scenario import Records, Scenario, Training
-from sim.watch import Broken, Observed
-from sim.worlds.replaceable import Cores
+from sim.worlds.factories import Cores
 from sim.worlds.stack import StackWorld
 from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
 

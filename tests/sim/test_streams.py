@@ -16,7 +16,7 @@ from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.seams import EPOCH_SECONDS, Medium, SimClock, SimNetwork, simulated_seams
+from sim.seams import EPOCH_SECONDS, SimClock, SimNetwork, SimNetworkFabric, simulated_seams
 from sim.seeds import seeded_peer
 from tests.sim.test_seams import TALK, echo, running, simulate
 
@@ -35,9 +35,9 @@ async def talkers(
     *,
     stall_seconds: float = 0.0,
     handler: Callable[[Stream], Awaitable[None]] = echo,
-) -> AsyncIterator[tuple[Medium, SimNetwork, SimNetwork, SimNetwork]]:
+) -> AsyncIterator[tuple[SimNetworkFabric, SimNetwork, SimNetwork, SimNetwork]]:
     """Three peers that know each other and answer by `handler`."""
-    medium = Medium(Links(model or NetworkModel(), 1), stall_seconds=stall_seconds)
+    medium = SimNetworkFabric(Links(model or NetworkModel(), 1), stall_seconds=stall_seconds)
     networks = medium.attach(A), medium.attach(B), medium.attach(C)
     for network in networks:
         for other in networks:
@@ -267,7 +267,7 @@ def test_a_killed_peer_is_not_frozen_in_its_next_life_and_its_streams_break() ->
 def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
     async def scenario() -> None:
         model = NetworkModel(access=(Access(0.5, nat=nat),))
-        medium = Medium(Links(model, 1))
+        medium = SimNetworkFabric(Links(model, 1))
         peers = [seeded_peer(2, index) for index in range(20)]
         behind = next(peer for peer in peers if medium.links.at(peer).nat is not None)
         public = next(peer for peer in peers if medium.links.at(peer).nat is None)
@@ -291,7 +291,7 @@ def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
 
 def test_computing_takes_a_slow_peer_longer_and_stands_still_with_a_frozen_one() -> None:
     async def scenario() -> None:
-        medium = Medium(Links(NetworkModel(), 1))
+        medium = SimNetworkFabric(Links(NetworkModel(), 1))
         executor = simulated_seams(medium, A, 1).executor
         assert isinstance(executor, SimExecutor)
         medium.slow(A, 3.0)
@@ -315,7 +315,7 @@ def test_computing_takes_a_slow_peer_longer_and_stands_still_with_a_frozen_one()
 
 def test_the_wall_clock_of_a_peer_is_as_wrong_as_the_model_says_and_its_timers_are_right() -> None:
     async def scenario() -> None:
-        medium = Medium(Links(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
+        medium = SimNetworkFabric(Links(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
         wrong = medium.links.clock(A)
         assert wrong != LocalClock()
         clock = simulated_seams(medium, A, 1).clock

@@ -16,12 +16,12 @@ from gossip.member import MemberDown, MemberUp
 from partition.run.timeouts import RENEW_SECONDS
 from partition.steps.replica import ReduceReady, Replica, WorkItem
 from sim.churn.model import Churn
-from sim.happenings import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
+from sim.events import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
 from sim.network.model import Access, NetworkModel
+from sim.observers import Broken, Observed
 from sim.seeds import seeded_rng
-from sim.watch import Broken, Observed
+from sim.worlds.factories import Cores
 from sim.worlds.life import Life
-from sim.worlds.replaceable import Cores
 from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partition.capture import Captured, capture
 from partition.codec import Array, Payload, pack, typed
 from partition.execute import StageExecutor
-from partition.execute.random import drawn, seed_of
+from partition.execute.seeds import drawn, seed_of
 from partition.model.cut import cut, legal_positions
 from partition.model.graph import Graph, Node, StageGraph
 from partition.model.operators import OPERATORS

@@ -40,7 +40,7 @@ class Capturing:
         )
 
     def wait(self, pause: Callable[[], None]) -> dict[str, str]:
-        """What the node wants to know of the run. Raises RunFailed, or what `pause` raises."""
+        """Return what the node wants to know of the run. Raises RunFailed, or what `pause` raises."""
         assert self._process is not None, "to be started first"
         until = time.monotonic() + CAPTURE_SECONDS_MAX
         while self._process.poll() is None:
@@ -74,7 +74,7 @@ def _paths() -> tuple[str | None, ...]:
 def main(run_file: str, graph: str) -> None:
     """Capture the model that `run_file` names into the file `graph`."""
     from node import toml
-    from node.cli.capturing import capture_to
+    from node.cli.capture import capture_to
     from node.protocols.manifest import RunFile
 
     path = Path(run_file)

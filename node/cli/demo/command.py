@@ -1,7 +1,7 @@
 """`python -m node demo`: a swarm on this machine trains a model, loses a replica, and goes on.
 
 The command: what is checked before, what is cleaned up after, and what is written. What happens in
-between is `node.cli.demo.play`. Synchronous; neither trio nor torch is loaded here.
+between is `node.cli.demo.scenario`. Synchronous; neither trio nor torch is loaded here.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.demo.capture_process import Capturing
-from node.cli.demo.play import MODEL, PAGE_NODE, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo.processes import NodeEnded, SwarmProcesses
+from node.cli.demo.report import Story
+from node.cli.demo.scenario import MODEL, PAGE_NODE, RUN_FILE_START, STEPS, Play, run_text
 from node.cli.demo.screen import DemoScreen
-from node.cli.demo.story import Story
-from node.cli.place import AsJson
+from node.cli.options import AsJson
 from node.cli.render import seconds_text, show, show_json
-from node.cli.stopping import Stopped, StopSign
+from node.cli.signals import StopFlag, Stopped
 from node.errors import EXIT_FORCED, RunFailed, UsageError
 from node.paths import short_path
 
@@ -109,7 +109,7 @@ def _play(
         Stopped: by Ctrl-C.
         PeerloomError: it did not come to its end.
     """
-    stop, screen = StopSign(), DemoScreen(stream)
+    stop, screen = StopFlag(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
     swarm = SwarmProcesses(nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE)
     capturing = Capturing(folder / RUN_NAME, nodes_folder / GRAPH_NAME)
@@ -143,7 +143,7 @@ def _play(
             shutil.rmtree(nodes_folder, ignore_errors=True)
 
 
-def _linger(address: str, screen: DemoScreen, stop: StopSign) -> None:
+def _linger(address: str, screen: DemoScreen, stop: StopFlag) -> None:
     """Keep the page open for the person at this terminal, until Ctrl-C."""
     screen.close()
     show([f"The page stays at {address} until Ctrl-C."], sys.stderr)
@@ -155,7 +155,7 @@ def _linger(address: str, screen: DemoScreen, stop: StopSign) -> None:
 def _draw(story: Story, path: Path) -> str | None:
     """The picture's path, None where it cannot be drawn here."""
     assert story.victim is not None, "a run that was fetched has lost a replica"
-    from node.cli.demo.loss_picture import draw
+    from node.cli.demo.loss_plot import draw
 
     try:
         draw(

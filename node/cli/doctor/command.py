@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.place import AsJson, DataDir
+from node.cli.options import AsJson, DataDir
 from node.cli.render import show, show_json
 from node.errors import CheckFailed
 
@@ -29,9 +29,9 @@ def doctor(
 
     from crypto.contact import parse_address
     from node import config
-    from node.cli.doctor.here import Scene, look_here
+    from node.cli.doctor.local_checks import Scene, look_here
+    from node.cli.doctor.remote_checks import look_there
     from node.cli.doctor.steps import Steps
-    from node.cli.doctor.there import look_there
 
     there = None if address is None else config.read_setting("doctor", address, parse_address)
     before: dict[str, Any] = context.obj or {}

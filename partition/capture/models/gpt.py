@@ -209,7 +209,7 @@ def next_token_loss(
 
 
 def next_token_correct(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """How many next tokens are the most likely ones."""
+    """Return how many next tokens are the most likely ones."""
     return (logits_BTV.argmax(dim=-1) == targets_BT).sum()
 
 

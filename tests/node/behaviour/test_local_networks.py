@@ -11,7 +11,7 @@ from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.swarm import Swarm
 from node.seams import LocalNetwork, Network, RealClock
-from node.services.neighbours import Neighbours
+from node.services.lan_discovery import Neighbours
 from node.transport.beacon import BEACON_BYTES_MAX
 from sim.local import PACKETS_MAX
 from tests.node.behaviour.worlds import World, content, on_both_networks, running

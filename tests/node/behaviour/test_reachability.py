@@ -1,4 +1,4 @@
-"""What a node finds out of being reached is the same on every network: `node.services.reach` on both."""
+"""What a node finds out of being reached is the same on every network: `node.services.autonat` on both."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -10,8 +10,8 @@ import trio
 from crypto.contact import Address
 from crypto.encoding import decode, encode
 from node.seams import Network, RealClock
-from node.services.reach import PROTOCOL, Echo, Reach, ask_dial_back
-from node.services.reachability import DOUBT_SECONDS, OTHERS, SOON_SECONDS
+from node.services.autonat import PROTOCOL, Echo, Reach, ask_dial_back
+from node.services.autonat_core import DOUBT_SECONDS, OTHERS, SOON_SECONDS
 from tests.node.behaviour.worlds import TALK, World, arrival, echo, on_both_networks
 
 CLOCK = RealClock()

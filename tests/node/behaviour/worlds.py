@@ -28,7 +28,7 @@ from sim.inbox import INBOX_MAX
 from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
 from sim.network.places import Place
-from sim.seams import Medium, SimNetwork
+from sim.seams import SimNetwork, SimNetworkFabric
 from sim.seeds import seeded_peer
 from tests.node.nets import free_port, make_network
 
@@ -136,7 +136,7 @@ class SimulatedWorld:
 
     def __init__(self) -> None:
         self._model = NetworkModel(access=(Access(0.5), Access(0.5, nat="restricted")))
-        self._medium = Medium(Links(self._model, 1))
+        self._medium = SimNetworkFabric(Links(self._model, 1))
 
     def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
         return self._attach(letter, is_hidden=False, has_local=has_local)

@@ -3,11 +3,11 @@
 import pytest
 
 from gossip.member import MemberDown, MemberLeft, MemberUp, Status
-from sim.checkers.calm import Calm, detection_seconds, refutation_seconds
 from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConverge
+from sim.checkers.quiet_period import QuietPeriods, detection_seconds, refutation_seconds
 from sim.churn.model import Event
-from sim.happenings import PeerFrozen
-from sim.watch import Broken
+from sim.events import PeerFrozen
+from sim.observers import Broken
 from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
 
 DETECTION = detection_seconds(a_scenario())
@@ -173,5 +173,5 @@ def test_a_dead_peer_is_rightly_held_dead() -> None:
 def test_the_network_is_calm_between_repetitions_of_an_event() -> None:
     again = Event(at_seconds=10.0, kind="loss", lasts_seconds=5.0, every_seconds=20.0)
     slow = Event(at_seconds=0.0, kind="slow", lasts_seconds=500.0)
-    calm = Calm(a_scenario(events=(again, slow)))
+    calm = QuietPeriods(a_scenario(events=(again, slow)))
     assert [calm.network_since(now) for now in (5.0, 12.0, 16.0, 29.0, 31.0)] == [0.0, 15.0, 15.0, 15.0, 35.0]

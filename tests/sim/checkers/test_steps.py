@@ -6,17 +6,17 @@ from crypto.identity import PeerId
 from dht.events import RecordsFound
 from dht.keys import Key, record_key
 from dht.records import Record, check_record, sign_record
-from partition.plan.plan import NOTHING
+from partition.plan.plan import NO_HASH
 from sim.checkers import Checkers, checkers_for
 from sim.checkers.averages import AveragesAgree
 from sim.checkers.limits import WithinLimits
 from sim.checkers.plans import OnePlanAHeight, PlansFollow
 from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
 from sim.checkers.steps import SamplesOnce, SumsAgree
-from sim.happenings import Averaged, PlanAdopted, RecordGot, RecordPublished, SamplesCounted, StepCommitted
+from sim.events import Averaged, PlanAdopted, RecordGot, RecordPublished, SamplesCounted, StepCommitted
+from sim.observers import Broken
 from sim.scenario import Checks, Records, Scenario, Training
 from sim.seeds import HashSigner
-from sim.watch import Broken
 from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
 
 RUN = bytes(31) + b"\1"
@@ -36,7 +36,7 @@ def committed(step: int, *stages: Rows, plan: int = 0) -> StepCommitted:
 
 def chain(stage: Stage, plans: int) -> None:
     for height in range(plans):
-        parent = PLANS[height - 1] if height else NOTHING
+        parent = PLANS[height - 1] if height else NO_HASH
         for peer in (N0, N1):
             stage.tell(peer, adopted(height, PLANS[height], parent))
 
@@ -62,7 +62,7 @@ def test_two_plans_at_one_height_are_stopped() -> None:
         (adopted(2, PLANS[2], PLANS[7]), "which was never in force"),
         (adopted(2, PLANS[2], PLANS[0]), "of height 0"),
         (adopted(0, PLANS[2], PLANS[1]), "is the first and follows something"),
-        (adopted(2, PLANS[2], NOTHING), "follows nothing"),
+        (adopted(2, PLANS[2], NO_HASH), "follows nothing"),
         (adopted(2, PLANS[1], PLANS[0]), "was of height 1 elsewhere"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_step_that_counts_twice_is_stopped(event: StepCommitted, what: str) ->
 
 def test_branches_of_a_fork_may_count_the_same() -> None:
     stage = Stage(SamplesOnce())
-    stage.tell(N0, adopted(0, PLANS[0], NOTHING))
+    stage.tell(N0, adopted(0, PLANS[0], NO_HASH))
     stage.tell(N0, adopted(1, PLANS[1], PLANS[0]))
     stage.tell(N3, adopted(1, PLANS[2], PLANS[0]))
     stage.tell(N0, committed(0, ((N1, (0, 1)),)))

@@ -6,10 +6,10 @@ from typing import Any
 from crypto.identity import PeerId
 from gossip.member import Status
 from sim.checkers.checker import Checker
-from sim.happenings import PeerStarted, PeerStopped
+from sim.events import PeerStarted, PeerStopped
+from sim.observers import Observed
 from sim.scenario import Checks, Scenario
 from sim.seeds import seeded_peer
-from sim.watch import Observed
 
 PEERS = tuple(seeded_peer(1, number) for number in range(12))
 N0, N1, N2, N3 = PEERS[:4]
@@ -60,7 +60,7 @@ class Stage:
             self.now = min(end, self.now + 1.0)
             self.checker.sample(self)
 
-    # As `sim.watch.World` has it.
+    # As `sim.observers.World` has it.
 
     @property
     def peers(self) -> Sequence[PeerId]:

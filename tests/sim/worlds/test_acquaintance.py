@@ -10,7 +10,7 @@ from dht.routing import WAITING_MAX
 from gossip.member import MemberDown, MemberForgotten, MemberSuspected, MemberUp
 from gossip.swim import PROTOCOL as SWIM
 from sim.churn.model import Event
-from sim.happenings import PeerStarted, RecordGot
+from sim.events import PeerStarted, RecordGot
 from sim.network.model import NetworkModel
 from sim.scenario import Membership, Scenario, Start
 from tests.sim.worlds.test_cores import Played, scenario

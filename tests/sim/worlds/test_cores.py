@@ -20,12 +20,12 @@ from gossip.member import (
 )
 from gossip.swim import Swim
 from sim.churn.model import Churn, Distribution, Event
-from sim.happenings import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped, RecordGot
+from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped, RecordGot
 from sim.network.model import NetworkModel
+from sim.observers import Observed, Watch
 from sim.scenario import Membership, Records, Scenario, Start
-from sim.watch import Observed, Watch
 from sim.worlds.cores import CoresWorld
-from sim.worlds.replaceable import Cores
+from sim.worlds.factories import Cores
 
 
 class Played:

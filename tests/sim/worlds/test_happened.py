@@ -9,10 +9,10 @@ from crypto.identity import PeerId
 from node.events import RunPlanned, StepCommitted
 from partition.plan.plan import plan_hash
 from partition.steps.messages import Reduced, StageCommit, StepCommit
-from sim import happenings
+from sim import events
 from sim.scenario import Training
-from sim.worlds.happened import RunWords
 from sim.worlds.node_life import NodeLife
+from sim.worlds.run_events import RunWords
 from tests.node.saved import saved, signer
 
 
@@ -32,7 +32,7 @@ class Talk:
         self.words.made(Training(), made.run)
         self.planned()
 
-    def planned(self) -> happenings.PlanAdopted:
+    def planned(self) -> events.PlanAdopted:
         event = RunPlanned(
             at=0.0,
             run=self.run.text,
@@ -43,7 +43,7 @@ class Talk:
             layers=(),
             stages=(),
         )
-        return cast("happenings.PlanAdopted", self.words.of_node(self.life, event))
+        return cast("events.PlanAdopted", self.words.of_node(self.life, event))
 
     def adopt_next(self) -> None:
         self._member.plan = replace(self.plan, height=self.plan.height + 1, parent=plan_hash(self.plan))
@@ -59,7 +59,7 @@ def test_a_step_said_when_the_next_plan_is_in_force_is_a_step_of_its_own_plan() 
         at=1.0, run=talk.run.text, step=4, loss=0.5, samples=2, seconds=0.1, replicas=1, height=plan.height
     )
     counted = (((PeerId(row.replica), (8, 9)),),)
-    assert talk.words.of_node(talk.life, step) == happenings.StepCommitted(
+    assert talk.words.of_node(talk.life, step) == events.StepCommitted(
         talk.run.id, plan_hash(plan), plan.height, 4, counted, 0.5
     )
 
@@ -71,10 +71,10 @@ def test_a_step_applied_when_the_next_plan_is_in_force_was_summed_up_under_its_o
     # And if it is applied twice, a checker must see that.
     for _ in range(2):
         said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
-        assert said == happenings.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
+        assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
 
 
 def test_a_step_applied_without_a_sum_is_told_too() -> None:
     talk = Talk()
     said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
-    assert said == happenings.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
+    assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))

@@ -11,14 +11,14 @@ from crypto.identity import PeerId
 from dht.kademlia import Kademlia
 from dht.messages import CLIENT_ADDRESSES
 from gossip.member import Status
-from node.services.reachability import OTHERS
+from node.services.autonat_core import OTHERS
 from sim.churn.model import Event
-from sim.happenings import ReachabilityJudged, RecordGot
+from sim.events import ReachabilityJudged, RecordGot
 from sim.network.model import Access, Nat, NetworkModel
+from sim.observers import Observed
 from sim.scenario import Membership, Records, Scenario, Start
-from sim.watch import Observed
 from sim.worlds.cores import CoresWorld
-from sim.worlds.replaceable import Cores
+from sim.worlds.factories import Cores
 from sim.worlds.stack import StackWorld
 
 MIXED = Scenario(

@@ -1,0 +1,81 @@
+"""Token buckets: how often something may happen, for all together and for each source of it."""
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+HOSTS_MAX = 4_096
+"""Whose prefix is remembered: to find it costs as much as to take a connection from the kernel."""
+_PREFIX_BYTES = 8
+"""Of an IPv6 address what a household is given; of the rest it can have any."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket: `rate` a second, `burst` at once. `tokens` were in it at the second `at`."""
+
+    rate: float
+    burst: float
+    tokens: float
+    at: float
+
+    def left(self, now: float) -> float:
+        """Return how many there are."""
+        return min(self.burst, self.tokens + max(0.0, now - self.at) * self.rate)
+
+    def take(self, now: float) -> bool:
+        """Take one if there is one."""
+        self.tokens = self.left(now)
+        self.at = now
+        if self.tokens < 1.0:
+            return False
+        self.tokens -= 1.0
+        return True
+
+    def give(self) -> None:
+        """Put one back."""
+        self.tokens = min(self.burst, self.tokens + 1.0)
+
+
+class Buckets(Generic[Key]):
+    """One for each source, full when it is new; of the latest `sources_max` of them."""
+
+    def __init__(self, rate: float, burst: float, sources_max: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._sources_max = sources_max
+        self._buckets: OrderedDict[Key, Bucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def of(self, source: Key, now: float) -> Bucket:
+        """That of this source."""
+        bucket = self._buckets.get(source)
+        if bucket is None:
+            bucket = self._buckets[source] = Bucket(self._rate, self._burst, self._burst, now)
+            if len(self._buckets) > self._sources_max:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(source)
+        return bucket
+
+    def left(self, source: Key, now: float) -> float:
+        """Return how many it has left; that it was asked for is not remembered."""
+        bucket = self._buckets.get(source)
+        return self._burst if bucket is None else bucket.left(now)
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def prefix_of(host: str) -> bytes:
+    """Return what one owner of addresses cannot leave: an IPv4 address, the first 64 bits of an IPv6 address;
+    IPv4 within IPv6 counts as IPv4."""
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return address.packed[:_PREFIX_BYTES] if mapped is None else mapped.packed
+    return address.packed

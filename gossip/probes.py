@@ -1,0 +1,101 @@
+"""What is in flight: our own probes, and the pings we relay for others (SWIM section 3.1).
+
+A probe is a ping; unanswered at `timeout_at` it goes on through relays, and unanswered at `end_at`
+it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), which tells a prober
+with mute relays that the fault may be its own.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from crypto.identity import PeerId
+
+RELAYS_MAX = 256
+"""Pings relayed at one time. An honest peer has one or two; beyond this, requests go unanswered."""
+RELAY_PATIENCE = 0.8
+"""A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
+
+
+Kind = Literal["round", "hint", "suspect", "candidate", "dead"]
+
+
+@dataclass(slots=True)
+class Probe:
+    """One probe of `target` in `incarnation`. Times are monotonic seconds."""
+
+    target: PeerId
+    incarnation: int
+    sent_at: float
+    timeout_at: float
+    end_at: float
+    excusable_seconds: float
+    relays: tuple[PeerId, ...] = ()
+    relayed: bool = False
+    nacked: tuple[PeerId, ...] = ()
+    kind: Kind = "round"
+    """hint: others accuse the target. suspect: it is suspected here. candidate: it may not exist. dead: it is
+    held for dead, and the network may have healed."""
+
+    def excuse(self, seconds: float) -> None:
+        """Give back time in which this peer stalled; in all at most `excusable_seconds`."""
+        given = min(seconds, self.excusable_seconds)
+        self.excusable_seconds -= given
+        self.timeout_at += given
+        self.end_at += given
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """We ping `target` for `requester`, whose probe has `number`."""
+
+    requester: PeerId
+    number: int
+    target: PeerId
+    nack_at: float
+
+
+class InFlightProbes:
+    """All probes and relayed pings, by the number of the ping we sent.
+
+    An answer counts only with the right number from the right peer.
+    """
+
+    __slots__ = ("_number", "probes", "relays")
+
+    def __init__(self, first_number: int) -> None:
+        self.probes: dict[int, Probe] = {}
+        self.relays: dict[int, Relay] = {}  # in the order of nack_at: the patience is constant
+        self._number = first_number
+
+    @property
+    def deadline(self) -> float:
+        deadline = inf
+        for probe in self.probes.values():
+            due = probe.end_at if probe.relayed else probe.timeout_at
+            if due < deadline:
+                deadline = due
+        for relay in self.relays.values():
+            return min(deadline, relay.nack_at)
+        return deadline
+
+    def add_probe(self, probe: Probe) -> int:
+        """Remember a probe; the number for its ping."""
+        number = self._next_number()
+        self.probes[number] = probe
+        return number
+
+    def add_relay(self, relay: Relay) -> int | None:
+        """Remember a relayed ping; the number for it, or None with too many of them."""
+        if len(self.relays) >= RELAYS_MAX:
+            return None
+        number = self._next_number()
+        self.relays[number] = relay
+        return number
+
+    def probing(self, peer: PeerId) -> bool:
+        return bool(self.probes) and peer in [probe.target for probe in self.probes.values()]
+
+    def _next_number(self) -> int:
+        self._number = (self._number + 1) % 2**32
+        return self._number

@@ -1,0 +1,273 @@
+"""Joining, and comparing and exchanging whole member lists: memberlist's push-pull.
+
+News travels by gossip; this is for whoever has nothing yet, or was cut off. Each sync period a digest of
+our list goes to one member, who answers with its list if its own digest differs. Where peers list only
+their neighbourhood (`gossip.view`), only what both list is compared and told, and a scope is widened or
+narrowed here. A newcomer whose seed is not of its neighbourhood is told so; then, as whenever there may
+be neighbours that we miss, `NeighbourhoodLookupWanted` asks for a search.
+
+Not here: what a fact means (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from gossip.member import Event, NeighbourhoodLookupWanted
+from gossip.messages import DIGESTS_MAX, Compare, Message, ScopedCompare, ScopedSync, Sync
+from gossip.settings import Settings
+from gossip.state_table import MembershipState
+from gossip.view import Region, Scope
+
+ASKED_MAX = 16
+"""Strangers asked for their facts in one probe interval; more may be a flood, and will ping again."""
+SERVED_MAX = 64
+"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs just one."""
+SEEDS_MAX = 16
+"""Peers one join tries."""
+NEIGHBOURS_ASKED = 2
+"""Of these, how many at a time in a swarm of neighbourhoods: all of them would tell the same."""
+JOIN_RETRY_INTERVALS = 5
+"""Probe intervals until an unanswered join is tried again; then twice as many each time."""
+SEARCH_SYNCS_MIN = 2
+SEARCH_SYNCS_MAX = 16
+"""Sync periods after which neighbours are looked for once more, though none are known to be missing: after
+each search that shows nobody new twice as many, where hundreds of others look, and tell whom they find."""
+
+Sends = list[tuple[PeerId, Message]]
+
+
+class Exchange:
+    """One peer's exchange of lists; `due` is when `sync` wants to be called."""
+
+    __slots__ = (
+        "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_right_depth",
+        "_right_for", "_rng", "_scope",
+        "_search_syncs", "_searched", "_seeds", "_served", "_settings", "_syncs", "_table", "due"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        beliefs: MembershipState,
+        scope: Scope,
+        settings: Settings,
+        rng: Random,
+        events: list[Event],
+        due: float,
+    ) -> None:
+        self._rng = rng
+        self.due = due
+        self._beliefs = beliefs
+        self._table = beliefs.table
+        self._scope = scope
+        self._settings = settings
+        self._events = events
+        self._seeds: tuple[PeerId, ...] = ()
+        self._retry_seconds = 0.0
+        # Within the present probe interval: strangers asked, and peers served with a list.
+        self._asked: list[PeerId] = []
+        self._served: list[PeerId] = []
+        self._searched = False
+        self._syncs = 0
+        self._search_syncs = SEARCH_SYNCS_MIN
+        # The scope grows by one step at a time, so that the new half is heard of before it is judged.
+        self._rested_at = due
+        self._fitted = 0
+        # The depth that was right, and the digest of the list that it was right for.
+        self._right_depth, self._right_for = 0, b""
+
+    def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
+        """Exchange lists with `peers`; tried again, ever more rarely, until one answers."""
+        seeds = [peer for peer in peers if peer != self._beliefs.peer]
+        if not self._scope.whole:
+            seeds = [peer for peer in seeds if not self._table.is_live(peer)]
+            if not seeds:
+                return []
+            if any(map(self._scope.holds, seeds)):
+                self._search_syncs = SEARCH_SYNCS_MIN
+            self._scope.joining = self._table.live == 1
+        self._seeds = tuple(seeds[:SEEDS_MAX])
+        self._retry_seconds = JOIN_RETRY_INTERVALS * self._settings.probe_interval_seconds
+        self.due = min(self.due, now + self._retry_seconds)
+        return self._ask_seeds()
+
+    def greet(self, sender: PeerId) -> Sends:
+        """Ask a stranger who it is, and show one held for gone all that we hold, so that it refutes."""
+        if self._table.is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
+            return []
+        if not (self._scope.joining or self._scope.holds(sender)):
+            return []
+        self._asked.append(sender)
+        known = sender in self._table.rows
+        facts: tuple[Fact, ...] = self._table.facts() if known else self._beliefs.me.facts
+        return [(sender, self._list(True, facts))]
+
+    def receive_compare(self, sender: PeerId, message: Compare | ScopedCompare) -> Sends:
+        """Answer with our list if the digests differ."""
+        if isinstance(message, Compare):
+            if not self._table.is_live(sender):
+                return self.greet(sender)
+            digest, region = message.digest, None
+        else:
+            region = self._scope.common(sender, message.depth)
+            deeper = max(self._scope.depth - message.depth, 0)
+            if region is None or self._scope.joining or deeper >= len(message.digests):
+                return []
+            if self._scope.holds(sender) and not self._table.is_live(sender):
+                return self.greet(sender)
+            digest = message.digests[deeper]
+        if digest == self._digest(region) or not self._may_serve(sender):
+            return []
+        return [(sender, self._list(True, self._facts(region)))]
+
+    def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
+        """Take in a list, and answer with what is not in it."""
+        region = None
+        # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
+        known = len(self._table.rows) - 1 - (sender in self._table.rows)
+        if isinstance(message, ScopedSync):
+            if self._scope.joining and not self._settle(sender, message):
+                return []
+            region = self._region(sender, message.depth)
+            if region is None:
+                outside = message.reply_wanted and self._may_serve(sender)
+                return [(sender, self._list(False, ()))] if outside else []
+            half = self._scope.around(sender, self._scope.depth + 1)
+            known = len(half.among(self._table.rows)) - 1
+        passed_on = known > 0 or message.reply_wanted
+        self._beliefs.learn(now, sender, message.facts, synced=True, passed_on=passed_on)
+        if sender in self._seeds and not message.reply_wanted:
+            self._seeds = ()
+        sends: Sends = []
+        if message.reply_wanted and self._may_serve(sender):
+            told = {fact.signature for fact in message.facts}
+            news = tuple(fact for fact in self._facts(region) if fact.signature not in told)
+            sends.append((sender, self._list(False, news)))
+        return sends
+
+    def sync(self, now: float) -> Sends:
+        """Compare lists with one live member."""
+        self._beliefs.forget_gone(now)
+        period = self._settings.sync_period_seconds(self._table.live)
+        if self._seeds:
+            period = self._retry_seconds = min(2 * self._retry_seconds, period)
+        # Give or take a quarter: those who began together must not sync together for ever.
+        self.due = now + period * self._rng.uniform(0.75, 1.25)
+        live = self._table.pick(1, lambda row: row.live)
+        sends: Sends = [(peer, self._comparison(peer)) for peer in live]
+        if not self._scope.whole:
+            self._syncs += 1
+            digest = self._table.digest()
+            is_known = self._right_depth == self._scope.depth and self._right_for == digest
+            if not is_known and self._fit(now):
+                self._right_depth, self._right_for = self._scope.depth, digest
+            if self._scope.joining:
+                self._search(self._scope.own_key())
+            elif self._scope.lopsided(self._table.live_peers()):
+                # Those nearest to us do not list them, and cannot tell us.
+                self._search(self._scope.key_beyond())
+            elif self._syncs >= self._search_syncs:
+                # Whoever is missed by us may be missed by all whom we know.
+                self._syncs = 0
+                if self._table.live >= self._settings.scope_members_min:
+                    self._search_syncs = min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
+                self._search(self._scope.random_key(self._rng))
+        return sends + self._ask_seeds()
+
+    def next_interval(self, now: float) -> None:
+        """A probe interval has begun."""
+        if self._asked or self._served:
+            self._asked.clear()
+            self._served.clear()
+        self._searched = False
+        if self._scope.lonely(self._table.live):
+            self._fit(now)
+
+    def narrow_if_crowded(self, now: float) -> None:
+        """To be called whenever members may have been added."""
+        if self._scope.crowded(self._table.live) and self._table.live != self._fitted:
+            self._fit(now)
+
+    # Small things.
+
+    def _list(self, reply_wanted: bool, facts: tuple[Fact, ...]) -> Sync | ScopedSync:
+        if self._scope.whole:
+            return Sync(reply_wanted, facts)
+        return ScopedSync(reply_wanted, None if self._scope.joining else self._scope.depth, facts)
+
+    def _comparison(self, peer: PeerId) -> Compare | ScopedCompare:
+        if self._scope.whole:
+            return Compare(self._table.digest())
+        depth = self._scope.depth
+        digests, inside = [self._table.digest()], list(self._table.rows)
+        for deeper in range(1, DIGESTS_MAX):
+            inside = self._scope.around(peer, depth + deeper).among(inside)
+            digests.append(self._table.digest(inside))
+        return ScopedCompare(depth, tuple(digests))
+
+    def _facts(self, region: Region | None) -> tuple[Fact, ...]:
+        return self._table.facts(self._inside(region))
+
+    def _digest(self, region: Region | None) -> bytes:
+        return self._table.digest(self._inside(region))
+
+    def _inside(self, region: Region | None) -> list[PeerId] | None:
+        # Everybody listed is in our own scope.
+        if region is None or region.depth <= self._scope.depth:
+            return None
+        return region.among(self._table.rows)
+
+    def _may_serve(self, sender: PeerId) -> bool:
+        if sender in self._served or len(self._served) >= SERVED_MAX:
+            return False
+        self._served.append(sender)
+        return True
+
+    def _ask_seeds(self) -> Sends:
+        count = SEEDS_MAX if self._scope.whole else NEIGHBOURS_ASKED
+        asked = self._seeds[:count]
+        self._seeds = self._seeds[count:] + asked
+        return [(peer, self._list(True, self._table.facts())) for peer in asked]
+
+    # What only swarms of neighbourhoods do.
+
+    def _settle(self, sender: PeerId, message: ScopedSync) -> bool:
+        """While we have no neighbourhood: take on that of `sender` if it is ours too."""
+        if message.depth is None:
+            # It wants to join through us, who have found nobody ourselves: a swarm begins with two such.
+            self._scope.joining = not message.reply_wanted
+        elif self._scope.held_by(sender, message.depth):
+            self._scope.depth = message.depth
+            self._scope.joining = False
+        else:
+            self._search(self._scope.own_key())
+        return not self._scope.joining
+
+    def _region(self, sender: PeerId, depth: int | None) -> Region | None:
+        """Return whom `sender` is to hear of: it has a scope so deep, or none yet."""
+        if depth is not None:
+            return self._scope.common(sender, depth)
+        return self._scope.around(sender, self._scope.depth) if self._scope.holds(sender) else None
+
+    def _search(self, key: bytes) -> None:
+        if not self._searched:
+            self._searched = True
+            self._events.append(NeighbourhoodLookupWanted(key))
+
+    def _fit(self, now: float) -> bool:
+        """Widen or narrow the scope if that is due. Returns whether it is right as it was."""
+        depth = self._scope.fit(self._table.live_peers())
+        is_right = depth == self._scope.depth
+        if not is_right:
+            self._search_syncs = SEARCH_SYNCS_MIN
+        if depth > self._scope.depth:
+            self._scope.depth = depth
+            self._beliefs.forget_outside()
+        elif depth < self._scope.depth and self._rested_at <= now:
+            self._rested_at = now + self._settings.sync_interval_seconds
+            self._scope.depth = depth
+            self._searched = False
+            self._search(self._scope.key_beyond())
+        self._fitted = self._table.live
+        return is_right

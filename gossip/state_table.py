@@ -1,0 +1,600 @@
+"""What this peer believes of every member: facts in; member list, events and news to pass on out.
+
+The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
+incarnation alive < suspect < dead < left. Two things come from facts being signed:
+
+- An accuser must be a known member, or one outside of our scope who accuses us ourselves. That keeps
+  strangers out.
+- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only when
+  our own probe has failed. Then other accusers shorten the suspicion, and a dead fact brings its end nearer,
+  never below the time to refute; at the end one more probe must have failed. Any answer to a probe of ours
+  ends the suspicion. So a member that lies buries nobody, whoever passes its word on.
+
+An incarnation rises when a peer restarts (to unix milliseconds), says something new of itself, or refutes;
+one that jumps further than any clock is wrong is refused. An alive fact is passed on where it changes what is
+held: a refutation goes as far as the suspicion went.
+
+A signature is checked only where the fact would change something, and only checked facts are kept
+or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
+"""
+
+from collections.abc import Generator, Sequence
+from math import inf
+from random import Random
+
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, short_peer
+from crypto.token_buckets import Buckets
+from gossip import dissemination as news
+from gossip.candidates import Candidate, Candidates
+from gossip.hints import Hints
+from gossip.intake import CHECK_COST, READ_COST, Intake, Job
+from gossip.member import (
+    Event,
+    FactsRefused,
+    MemberDown,
+    MemberForgotten,
+    MemberLeft,
+    MemberRefuted,
+    MemberSuspected,
+    Profile,
+    SelfAccused,
+    Status,
+)
+from gossip.messages import (
+    AliveBody,
+    AliveFact,
+    Body,
+    DeadBody,
+    LeftBody,
+    SuspectBody,
+    alive_body,
+    announced,
+    check_body,
+    check_jump,
+    fact_bytes,
+    incarnation_of,
+    member_changed,
+    member_up,
+    milliseconds,
+    read_alive,
+    read_body,
+    sign_body,
+    silence_of,
+    subject_of,
+)
+from gossip.refutations import Refutations
+from gossip.settings import Settings
+from gossip.shares import Shares
+from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion
+from gossip.table import MemberTable, Row, Verdict
+from gossip.view import Scope
+
+
+class MembershipState:
+    """The member list of one peer, kept by the facts it hears."""
+
+    __slots__ = (
+        "_changes", "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
+        "health", "hints", "intake", "misled",
+        "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        signer: Signer,
+        profile: Profile,
+        settings: Settings,
+        rng: Random,
+        incarnation: int,
+        now: float,
+        events: list[Event],
+        scope: Scope,
+    ) -> None:
+        self.scope = scope
+        self._signer = signer
+        self._settings = settings
+        self._events = events
+        self.peer = signer.peer
+        self.table = MemberTable(Row(self._announced(profile, incarnation), now, found_through=None), rng)
+        self.health = LocalHealth(settings.health_max)
+        self.queue = news.Dissemination()
+        self.candidates = Candidates(settings.members_max)
+        self.intake = Intake(self._steps)
+        # Signatures checked so far.
+        self._checks = 0
+        self.queue.put(self.peer, self.me.said.fact)
+        self.suspicions: dict[PeerId, Suspicion] = {}
+        self._credit = Credit(LEAK_INTERVALS * settings.probe_interval_seconds)
+        self.hints = Hints(self._credit, settings.probe_interval_seconds)
+        self.refutations = Refutations(settings.probe_interval_seconds, now)
+        self.shares = Shares(settings.members_max)
+        # What each member may have us pass on of its own comings, goings and changes.
+        rate = 1 / (news.CHANGE_INTERVALS * settings.probe_interval_seconds)
+        self._changes: Buckets[PeerId] = Buckets(rate, news.CHANGES_MAX, settings.members_max)
+        # Who sent us, last of all, an accusation that we refuted before.
+        self.misled: PeerId | None = None
+        # What says that we have left.
+        self._farewell: Fact | None = None
+        self.suspicion_deadline = inf
+
+    @property
+    def me(self) -> Row:
+        """Our own row."""
+        return self.table.rows[self.peer]
+
+    @property
+    def _retransmits(self) -> int:
+        return self._settings.retransmits(self.table.live)
+
+    # What this peer says of itself.
+
+    def announce(self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX) -> None:
+        """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
+        often from here, or as often as any."""
+        said = self._announced(profile, max(self.me.incarnation, above) + 1)
+        self.table.renew(self.me, said)
+        self.queue.put(said.peer, said.fact, sends=sends)
+
+    def leave(self, now: float) -> Fact:
+        """Be gone; the fact that says so."""
+        left = sign_body(self._signer, LeftBody(self.me.incarnation))
+        self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
+        self.queue.put(self.peer, left)
+        self._farewell = left
+        self.suspicions.clear()
+        self._reckon()
+        return left
+
+    def _announced(self, profile: Profile, incarnation: int) -> AliveFact:
+        body = alive_body(profile, incarnation)
+        # As we know it ourselves, with all the addresses that may not have fitted.
+        return announced(sign_body(self._signer, body), profile, body)
+
+    # What it concludes of others.
+
+    def accuse(self, now: float, row: Row, *, sent_at: float) -> None:
+        """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
+        hints = self.hints.confirm(row.peer)
+        suspicion = self.suspicions.get(row.peer)
+        if suspicion is None:
+            suspicion = self._begin_suspicion(now, row, hints)
+        elif suspicion.is_silent and not suspicion.is_confirmed:
+            # Nobody else has said it meanwhile. Where all say what they see, most say it in vain.
+            suspicion.is_silent = False
+            self.queue.put(row.peer, self._accusation(now, row), beside=True)
+        suspicion.miss(now, sent_at)
+        if suspicion.wants(self.peer):
+            suspicion.is_silent = True
+            suspicion.confirm(self.peer)
+        self._reckon()
+
+    def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
+        """A member has answered a probe of ours; through a relay, that is doubted if enough others accuse.
+        Returns whom to tell of which fact: an accuser that may have no path of its own."""
+        row = self.table.rows.get(peer)
+        hints = self.hints.refute(now, peer)
+        if row is None:
+            return []
+        told = [
+            (PeerId(fact.author), row.said.fact) for fact in hints if incarnation_of(fact) < row.incarnation
+        ]
+        suspicion = self.suspicions.get(peer)
+        if suspicion is not None and not is_direct and suspicion.is_confirmed:
+            suspicion.wait(now)
+            self._reckon()
+        elif suspicion is not None:
+            for accuser in suspicion.accusers:
+                self._credit.refuted(accuser, now)
+            self._end_suspicion(peer)
+            self.queue.drop(peer)
+            self.table.judge(row, now, None)
+            self._events.append(MemberRefuted(peer, row.incarnation))
+        return told
+
+    def revive(self, now: float, peer: PeerId) -> None:
+        """One held for dead has answered a probe of ours: the network has healed, or we were wrong."""
+        row = self.table.rows.get(peer)
+        if row is not None and row.status is Status.DEAD:
+            self.table.judge(row, now, None, found_through=peer)
+            self.queue.drop(peer)
+            self.hints.refute(now, peer)
+            self._events.append(member_up(row.said, peer))
+
+    def close(self, now: float, peer: PeerId) -> None:
+        """This machine was told that no process listens where a suspect was."""
+        suspicion = self.suspicions.get(peer)
+        if suspicion is not None:
+            suspicion.close(now)
+            self._reckon()
+
+    def bury_expired(self, now: float) -> list[tuple[Row, bool]]:
+        """Give up every suspect whose time to refute is over. Returns those to be probed once more, and
+        whether for the last time."""
+        probed = []
+        for peer in [peer for peer, suspicion in self.suspicions.items() if suspicion.due <= now]:
+            row, suspicion = self.table.rows[peer], self.suspicions[peer]
+            if suspicion.is_over(now):
+                self._bury(now, row, suspicion.condemnation)
+            else:
+                suspicion.is_probed = True
+                probed.append((row, now >= suspicion.deadline - self._settings.probe_interval_seconds))
+        self._reckon()
+        return probed
+
+    def excuse(self, seconds: float) -> None:
+        """Give every suspect back the time in which this peer stalled."""
+        for suspicion in self.suspicions.values():
+            suspicion.excuse(seconds)
+        self._reckon()
+
+    def forget_gone(self, now: float) -> None:
+        """Drop those who were dead or gone for `dead_kept_seconds`."""
+        for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
+            self._forget(peer)
+
+    # What it tells and is told.
+
+    def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
+        """News for a message to `peer`, the most urgent first.
+
+        Once we have left, that. To one whose accusation of us is outdated, that we live: the fact
+        that refuted it may have been lost on every way to it. Then what is held against the
+        receiver, so that it can refute (Lifeguard's buddy system).
+        """
+        row = self.table.rows.get(peer)
+        accusation = None if row is None or row.verdict is None else row.verdict.fact
+        if accusation is None and self.hints.rows:
+            accusation = next(iter(self.hints.about(peer)), None)
+        is_misled = self.misled is not None and peer == self.misled
+        if accusation is None and not self.queue.waits and self._farewell is None and not is_misled:
+            return ()
+        refutation = self.me.said.fact if is_misled else None
+        proofs = [fact for fact in (self._farewell, refutation, accusation) if fact is not None]
+        first: list[Fact] = []
+        room = self._settings.facts_bytes_max
+        for fact in proofs:
+            if fact_bytes(fact) <= room:
+                room -= fact_bytes(fact)
+                first.append(fact)
+        return self.queue.take(self._retransmits, self._settings.facts_bytes_max, first)
+
+    def learn(
+        self,
+        now: float,
+        sender: PeerId,
+        facts: Sequence[Fact],
+        *,
+        synced: bool = False,
+        passed_on: bool = True,
+    ) -> None:
+        """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
+
+        In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
+        network that was split: a hint like any accusation. What is more than one slice is left to `learn_on`.
+        """
+        self.misled = None
+        if facts:
+            self.intake.do(Job(sender, facts, synced, passed_on, now))
+
+    def learn_on(self, now: float) -> None:
+        """Take in the next slice of what waits."""
+        job, error = self.intake.go_on(now)
+        if error is not None and job is not None:
+            self._events.append(FactsRefused(job.sender, str(error)))
+
+    def _steps(self, job: Job) -> Generator[int]:
+        """Read all facts, then believe them; what each costs."""
+        claims: list[tuple[Fact, Body]] = []
+        rows, limit = self.table.rows, self._retransmits
+        for fact in job.facts:
+            if self.queue.waits:
+                self.queue.heard(fact, limit)
+            # Most of what arrives is known to the byte, and would change nothing.
+            known = rows.get(PeerId(fact.author))
+            if known is None or known.said.fact != fact:
+                claims.append((fact, read_body(fact)))
+                yield READ_COST
+        if not claims:
+            return
+        accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
+        if any(body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused):
+            self.misled = job.sender
+        buried = {
+            subject_of(fact, body): body.incarnation
+            for fact, body in claims
+            if isinstance(body, DeadBody | LeftBody)
+        }
+        # Alive first: it makes accusers known, and brings the incarnation that is accused.
+        for fact, body in claims:
+            if isinstance(body, AliveBody):
+                subject, before = PeerId(fact.author), self._checks
+                # Who was dead before we came is not news. A false claim only undoes its sender's own words.
+                if subject in rows or body.incarnation > buried.get(subject, -1):
+                    self._hear_alive(job.now, job.sender, fact, body, job.passed_on)
+                    yield READ_COST + CHECK_COST * (self._checks - before)
+        for fact, body in claims:
+            before = self._checks
+            if isinstance(body, LeftBody):
+                self._hear_left(job.now, fact, body)
+            elif isinstance(body, SuspectBody | DeadBody):
+                self._hear_accusation(job.now, job.sender, fact, body, synced=job.synced)
+            yield READ_COST + CHECK_COST * (self._checks - before)
+
+    def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
+        """List all of whom these facts speak, at once: local code vouches for them. They are no news."""
+        for fact in facts:
+            body = read_body(fact)
+            if isinstance(body, AliveBody) and fact.author not in self.table.rows:
+                self._check(fact, body)
+                self._list(now, Candidate(read_alive(fact, body), teller, passed_on=False))
+
+    def admit(self, now: float, peer: PeerId) -> None:
+        """A candidate has answered: list it."""
+        candidate = self.candidates.pop(peer)
+        if candidate is not None and peer not in self.table.rows and self.scope.holds(peer):
+            self._list(now, candidate)
+
+    def _list(self, now: float, candidate: Candidate) -> None:
+        said, introducer, rows = candidate.said, candidate.introducer, self.table.rows
+        if not (self._may_have_room() and self.shares.allow(rows.values(), len(rows), said, introducer)):
+            return
+        self._make_room()
+        self.table.insert(Row(said, now, introducer))
+        self._events.append(member_up(said, introducer))
+        if candidate.passed_on:
+            self.queue.put(said.peer, said.fact)
+
+    def _hear_alive(self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool) -> None:
+        peer = PeerId(fact.author)
+        row = self.table.rows.get(peer)
+        if peer == self.peer:
+            self._hear_of_earlier_self(fact, body)
+        elif row is None:
+            self._hear_of_stranger(now, sender, fact, body, passed_on)
+        elif body.incarnation > row.incarnation:
+            check_jump(body, row.incarnation)
+            said = read_alive(fact, body)
+            self._check(fact, body)
+            if (
+                self._hear_again(now, sender, row, said)
+                and passed_on
+                and self._changes.of(peer, now).take(now)
+            ):
+                self.queue.put(peer, fact)
+
+    def _hear_of_stranger(
+        self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
+    ) -> None:
+        """List one that speaks for itself; one of whom another tells must answer a ping first."""
+        peer = PeerId(fact.author)
+        known = self.candidates.get(peer)
+        if known is not None and body.incarnation <= known.said.incarnation:
+            return
+        if not (self.scope.holds(peer) and self._may_have_room()):
+            return
+        speaks = sender == peer
+        if not (speaks or known is not None or self.candidates.takes(sender)):
+            return
+        check_jump(body, 0 if known is None else known.said.incarnation)
+        said = read_alive(fact, body)
+        self._check(fact, body)
+        if speaks:
+            self.candidates.pop(peer)
+            self._list(now, Candidate(said, sender, passed_on))
+        elif known is not None:
+            known.said = said
+        else:
+            self.candidates.put(Candidate(said, sender, passed_on))
+
+    def _hear_again(self, now: float, sender: PeerId, row: Row, said: AliveFact) -> bool:
+        """Take in what a listed member says of itself; whether that is news but for the incarnation."""
+        changed = said.profile != row.profile
+        status = row.status
+        row = self.table.renew(row, said)
+        back = status in (Status.DEAD, Status.LEFT)
+        if status is not Status.ALIVE:
+            self.table.judge(row, now, None, found_through=sender if back else None)
+            suspicion = self.suspicions.get(said.peer)
+            for accuser in suspicion.accusers if suspicion is not None else ():
+                self._credit.refuted(accuser, now)
+            self._end_suspicion(said.peer)
+        if back:
+            self._events.append(member_up(said, sender))
+            return True
+        if status is Status.SUSPECT:
+            self._events.append(MemberRefuted(said.peer, said.incarnation))
+        if changed:
+            self._events.append(member_changed(said))
+        return changed or status is not Status.ALIVE
+
+    def _hear_left(self, now: float, fact: Fact, body: LeftBody) -> None:
+        row = self.table.rows.get(PeerId(fact.author))
+        candidate = self.candidates.get(PeerId(fact.author)) if row is None else None
+        if candidate is not None and body.incarnation >= candidate.said.incarnation:
+            self._check(fact, body)
+            self.candidates.pop(candidate.peer)
+        if row is None or body.incarnation < row.incarnation:
+            return
+        if row.peer == self.peer:
+            self._hear_of_earlier_self(fact, body)
+            return
+        if row.status is Status.LEFT and body.incarnation == row.incarnation:
+            return
+        self._check(fact, body)
+        if row.status is not Status.LEFT:
+            self._events.append(MemberLeft(row.peer))
+        self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
+        self._end_suspicion(row.peer)
+        if self._changes.of(row.peer, now).take(now):
+            self.queue.put(row.peer, fact)
+
+    def _hear_accusation(
+        self, now: float, sender: PeerId, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
+    ) -> None:
+        accuser = PeerId(fact.author)
+        row = self.table.rows.get(PeerId(body.subject))
+        if row is None or accuser == row.peer or not row.live:
+            return
+        # Whose scope is wider than ours lists us though we do not list it, and would bury us.
+        known = accuser in self.table.rows
+        if not (known or (row.peer == self.peer and not self.scope.holds(accuser))):
+            return
+        if row.peer == self.peer:
+            if body.incarnation == row.incarnation:
+                self.misled = sender
+                self._hear_of_me(now, fact, body)
+        elif accuser != self.peer:
+            if row.peer not in self.suspicions:
+                self._hear_hint(now, sender, row, fact, body)
+            elif not self._credit.is_spent(accuser, now):
+                self._hear_of_suspect(now, row, fact, body, synced=synced)
+
+    def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
+        """Refute. One that accuses too often may mean it all the same, but costs no more than an outsider."""
+        accuser = PeerId(fact.author)
+        is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
+        if not self.refutations.allow(now, is_trusted=is_trusted):
+            return
+        self._check(fact, body)
+        self.refutations.count(now, is_trusted=is_trusted)
+        if is_trusted:
+            self.health.worsen()
+        self._credit.refuted(accuser, now)
+        self.announce(self.me.profile, sends=news.REFUTATION_SENDS)
+        reason = self._reason(accuser, body.silence_milliseconds)
+        self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
+
+    def _hear_hint(
+        self, now: float, sender: PeerId, row: Row, fact: Fact, body: SuspectBody | DeadBody
+    ) -> None:
+        """Look for ourselves. Of another incarnation than we hold the accusation may be right and old: then
+        whoever brings it up pays if the accused answers."""
+        accuser = PeerId(fact.author)
+        culprit = accuser if body.incarnation == row.incarnation else sender
+        if self.hints.takes(now, row.peer, accuser, culprit):
+            self._check(fact, body)
+            self.hints.put(row.peer, accuser, culprit, fact)
+
+    def _hear_of_suspect(
+        self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
+    ) -> None:
+        """Confirm a suspicion, or let it end as early as it may."""
+        suspicion = self.suspicions[row.peer]
+        accuser = PeerId(fact.author)
+        is_confirmed = suspicion.wants(accuser)
+        is_condemned = isinstance(body, DeadBody) and suspicion.condemnation is None and not synced
+        if not (is_confirmed or is_condemned):
+            return
+        self._check(fact, body)
+        if is_confirmed:
+            self._confirm(row.peer, fact)
+        if is_condemned:
+            suspicion.condemn(now, fact)
+            self.queue.put(row.peer, fact, beside=True)
+            self._reckon()
+
+    def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
+        """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
+
+        It happens when incarnations start from a wall clock that was set back.
+        """
+        if self.me.status is Status.LEFT or fact == self.me.said.fact:
+            return
+        if body.incarnation < self.me.incarnation:
+            return
+        self._check(fact, body)
+        self.announce(self.me.profile, above=body.incarnation)
+
+    def _check(self, fact: Fact, body: Body) -> None:
+        self._checks += 1
+        check_body(self._signer, fact, body)
+
+    def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
+        """Our probe has failed, as that of those whose accusations are `hints`."""
+        live = self.table.live
+        wanted = self._settings.confirmations
+        # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
+        wanted = wanted if live - 2 >= wanted else 0
+        shortest, longest = self._settings.suspicion_bounds_seconds(live)
+        first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
+        fact = first or self._accusation(now, row)
+        accuser, silence = PeerId(fact.author), silence_of(fact)
+        interval_seconds = self._settings.probe_interval_seconds
+        suspicion = Suspicion(now, accuser, shortest, longest, wanted, interval_seconds=interval_seconds)
+        self.suspicions[row.peer] = suspicion
+        self.table.unanswered(row.peer, now - silence / 1000)
+        reason = self._reason(accuser, silence)
+        verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
+        self.table.judge(row, now, verdict)
+        self._events.append(MemberSuspected(row.peer, accuser, reason))
+        self.queue.put(row.peer, fact)
+        for other in hints:
+            if suspicion.wants(PeerId(other.author)):
+                self._confirm(row.peer, other)
+            if isinstance(read_body(other), DeadBody) and suspicion.condemnation is None:
+                suspicion.condemn(now, other)
+        return suspicion
+
+    def _accusation(self, now: float, row: Row) -> Fact:
+        silence = self.table.silence_seconds(row, now)
+        return sign_body(self._signer, SuspectBody(row.peer, row.incarnation, milliseconds(silence)))
+
+    def _confirm(self, peer: PeerId, fact: Fact) -> None:
+        self.suspicions[peer].confirm(PeerId(fact.author))
+        self._reckon()
+        self.queue.put(peer, fact, beside=True)
+
+    def _bury(self, now: float, row: Row, told: Fact | None) -> None:
+        """Hold a suspect for dead, as we were `told` by a member, or by a fact of our own."""
+        silence = milliseconds(self.table.silence_seconds(row, now))
+        if told is not None and incarnation_of(told) == row.incarnation:
+            fact, silence = told, silence_of(told)
+        else:
+            fact = sign_body(self._signer, DeadBody(row.peer, row.incarnation, silence))
+        accuser = PeerId(fact.author)
+        reason = self._reason(accuser, silence)
+        self._end_suspicion(row.peer)
+        self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
+        self._events.append(MemberDown(row.peer, accuser, reason))
+        self.queue.put(row.peer, fact, sends=news.DEAD_SENDS)
+
+    def _end_suspicion(self, peer: PeerId) -> None:
+        self.hints.drop(peer)
+        if self.suspicions.pop(peer, None) is not None:
+            self._reckon()
+
+    def _reckon(self) -> None:
+        dues = (suspicion.due for suspicion in self.suspicions.values())
+        self.suspicion_deadline = min(dues, default=inf)
+
+    def _may_have_room(self) -> bool:
+        return len(self.table.rows) < self._settings.members_max or self.table.live < len(self.table.rows)
+
+    def _make_room(self) -> None:
+        if len(self.table.rows) >= self._settings.members_max:
+            longest = self.table.longest_gone()
+            if longest is not None:
+                self._forget(longest)
+
+    def forget_outside(self) -> None:
+        """Drop those who stand outside of our scope, which has become narrower."""
+        for peer in self.table.keep(self.scope.holds):
+            self.suspicions.pop(peer, None)
+            self.hints.drop(peer)
+            self.queue.drop(peer)
+            self._events.append(MemberForgotten(peer))
+        self._reckon()
+
+    def _forget(self, peer: PeerId) -> None:
+        self.table.forget(peer)
+        self.queue.drop(peer)
+        self._events.append(MemberForgotten(peer))
+
+    def _reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
+        said = "" if accuser == self.peer else f", says {self._name(accuser)}"
+        return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
+
+    def _name(self, peer: PeerId) -> str:
+        row = self.table.rows.get(peer)
+        return (row.profile.name if row is not None else "") or short_peer(peer)

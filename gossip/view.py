@@ -1,0 +1,146 @@
+"""Which part of a swarm one peer lists: everybody, or the neighbourhood of its own key.
+
+Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys
+begin with the same bits as ours; how many bits, its depth, each peer chooses for itself so that a few
+hundred are in it, however large the swarm. The bounds lie wider apart than one step changes the number,
+so that the depth rests. Two peers may have different depths: then the scope of one holds all of the
+other's, and what both list is the smaller of the two.
+
+Pure arithmetic on keys. What follows from a scope stands in `gossip.state_table` and `gossip.push_pull`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+
+from crypto.identity import PeerId
+
+KEY_BITS = 160
+"""As wide as the DHT's keys, whose are these."""
+DEPTH_MAX = 128
+"""Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
+
+LOPSIDED_SHARE = 8
+"""A half with less than so small a part of a scope's members has not been heard of."""
+
+Place = Callable[[PeerId], int]
+"""The key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. Asked for again and again, of
+all who are listed: it should remember."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """All peers whose keys share their first `depth` bits with `key`."""
+
+    place: Place
+    key: int
+    depth: int
+
+    def among(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Those of `peers` that are in it."""
+        place, key, end = self.place, self.key, 1 << KEY_BITS - self.depth
+        return [peer for peer in peers if key ^ place(peer) < end]
+
+
+class Scope:
+    """The scope of the peer `me`. Without `place` it is the whole swarm, for good.
+
+    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself.
+    """
+
+    __slots__ = ("_key", "_me", "_members_max", "_members_min", "_place", "depth", "joining", "whole")
+
+    def __init__(self, me: PeerId, place: Place | None, *, members_min: int, members_max: int) -> None:
+        self.whole = place is None
+        self.joining = False
+        self.depth = 0
+        self._me = me
+        self._place = place or _everywhere
+        self._key = self._place(me)
+        self._members_min = members_min
+        self._members_max = members_max
+
+    def holds(self, peer: PeerId) -> bool:
+        """Return whether we list `peer`, if it lives."""
+        if self.joining:
+            return peer == self._me
+        return self.depth == 0 or self._shared(peer) >= self.depth
+
+    def held_by(self, peer: PeerId, depth: int) -> bool:
+        """Return whether `peer` lists us, if its scope is so deep."""
+        return self._shared(peer) >= depth
+
+    def common(self, peer: PeerId, depth: int) -> Region | None:
+        """Return whom both list, we and `peer` with a scope so deep; None if there are none such."""
+        if self._shared(peer) < min(depth, self.depth):
+            return None
+        return self.around(peer, depth) if depth > self.depth else self.around(self._me, self.depth)
+
+    def around(self, peer: PeerId, depth: int) -> Region:
+        """The neighbourhood of `peer` that is so deep."""
+        return Region(self._place, self._place(peer), depth)
+
+    def fit(self, live: Iterable[PeerId]) -> int:
+        """The depth for so many `live` members: deeper, as now, or one step less deep.
+
+        Deeper where they are too many; or nearly all in our own half, for then we have not heard of most
+        of the other. In both cases only if enough are left.
+        """
+        place, key = self._place, self._key
+        shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
+        inside = [bits for bits in shared if bits >= self.depth]
+        if len(inside) < self._members_min:
+            return max(self.depth - 1, 0)
+        # Half way between the least and half of the most: so one step deeper is not too deep at once.
+        enough = (self._members_min + self._members_max / 2) / 2
+        depth = self.depth
+        while depth < DEPTH_MAX:
+            nearer = [bits for bits in inside if bits > depth]
+            farther = len(inside) - len(nearer)
+            # The halves differ by chance: four standard deviations are no chance.
+            fits = len(inside) <= self._members_max and farther >= len(inside) / 2 - 2 * math.sqrt(
+                len(inside)
+            )
+            if fits or len(nearer) < enough:
+                break
+            depth, inside = depth + 1, nearer
+        return depth
+
+    def lopsided(self, live: Iterable[PeerId]) -> bool:
+        """Return whether far too few of the `live` members stand in the half of the scope in which we do not:
+        by chance, one in a thousand such lists of eight, and none of two hundred."""
+        shared = [KEY_BITS - (self._key ^ self._place(peer)).bit_length() for peer in live]
+        inside = sum(bits >= self.depth for bits in shared)
+        farther = sum(bits == self.depth for bits in shared)
+        return inside >= self._members_min and farther * LOPSIDED_SHARE < inside
+
+    def crowded(self, live: int) -> bool:
+        return not self.whole and live > self._members_max
+
+    def lonely(self, live: int) -> bool:
+        return self.depth > 0 and live < self._members_min
+
+    def own_key(self) -> bytes:
+        """Return where our nearest neighbours stand."""
+        return _as_bytes(self._key)
+
+    def key_beyond(self) -> bytes:
+        """Return where the nearest of the half of our scope stand in which we are not."""
+        return _as_bytes(self._key ^ 1 << KEY_BITS - 1 - self.depth)
+
+    def random_key(self, rng: Random) -> bytes:
+        """A key anywhere in our scope."""
+        free = KEY_BITS - self.depth
+        return _as_bytes(self._key >> free << free | rng.getrandbits(free))
+
+    def _shared(self, peer: PeerId) -> int:
+        return KEY_BITS - (self._key ^ self._place(peer)).bit_length()
+
+
+def _everywhere(_peer: PeerId) -> int:
+    return 0
+
+
+def _as_bytes(key: int) -> bytes:
+    return key.to_bytes(KEY_BITS // 8, "big")

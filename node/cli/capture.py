@@ -1,0 +1,106 @@
+"""From the `model` of a RUN.toml to a captured graph in a folder: what `train` does before it asks the node.
+
+The only part of a run that needs torch in the command's own process, which loads it for built-in models and
+for a person's own factory; a FILE.peerloom that was captured before is only named.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crypto.errors import RemoteProtocolError
+from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
+from node.content import datasets as datasets
+from node.errors import UsageError
+from node.protocols.manifest import RunFile
+from node.runs.manifest_builder import WINDOW
+from node.suggest import did_you_mean
+from partition.model.graph import decode_graph, encode_graph
+from partition.model.groups import with_groups
+
+_GRAPH_NAME = f"model{GRAPH_SUFFIX}"
+
+
+@contextmanager
+def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str]]:
+    """Where graph and first values of a run's model lie, as arguments for the node, while it takes them.
+
+    `path` is that of RUN.toml, against which other paths are meant; errors call it `name`.
+
+    Raises:
+        UsageError: no such model, or one that cannot be captured.
+    """
+    if run_file.model.endswith(GRAPH_SUFFIX):
+        graph = path.parent / Path(run_file.model).expanduser()
+        if not graph.is_file():
+            raise UsageError(
+                f"{name}: model: there is no file {graph}", "make it: python -m node model capture"
+            )
+        with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
+            yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
+        return
+    with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
+        graph = Path(folder) / _GRAPH_NAME
+        capture_to(graph, run_file, path, name)
+        yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
+
+
+def _arguments(graph: Path) -> dict[str, str]:
+    values = graph.with_suffix(VALUES_SUFFIX)
+    found = {"graph": str(graph.absolute())}
+    return found | ({"values": str(values.absolute())} if values.is_file() else {})
+
+
+def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[str, str]:
+    """The graph with its parameters in the groups of the run, where it has some. Raises UsageError."""
+    if not run_file.train.groups:
+        return {}
+    try:
+        found = with_groups(
+            decode_graph(graph.read_bytes()), [table.match for table in run_file.train.groups]
+        )
+    except (RemoteProtocolError, ValueError) as error:
+        raise UsageError(f"{name}: train.groups: {error}") from None
+    target = folder / f"grouped{GRAPH_SUFFIX}"
+    target.write_bytes(encode_graph(found))
+    return {"graph": str(target.absolute())}
+
+
+def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
+    """Capture a built-in model, or what a person's own function makes, into the file `graph`.
+
+    Raises:
+        UsageError: no such model, or one that cannot be captured.
+    """
+    from partition.capture import CaptureRefused
+    from partition.capture.model_spec import capture_built_in, capture_own
+    from partition.capture.models import BUILTIN
+    from partition.capture.weights import write_weights
+
+    train = run_file.train
+    try:
+        if ".py:" in run_file.model:
+            own = path.parent / Path(run_file.model).expanduser()
+            found = capture_own(str(own), dtype=train.dtype, options=run_file.options)
+        elif run_file.model in BUILTIN:
+            dataset = datasets.load(run_file.data, path.parent, window=train.window or WINDOW)
+            found = capture_built_in(
+                run_file.model,
+                dataset.sample_shape,
+                dataset.classes,
+                dtype=train.dtype,
+                options=run_file.options,
+            )
+        else:
+            known = sorted(BUILTIN)
+            near = did_you_mean(run_file.model, known)
+            raise UsageError(
+                f"{name}: model: no model is called '{run_file.model[:80]}'{near}",
+                f"{', '.join(known)}; a captured FILE.peerloom; or PATH.py:FUNCTION",
+            )
+        graph.write_bytes(found.data)
+        if found.stored:
+            write_weights(graph.with_suffix(VALUES_SUFFIX), found)
+    except (CaptureRefused, OSError) as error:
+        raise UsageError(f"{name}: model: {error}") from None

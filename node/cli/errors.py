@@ -1,0 +1,75 @@
+"""From a command line to an exit code: every error becomes at most three lines on stderr.
+
+For the commands of a node and for those of the simulator, which stands above it. typer parses; its
+own complaints are put into our form. Exit codes are those of `node.errors`.
+"""
+
+import io
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from node.cli.render import show_error
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, PeerloomError, UsageError
+from node.suggest import nearest
+
+DEBUG = "--debug"
+
+
+def dispatch(app: typer.Typer, arguments: Sequence[str], program: str) -> int:
+    """Do what the command line says; the exit code. Raises nothing."""
+    # Taken out before parsing, so that it works behind any command and for errors of parsing too.
+    rest = [argument for argument in arguments if argument != DEBUG]
+    debug = len(rest) < len(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A name in a script that the terminal does not know is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = app(rest, prog_name=program, standalone_mode=False)
+    except KeyboardInterrupt:
+        return EXIT_FORCED
+    except SystemExit as end:  # typer's own way out of a closed pipe
+        return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
+    except Exception as error:
+        return _fail(error, program, debug=debug)
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _fail(error: Exception, program: str, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+        sys.stderr.write(getattr(error, "trace", ""))
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    told = _told(error, program)
+    show_error(told)
+    return told.exit_code
+
+
+def _told(error: Exception, program: str) -> PeerloomError:
+    """Any error as one a person can use."""
+    if isinstance(error, PeerloomError):
+        return error
+    if hasattr(error, "format_message"):
+        # typer's errors of usage: only this method, not their module, is public.
+        return _parsing_error(error, program)
+    what = "; ".join((f"unexpected {type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
+    return PeerloomError(what, f"the same again with {DEBUG} shows where; please report it")
+
+
+def _parsing_error(error: Any, program: str) -> UsageError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else program
+    option = getattr(error, "option_name", None)
+    message = error.format_message().strip()
+    if option is not None and message.startswith("No such option"):
+        known = [flag for parameter in context.command.params for flag in parameter.opts] if context else []
+        near = nearest(option, known)
+        message = f"unknown flag {option}" + (f"; did you mean {near}?" if near is not None else "")
+    else:
+        message = message[:1].lower() + message[1:].rstrip(".").replace(". Did you", "; did you")
+    return UsageError(message, f"{path} --help")

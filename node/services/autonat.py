@@ -1,0 +1,229 @@
+"""`/peerloom/reach/1`: dial me back, and say whether you got through; and echoes of datagrams.
+
+A peer that is asked over a stream dials the asker at the ports it names, only at the host that the stream
+itself comes from: so it can be used against nobody else. It says what became of each, and where it saw the
+asker. Datagrams under the same name are sent back as they came, so that a path can be measured.
+
+`Reach` asks and answers; whom to ask and what follows is decided in `reachability`.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from random import Random
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.contact import ADDRESS_LENGTH_MAX, PORT_MAX, Address, make_address, parse_address
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import StreamClosed, Unreachable
+from node.seams import Clock, Network, Stream
+from node.services.autonat_core import ADDRESSES_MAX, Reachability, Report
+
+PROTOCOL = "/peerloom/reach/1"
+MESSAGE_BYTES_MAX = 1_536
+DIAL_SECONDS = 5.0
+"""For one port; the asker waits meanwhile."""
+ASK_SECONDS = 30.0
+"""For the stream, its handshake and all ports."""
+SERVED_MAX = 4
+"""Askers served at once: each may cost five seconds of waiting, and a handshake."""
+PAUSE_SECONDS = 60.0
+"""Between two times that one peer is served."""
+HOST_SERVED_MAX = 8
+"""Peers of one host that are served within that time: there may be several nodes on it, or behind it."""
+SERVED_KEPT_MAX = 256
+"""Served within that time, of all hosts together."""
+REASONS = ("", "refused", "timeout", "unknown", "wrong key")
+ECHO_BYTES_MAX = 1_232
+ECHOES_PER_SECOND_MAX = 100
+"""Of all askers together; an echo is as long as what was asked, so nobody gains by it."""
+
+
+class DialBack(msgspec.Struct, frozen=True, array_like=True):
+    """Dial me at the host I come from, at these ports."""
+
+    ports: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=PORT_MAX)], ...], msgspec.Meta(max_length=ADDRESSES_MAX)
+    ]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """`reason` is empty where the asker answered, else a word: refused, timeout, wrong key."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=PORT_MAX)]
+    reason: Annotated[str, msgspec.Meta(max_length=16)]
+
+
+class Dialled(msgspec.Struct, frozen=True, array_like=True):
+    """What came of it, and the host that was dialled, as its dialler sees it. No outcomes: not now."""
+
+    host: Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
+    outcomes: Annotated[tuple[Outcome, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True):
+    """Send this back, if `asks`; else it has come back."""
+
+    asks: bool
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    filling: Annotated[bytes, msgspec.Meta(max_length=ECHO_BYTES_MAX)] = b""
+
+
+async def ask_dial_back(network: Network, clock: Clock, peer: PeerId) -> Report:
+    """Have `peer` dial this node back.
+
+    Raises:
+        Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
+    """
+    ports = tuple(dict.fromkeys(address.port for address in network.addresses))[:ADDRESSES_MAX]
+    with trio.move_on_after(ASK_SECONDS):
+        stream = await network.open(peer, PROTOCOL)
+        try:
+            await stream.send(encode(DialBack(ports)))
+            dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
+            there = stream.source
+        finally:
+            await stream.aclose()
+        if any(each.port not in ports for each in dialled.outcomes):
+            raise RemoteProtocolError("it dialled a port that it was not asked to")
+        return Report(clock.monotonic(), there, _outcomes(dialled))
+    raise Unreachable("timeout", f"no answer within {ASK_SECONDS:g} s")
+
+
+def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
+    """RemoteProtocolError for a host that is none, and for reasons that nobody may read."""
+    found = []
+    for each in dialled.outcomes:
+        try:
+            address = parse_address(str(make_address(dialled.host, each.port)))
+        except ValueError:
+            raise RemoteProtocolError("a malformed host") from None
+        if address.kind not in ("ip4", "ip6") or each.reason not in REASONS:
+            raise RemoteProtocolError("a malformed outcome")
+        found.append((address, each.reason))
+    return tuple(found)
+
+
+class Reach:
+    """The service. It dials others back from the start; `run` also finds out about this node, `echo` sends
+    datagrams back."""
+
+    def __init__(self, network: Network, clock: Clock, *, counters: Counter[str]) -> None:
+        self._network = network
+        self._clock = clock
+        self._counters = counters
+        self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
+        self._serving = 0
+        self._echoes = (0.0, 0)
+        self._moved = trio.Event()
+        network.handle(PROTOCOL, self._serve)
+
+    async def run(
+        self,
+        rng: Random,
+        peers: Callable[[], Collection[PeerId]],
+        changed: Callable[[bool | None, int, tuple[Address, ...]], None],
+    ) -> None:
+        """Ask some of `peers` now and then, until cancelled.
+
+        `changed(verdict, asked, addresses)` is told of each answer; `addresses` are those that enough others
+        have confirmed and that this node does not tell yet.
+        """
+        core = Reachability(rng, self._clock.monotonic())
+        while True:
+            with trio.move_on_at(core.deadline):
+                await self._moved.wait()
+                self._moved = trio.Event()
+                core = Reachability(rng, self._clock.monotonic())
+                continue
+            others = [peer for peer in peers() if peer != self._network.peer]
+            # A clock of whole microseconds may show a little less than what was waited for.
+            peer = core.next(max(self._clock.monotonic(), core.deadline), others)
+            if peer is not None and await self._ask(core, peer):
+                own = {address.of(None) for address in self._network.addresses}
+                unknown = tuple(address for address in core.addresses if address not in own)
+                changed(core.verdict, core.asked, unknown)
+
+    def move(self) -> None:
+        """This node is elsewhere: what others have said of it is of the old place."""
+        self._moved.set()
+
+    async def _ask(self, core: Reachability, peer: PeerId) -> bool:
+        """Return whether it tried."""
+        try:
+            report = await ask_dial_back(self._network, self._clock, peer)
+        except (Unreachable, StreamClosed, RemoteProtocolError):
+            report = Report(self._clock.monotonic(), None, ())
+        if report.outcomes:
+            core.answered(report.at, peer, report)
+        else:
+            core.failed(report.at, peer)
+        return bool(report.outcomes)
+
+    # Answering.
+
+    async def _serve(self, stream: Stream) -> None:
+        request: DialBack = decode(await stream.receive(), DialBack, bytes_max=MESSAGE_BYTES_MAX)
+        source = stream.source
+        if source is None or not self._admits(stream.peer, source.host):
+            self._counters["dial_backs_refused"] += 1
+            await stream.send(encode(Dialled("" if source is None else source.host, ())))
+            return
+        self._serving += 1
+        try:
+            self._counters["dial_backs"] += 1
+            outcomes = []
+            for port in dict.fromkeys(request.ports):
+                outcomes.append(Outcome(port, await self._dial(make_address(source.host, port, stream.peer))))
+        finally:
+            self._serving -= 1
+        await stream.send(encode(Dialled(source.host, tuple(outcomes))))
+
+    async def _dial(self, address: Address) -> str:
+        with trio.move_on_after(DIAL_SECONDS):
+            try:
+                await self._network.identify(address)
+            except Unreachable as error:
+                return error.reason
+            return ""
+        return "timeout"
+
+    def _admits(self, peer: PeerId, host: str) -> bool:
+        """Once in a while for each peer, a few for each host, and few at a time."""
+        now = self._clock.monotonic()
+        while self._served and next(iter(self._served.values()))[0] + PAUSE_SECONDS < now:
+            self._served.popitem(last=False)
+        if self._serving >= SERVED_MAX or len(self._served) >= SERVED_KEPT_MAX or peer in self._served:
+            return False
+        if sum(of == host for _, of in self._served.values()) >= HOST_SERVED_MAX:
+            return False
+        self._served[peer] = (now, host)
+        return True
+
+    async def echo(self) -> None:
+        """Send datagrams back, until cancelled."""
+        inbox = self._network.inbox(PROTOCOL)
+        while True:
+            for sender, data in await inbox.take(self._clock.monotonic() + ASK_SECONDS):
+                self._send_back(sender, data)
+
+    def _send_back(self, sender: PeerId, data: bytes) -> None:
+        since, count = self._echoes
+        now = self._clock.monotonic()
+        if now - since >= 1:
+            since, count = now, 0
+        self._echoes = since, count + 1
+        if count >= ECHOES_PER_SECOND_MAX:
+            self._counters["echoes_over_rate"] += 1
+            return
+        try:
+            echo: Echo = decode(data, Echo, bytes_max=MESSAGE_BYTES_MAX)
+        except RemoteProtocolError:
+            self._counters["echoes_malformed"] += 1
+            return
+        if echo.asks:
+            self._network.send(sender, PROTOCOL, encode(Echo(False, echo.number, echo.filling)))

@@ -1,0 +1,156 @@
+"""Whether others can reach this node, judged by those who tried: a core without I/O.
+
+Three others are asked, one after the other, to dial this node back. One that could proves that the node can
+be reached; it cannot be where three were asked and none of them could; until then nobody knows. Whoever could
+not be asked, or would not try, counts for nothing: "no path" is not "unreachable". What others say is
+believed for an hour, and asked again long before.
+
+They also say where they saw this node. An address that is not known here counts once it was dialled with
+success by three from different networks: one peer alone, or one network, cannot make a node tell others a
+wrong address.
+"""
+
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from crypto.contact import Address
+from crypto.identity import PeerId
+
+OTHERS = 3
+"""So many others decide. Two may share a broken link; more only cost handshakes."""
+REPORTS_MAX = 16
+"""Kept, the newest; more than are asked within an hour."""
+BELIEVED_SECONDS = 3_600.0
+SOON_SECONDS = 5.0
+"""Between two questions while nothing is known; twice as long after each peer that could not be asked."""
+LATER_SECONDS = 1_200.0
+"""Between two questions of a node that all reach: so the newest three are always younger than an hour."""
+DOUBT_SECONDS = 300.0
+"""The same where one of the newest could not: a router may have been set right, and until three came through
+nobody else learns where."""
+UNASKED_SECONDS = 600.0
+"""A peer that could not be asked, of an older version or just gone, is left alone for so long."""
+UNASKED_MAX = 256
+ADDRESSES_MAX = 4
+"""Of one report: a few ports at one host."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One peer, seen from here at `there`, dialled this node: each address with the reason why it did not
+    answer, empty where it did. No outcomes: it would not try."""
+
+    at: float
+    there: Address | None
+    outcomes: tuple[tuple[Address, str], ...]
+
+    @property
+    def worked(self) -> tuple[Address, ...]:
+        return tuple(address for address, reason in self.outcomes if not reason)
+
+
+class Reachability:
+    """Whom to ask and when, and what follows from the answers. `now` is monotonic seconds."""
+
+    def __init__(self, rng: Random, now: float) -> None:
+        self._rng = rng
+        self._reports: OrderedDict[PeerId, Report] = OrderedDict()
+        self._unasked: OrderedDict[PeerId, float] = OrderedDict()
+        self._pause = SOON_SECONDS
+        self.deadline = now + self._pause
+
+    @property
+    def asked(self) -> int:
+        """How many others have tried, of the newest OTHERS."""
+        return len(self._newest)
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether this node can be reached; None while nobody knows."""
+        newest = self._newest
+        if any(report.worked for report in newest):
+            return True
+        return False if len(newest) >= OTHERS else None
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Those that enough others from different networks have dialled with success, the surest first."""
+        votes: Counter[Address] = Counter()
+        seen: dict[tuple[Address, str], None] = {}
+        for report in self._newest:
+            network = "" if report.there is None else network_of(report.there)
+            for address in report.worked:
+                if network and (address, network) not in seen:
+                    seen[address, network] = None
+                    votes[address] += 1
+        return tuple(address for address, count in votes.most_common() if count >= OTHERS)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {"reports": (len(self._reports), REPORTS_MAX), "unasked": (len(self._unasked), UNASKED_MAX)}
+
+    def next(self, now: float, peers: Sequence[PeerId]) -> PeerId | None:
+        """Return whom of `peers` to ask now; None if nobody, and `deadline` says when to look again."""
+        self._forget(now)
+        if now < self.deadline:
+            return None
+        self.deadline = now + self._pause
+        willing = [peer for peer in peers if peer not in self._unasked]
+        fresh = [peer for peer in willing if peer not in self._reports]
+        if fresh:
+            return self._rng.choice(fresh)
+        # In a swarm of three the same ones are asked again, whoever answered longest ago first.
+        old = [peer for peer in self._reports if peer in willing]
+        return old[0] if old and self.asked >= min(OTHERS, len(willing)) and self._is_stale(now) else None
+
+    def answered(self, now: float, peer: PeerId, report: Report) -> None:
+        """`peer` has said what it found."""
+        self._pause = SOON_SECONDS
+        self._reports.pop(peer, None)
+        self._reports[peer] = report
+        while len(self._reports) > REPORTS_MAX:
+            self._reports.popitem(last=False)
+        # The pause that was in force when it was asked may have been a long one.
+        self.deadline = min(self.deadline, now + self._pause)
+        if self.asked >= OTHERS:
+            self.deadline = now + self._patience_seconds
+
+    def failed(self, now: float, peer: PeerId) -> None:
+        """`peer` could not be asked, or did not try."""
+        self._unasked[peer] = now
+        # In a swarm of older versions nobody answers for a long time.
+        self._pause = min(2 * self._pause, DOUBT_SECONDS)
+        self.deadline = now + self._pause
+        while len(self._unasked) > UNASKED_MAX:
+            self._unasked.popitem(last=False)
+
+    @property
+    def _newest(self) -> list[Report]:
+        return [report for report in self._reports.values() if report.outcomes][-OTHERS:]
+
+    def _is_stale(self, now: float) -> bool:
+        return all(report.at + self._patience_seconds <= now for report in self._newest)
+
+    @property
+    def _patience_seconds(self) -> float:
+        return LATER_SECONDS if all(report.worked for report in self._newest) else DOUBT_SECONDS
+
+    def _forget(self, now: float) -> None:
+        for peer in [peer for peer, report in self._reports.items() if report.at + BELIEVED_SECONDS < now]:
+            del self._reports[peer]
+        for peer in [peer for peer, since in self._unasked.items() if since + UNASKED_SECONDS < now]:
+            del self._unasked[peer]
+
+
+def network_of(address: Address) -> str:
+    """The network an address is of: a /24 of IPv4, a /48 of IPv6; empty for a name."""
+    try:
+        host = ipaddress.ip_address(address.host.partition("%")[0])
+    except ValueError:
+        return ""
+    bits = 24 if host.version == 4 else 48
+    return str(ipaddress.ip_network((host, bits), strict=False))

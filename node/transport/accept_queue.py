@@ -1,0 +1,330 @@
+"""Strangers: who has connected and not yet said what a peer says first. They stand in the doorway together,
+and none of them has a task.
+
+One task takes connections from the kernel, reads what they say, and closes those who say something else,
+hang up, or have stood there for too long; in crowds it does so for many at once, for a turn of the event loop
+costs more than all else of a stranger. Whose first flight is whole, and in a private swarm shows a key of it,
+is handed on to shake hands as soon as `Admission` lets it; it keeps its place in the doorway until it has.
+
+In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
+connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
+"""
+
+import errno
+import selectors
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.noise import PeerHandshake
+from crypto.noise.negotiation import HEAD_BYTES, check_head
+from crypto.token_buckets import Bucket, prefix_of
+from node.containment import contain, note
+from node.transport.half_open import HalfOpenQueue
+from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
+from node.transport.handshake_limits import Admission
+
+TAKEN_AT_ONCE_MAX = 64
+"""Connections from one listening socket before others get their turn: some milliseconds of refusing."""
+TURNS_RATE, TURNS_BURST = 2.0, 10.0
+"""Turns of the event loop for strangers, a second and at once, that come as soon as there is something to do.
+One that brings a peer is not counted."""
+GATHER_SECONDS = 0.05
+"""How far apart turns are, once there were too many: meanwhile strangers gather. A turn costs 100 us or more,
+a stranger in one of many 30. An honest peer that comes amid a crowd has to wait for this once or twice."""
+GATHERED_PART = 1 / 8
+"""Of the doorway's places: where more than so many come in a turn, the pause becomes shorter. Who came with
+the turn before is to have time to shake hands before a whole doorway has come after it."""
+READ_BYTES_MAX = 2**16
+"""What is read of an outsider in all, only to be thrown away. It makes the end of its connection look like
+that of a silent one; who sends more gets no more of our time, and its own kernel waits. What was read before
+it showed itself counts, or how much more it can send would tell how much it had right."""
+
+FAILED_SECONDS = 1.0
+"""After a turn that failed by a bug of ours."""
+
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+"""The connection stays with the kernel, and is asked for again in the next turn: in a crowd these are few."""
+_FILES = tuple(
+    kind
+    for name in ("EpollSelector", "KqueueSelector")
+    if (kind := getattr(selectors, name, None)) is not None
+)
+"""Selectors that are files themselves, and readable when there is something in one of theirs."""
+
+
+class PendingConnection:
+    """One connection until its handshake is over; `due_at` is when that must be."""
+
+    __slots__ = (
+        "came", "due_at", "gathers", "handshake", "is_heard", "is_outsider", "read_bytes", "scope", "socket",
+        "source",
+    )  # fmt: skip
+
+    def __init__(self, connection: socket.socket, source: bytes, due_at: float) -> None:
+        self.socket = connection
+        self.source = source
+        self.due_at = due_at
+        self.came = b""
+        self.handshake: PeerHandshake | None = None
+        self.read_bytes = 0
+        self.is_outsider = False
+        """It has shown that it is: what it says is thrown away."""
+        self.is_heard = False
+        """Whether the selector says when it has said something."""
+        self.gathers = False
+        """Whether its bytes gather in the kernel until they are enough."""
+        self.scope: trio.CancelScope | None = None
+        """Of the task that shakes hands, once there is one."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Until more can be told of it, or its first flight is whole."""
+        wanted = HEAD_BYTES if self.handshake is None else self.handshake.wanted
+        return wanted - len(self.came)
+
+    def gather(self, bytes_min: int) -> None:
+        """Be readable only with so many bytes, or at the end; where the system cannot, with any."""
+        if self.gathers or bytes_min > 1:
+            with suppress(OSError, AttributeError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, bytes_min)
+                self.gathers = bytes_min > 1
+
+    def hear(self, data: bytes, credentials: Credentials) -> bool:
+        """Return whether its first flight is whole. Raises RemoteProtocolError: it is none of ours."""
+        self.came += data
+        if self.handshake is None:
+            if len(self.came) < HEAD_BYTES:
+                return False
+            # Most garbage ends here, before anything is made for it.
+            check_head(self.came)
+            self.handshake = credentials.handshake(initiator=False)
+            self.handshake.start()
+        while not self.handshake.has_opened and len(self.came) >= (wanted := self.handshake.wanted):
+            taken, self.came = self.came[:wanted], self.came[wanted:]
+            self.handshake.receive(taken)
+        return self.handshake.has_opened
+
+
+class PendingConnections:
+    """For one `run`, which is to follow. `has_room(source)` says whether a peer from there would be let in at
+    all; `shake_hands(stranger)` begins a task, in which `accept` goes on, and which tells `leave` in the end.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        doorway: HalfOpenQueue[PendingConnection],
+        counters: Counter[str],
+        has_room: Callable[[bytes], bool],
+        shake_hands: Callable[[PendingConnection], None],
+    ) -> None:
+        self._credentials = credentials
+        self._doorway = doorway
+        self._counters = counters
+        self._has_room = has_room
+        self._shake_hands = shake_hands
+        self._selector = selectors.DefaultSelector()
+        # In the order of their deadlines.
+        self._standing: dict[PendingConnection, None] = {}
+        # Those of them whose first flight is whole.
+        self._ready: dict[PendingConnection, None] = {}
+        now = trio.current_time()
+        self._admission = Admission(now)
+        self._turns = Bucket(TURNS_RATE, TURNS_BURST, TURNS_BURST, now)
+
+    async def run(self, listening: Iterable[socket.socket]) -> None:
+        """Take connections until cancelled; who stands in the doorway without a task is sent away then."""
+        try:
+            for each in listening:
+                self._selector.register(each, selectors.EVENT_READ)
+            while True:
+                with trio.move_on_at(self._next_due()):
+                    await self._something_to_read()
+                with contain("the doorway's turn") as part:
+                    pause_seconds = self._take_turn()
+                if part.error is not None:
+                    await trio.sleep(FAILED_SECONDS)
+                elif not self._turns.take(trio.current_time()):
+                    await trio.sleep(pause_seconds)
+        finally:
+            for stranger in tuple(self._standing):
+                self._send_away(stranger, "handshakes_cut_short")
+            self._selector.close()
+
+    def enter(self, connection: socket.socket, host: str) -> None:
+        """Somebody has connected from there."""
+        connection.setblocking(False)
+        source = prefix_of(host)
+        if not self._has_room(source):
+            self._counters["connections_over_limit"] += 1
+            connection.close()
+            return
+        stranger = PendingConnection(connection, source, trio.current_time() + HANDSHAKE_SECONDS)
+        gone = self._doorway.enter(stranger, source)
+        if gone is not None:
+            self._displace(gone)
+        self._standing[stranger] = None
+        # Most have said something already.
+        self._hear(stranger)
+
+    def leave(self, stranger: PendingConnection, *, is_peer: bool) -> None:
+        """Its handshake is over, and whether it ended in a peer."""
+        self._doorway.leave(stranger, stranger.source)
+        if is_peer:
+            self._admission.proved(stranger.source, trio.current_time())
+            self._turns.give()
+            self._turns.give()
+
+    # --- a turn ------------------------------------------------------------------------------------
+
+    async def _something_to_read(self) -> None:
+        """Until there is; where a selector is no file that could be waited for, look now and then."""
+        if isinstance(self._selector, _FILES):
+            await trio.lowlevel.wait_readable(self._selector.fileno())
+        else:
+            await trio.sleep(GATHER_SECONDS)
+
+    def _next_due(self) -> float:
+        if self._ready:
+            return trio.current_time() + GATHER_SECONDS
+        return next((stranger.due_at for stranger in self._standing), float("inf"))
+
+    def _take_turn(self) -> float:
+        """All that there is to do; how many seconds others may gather then."""
+        taken, is_all = 0, True
+        for key, _ in self._selector.select(0):
+            if isinstance(key.data, PendingConnection):
+                # Another may have taken its place in this turn.
+                if key.data.is_heard:
+                    self._hear(key.data)
+            elif isinstance(key.fileobj, socket.socket):
+                count = self._take_connections(key.fileobj)
+                taken, is_all = taken + count, is_all and count < TAKEN_AT_ONCE_MAX
+        self._expire()
+        self._admit()
+        if not is_all:
+            return 0.0
+        return GATHER_SECONDS * min(1.0, GATHERED_PART * self._doorway.places_max / max(1, taken))
+
+    def _take_connections(self, listening: socket.socket) -> int:
+        """Return how many there were; TAKEN_AT_ONCE_MAX if there may be more that the kernel has room for."""
+        for number in range(TAKEN_AT_ONCE_MAX):
+            try:
+                connection, address = listening.accept()
+            except BlockingIOError:
+                return number
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._counters["connections_not_taken"] += 1
+                    return number
+                # It was gone before we looked, or a firewall forbids it.
+                self._counters["handshakes_broken"] += 1
+                continue
+            self.enter(connection, address[0])
+        return TAKEN_AT_ONCE_MAX
+
+    def _hear(self, stranger: PendingConnection) -> None:
+        if stranger.is_outsider:
+            self._ignore(stranger)
+            return
+        try:
+            data = stranger.socket.recv(FLIGHT_BYTES_MAX)
+            stranger.read_bytes += len(data)
+            if not data:
+                self._refuse(stranger)
+            elif stranger.hear(data, self._credentials):
+                self._unregister(stranger)
+                self._ready[stranger] = None
+            else:
+                # Who drips wakes nobody.
+                stranger.gather(stranger.missing_bytes)
+                self._register(stranger)
+        except BlockingIOError:
+            stranger.gather(stranger.missing_bytes)  # a first byte alone is to wake nobody either
+            self._register(stranger)
+        except RemoteProtocolError:
+            if self._credentials.swarm.is_private:
+                stranger.is_outsider = True
+                stranger.came = b""
+                self._register(stranger)
+            else:
+                self._refuse(stranger)
+        except OSError:
+            self._send_away(stranger, "handshakes_broken")
+        except Exception as error:
+            self._send_away(stranger, "handshakes_failed")
+            note(error, "a stranger's first flight")
+
+    def _ignore(self, stranger: PendingConnection) -> None:
+        """Take what comes, and forget it."""
+        try:
+            data = stranger.socket.recv(READ_BYTES_MAX - stranger.read_bytes)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.read_bytes += len(data)
+        if not data:
+            self._refuse(stranger)
+        elif stranger.read_bytes >= READ_BYTES_MAX:
+            self._unregister(stranger)
+
+    def _expire(self) -> None:
+        now = trio.current_time()
+        while self._standing and (stranger := next(iter(self._standing))).due_at <= now:
+            is_outsider = self._credentials.swarm.is_private and stranger not in self._ready
+            counter = "handshakes_by_outsiders" if is_outsider else "handshakes_timed_out"
+            self._send_away(stranger, counter)
+
+    def _admit(self) -> None:
+        while self._ready:
+            # Of each source the newest: where some must wait in vain, who has waited longest is nearest to
+            # its own deadline, and would leave least time to shake hands in.
+            newest = {stranger.source: stranger for stranger in self._ready}
+            source = self._admission.choose(newest, trio.current_time())
+            if source is None:
+                break
+            stranger = newest[source]
+            del self._ready[stranger], self._standing[stranger]
+            stranger.gather(1)
+            stranger.scope = trio.CancelScope(deadline=stranger.due_at)
+            self._shake_hands(stranger)
+
+    # --- going -------------------------------------------------------------------------------------
+
+    def _displace(self, stranger: PendingConnection) -> None:
+        if stranger.scope is not None:
+            stranger.scope.cancel()
+        else:
+            self._send_away(stranger, "handshakes_displaced")
+
+    def _refuse(self, stranger: PendingConnection) -> None:
+        is_private = self._credentials.swarm.is_private
+        self._send_away(stranger, "handshakes_by_outsiders" if is_private else "handshakes_refused")
+
+    def _send_away(self, stranger: PendingConnection, counter: str) -> None:
+        self._counters[counter] += 1
+        self._unregister(stranger)
+        self._doorway.leave(stranger, stranger.source)
+        self._standing.pop(stranger, None)
+        self._ready.pop(stranger, None)
+        if self._credentials.swarm.is_private:
+            stranger.gather(1)
+            with suppress(OSError):
+                stranger.socket.recv(READ_BYTES_MAX)  # what is left unread makes a reset of the end
+        stranger.socket.close()
+
+    def _register(self, stranger: PendingConnection) -> None:
+        if not stranger.is_heard:
+            self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+            stranger.is_heard = True
+
+    def _unregister(self, stranger: PendingConnection) -> None:
+        if stranger.is_heard:
+            self._selector.unregister(stranger.socket)
+            stranger.is_heard = False

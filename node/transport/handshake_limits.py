@@ -1,0 +1,61 @@
+"""Whose handshake is computed next, and whose has to wait: what strangers on connections cost is bounded.
+
+The address of a connection is real, so each source has a limit of its own; who has waited is not refused, it
+stands in the doorway for as long as anybody may. Of those who wait the one goes first whose source has asked
+for least lately, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a peer has
+proved itself share a limit of their own, which no stranger can use up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from crypto.token_buckets import Bucket, Buckets
+
+STRANGERS_RATE = 100.0
+"""Handshakes a second for all sources that nobody is known at, at about 1 ms until the answer is sent and
+2 ms until the end of a whole one: a tenth of a core for those who leave it half done, a fifth at most."""
+STRANGERS_BURST = 200.0
+"""A node that comes back is met by its whole neighbourhood at once."""
+KNOWN_RATE = 100.0
+"""As many for sources where a peer has proved itself: another fifth of a core at most."""
+KNOWN_BURST = 200.0
+SOURCE_RATE = 50.0
+"""Handshakes a second of one source: half of what all have, for many nodes behind one address. What ends in a
+proven peer is not counted: it cost the other side as much as this one."""
+SOURCE_BURST = 100.0
+SOURCES_MAX = 4_096
+"""Sources whose rate is remembered, and known ones: the latest of each."""
+
+
+class Admission:
+    """Decides over handshakes; `now` is any clock that does not go back, in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._strangers = Bucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
+        self._known = Bucket(KNOWN_RATE, KNOWN_BURST, KNOWN_BURST, now)
+        self._sources = Buckets[bytes](SOURCE_RATE, SOURCE_BURST, SOURCES_MAX)
+        self._proved: OrderedDict[bytes, None] = OrderedDict()
+
+    def choose(self, waiting: Iterable[bytes], now: float) -> bytes | None:
+        """The source whose handshake is to be computed, the first of those with an equal claim; it counts.
+        None: nobody's, now."""
+        left = {source: self._sources.left(source, now) for source in waiting}
+        for common, is_known in ((self._known, True), (self._strangers, False)):
+            fitting = [
+                source
+                for source, tokens in left.items()
+                if tokens >= 1.0 and (source in self._proved) == is_known
+            ]
+            if fitting and common.take(now):
+                source = max(fitting, key=left.__getitem__)
+                self._sources.of(source, now).take(now)
+                return source
+        return None
+
+    def proved(self, source: bytes, now: float) -> None:
+        """A handshake from there has ended in a peer."""
+        self._sources.of(source, now).give()
+        self._proved[source] = None
+        self._proved.move_to_end(source)
+        if len(self._proved) > SOURCES_MAX:
+            self._proved.popitem(last=False)

@@ -1,0 +1,64 @@
+"""What the `model` of a RUN.toml names, captured: a built-in one, or what a person's own function makes.
+
+Parameters get the type that the run asks for, as if it were torch's default. Built-in models are made without
+numbers: every stage draws its own from the run's seed.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from partition.capture.capture import Captured
+from partition.capture.models import BUILTIN
+from partition.capture.skeleton import skeleton
+from partition.capture.task import capture_task, captured_and_proved, load_factory, task_of
+
+Precision = Literal["float32", "float64"]
+Options = Mapping[str, Any]
+_NONE: Options = MappingProxyType({})
+
+
+def capture_built_in(
+    name: str,
+    sample_shape: tuple[int, ...],
+    classes: int,
+    *,
+    dtype: Precision = "float32",
+    options: Options = _NONE,
+) -> Captured:
+    """The model of BUILTIN called `name`, for such samples and labels.
+
+    Raises:
+        KeyError: there is none.
+        CaptureRefused: it takes no such samples or options.
+    """
+    factory = BUILTIN[name]
+    with default_dtype(dtype):
+        with skeleton():
+            task = task_of(factory, sample_shape, classes, **options)
+        return capture_task(task)
+
+
+def capture_own(reference: str, *, dtype: Precision = "float32", options: Options = _NONE) -> Captured:
+    """Return what the function `PATH.py:name` makes, and the proof that it was captured right.
+
+    Raises:
+        CaptureRefused: there is no such function, or what it makes cannot be captured.
+    """
+    with default_dtype(dtype):
+        task = task_of(load_factory(reference), **options)
+        return captured_and_proved(task)[0]
+
+
+@contextmanager
+def default_dtype(dtype: Precision) -> Iterator[None]:
+    """Floating tensors made inside have this type where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

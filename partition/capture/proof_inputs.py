@@ -1,0 +1,104 @@
+"""Inputs and labels for a proof: as the model takes them and as the graph does, with values that tell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.capture.errors import CaptureRefused
+from partition.capture.trees import Form
+from partition.model.graph import Entry, Graph, Size, TensorType
+from partition.model.sizes import Sides, bind
+
+
+@dataclass(frozen=True)
+class Given:
+    """Inputs and labels of one run; `all` are the tensors of both, in the order of the graph's ports."""
+
+    graph: Graph
+    entry: Entry
+    form: Form
+    all: tuple[torch.Tensor, ...]
+    sizes: Sides
+
+    @property
+    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return self.form.arguments(self.all)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.all[: self.form.inputs]
+
+    @property
+    def labels(self) -> tuple[torch.Tensor, ...]:
+        return self.all[self.form.inputs :]
+
+    def enlarged(self, more: int = 1) -> "Given":
+        """The same with its first samples once more, so that a batch frozen into the graph is seen; or
+        itself, where the graph takes no larger batch."""
+        graph = self.graph
+        if not graph.symbols or self.sizes[0] + more > graph.symbols[0].maximum:
+            return self
+        shapes = [graph.types[port.type].shape for port in (*self.entry.inputs, *self.entry.labels)]
+        grown = []
+        for tensor, shape in zip(self.all, shapes, strict=True):
+            for place in [place for place, side in enumerate(shape) if side == Size(0)]:
+                tensor = torch.cat([tensor, tensor.narrow(place, 0, more)], place)
+            grown.append(tensor)
+        return given(graph, self.entry, self.form, grown)
+
+    def halves(self) -> "tuple[Given, Given] | None":
+        """The samples in two parts; None where the graph takes no batch so small."""
+        if not self.sizes or self.sizes[0] < 2 * self.graph.symbols[0].minimum:
+            return None
+        middle = self.sizes[0] // 2
+        return self._part(0, middle), self._part(middle, self.sizes[0] - middle)
+
+    def _part(self, start: int, length: int) -> "Given":
+        shapes = [self.graph.types[port.type].shape for port in (*self.entry.inputs, *self.entry.labels)]
+        taken = []
+        for tensor, shape in zip(self.all, shapes, strict=True):
+            for place in [place for place, side in enumerate(shape) if side == Size(0)]:
+                tensor = tensor.narrow(place, start, length)
+            taken.append(tensor.contiguous())
+        return given(self.graph, self.entry, self.form, taken)
+
+    def doubled(self) -> "Given":
+        """Every sample twice; itself where the graph takes no such batch."""
+        return self.enlarged(self.sizes[0]) if self.sizes else self
+
+
+def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor]) -> Given:
+    """Raises CaptureRefused: the tensors are not of the shapes that the graph takes."""
+    types = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
+    try:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(shapes) != len(types):
+            raise RemoteProtocolError(f"{len(shapes)} tensors where {len(types)} belong")
+        sizes = _bind(graph, types, shapes)
+    except RemoteProtocolError as error:
+        raise CaptureRefused(f"the examples do not fit the graph: {error}") from error
+    return Given(graph, entry, form, tuple(tensors), sizes)
+
+
+def lively(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Floating tensors that are all one number, as noise."""
+    return [_lively(tensor, seed + place) for place, tensor in enumerate(tensors)]
+
+
+def _bind(graph: Graph, types: list[TensorType], shapes: list[tuple[int, ...]]) -> Sides:
+    """The symbols' values; one that no input of this entry point has counts for nothing there."""
+    for row, symbol in enumerate(graph.symbols):
+        if not any(Size(row) in kind.shape for kind in types):
+            types, shapes = [*types, TensorType("int64", (Size(row),))], [*shapes, (symbol.minimum,)]
+    return bind(graph.symbols, graph.expressions, types, shapes)
+
+
+def _lively(value: torch.Tensor, seed: int) -> torch.Tensor:
+    if not value.is_floating_point() or value.numel() < 2:
+        return value
+    if not bool((value == value.flatten()[0]).all()):
+        return value
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=value.dtype)

@@ -1,0 +1,103 @@
+"""What a model holds, by the names of its state dict: which are tied, and where first values come from."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from partition.capture.errors import CaptureRefused
+from partition.capture.skeleton import recipe_of
+from partition.model.graph import Fill, Recipe, Stored
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Parameters and buffers by path, and for each all paths under which it is known."""
+
+    tensors: dict[str, Tensor]
+    keys: dict[str, Key]
+    names: dict[Key, tuple[str, ...]]
+    parameters: tuple[str, ...]
+    kept: tuple[str, ...]
+    """What is in the state dict."""
+
+    def key(self, path: str) -> Key:
+        """Equal for tied tensors."""
+        return self.keys[path]
+
+    def names_of(self, path: str) -> tuple[str, ...]:
+        return self.names[self.keys[path]]
+
+
+def contents_of(model: nn.Module) -> Contents:
+    """Before anything is swapped for something fake. Raises CaptureRefused: a parameter without a shape."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for path, tensor in parameters.items():
+        if isinstance(tensor, UninitializedParameter):
+            raise CaptureRefused(f"'{path}' has no shape yet: run the model once before it is captured")
+    tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
+    keys = {path: _key(tensor) for path, tensor in tensors.items()}
+    kept = tuple(path for path in model.state_dict(keep_vars=True) if path in tensors)
+    names: dict[Key, list[str]] = {}
+    for path, key in keys.items():
+        names.setdefault(key, []).append(path)
+    return Contents(
+        tensors, keys, {key: tuple(paths) for key, paths in names.items()}, tuple(parameters), kept
+    )
+
+
+def _key(tensor: Tensor) -> Key:
+    """Two tensors are one if they are the same memory in the same shape, or the same object on meta."""
+    if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return (id(tensor),)
+    return (0, tensor.data_ptr(), *tensor.shape, -1, *tensor.stride())
+
+
+def check_parameter(path: str, tensor: Tensor) -> None:
+    """Raises CaptureRefused: a parameter of a type that no stage can hold."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise CaptureRefused(
+            f"the parameter '{path}' is {tensor.dtype}: a stage holds float32 or float64; use model.float()"
+        )
+
+
+class Store:
+    """Hands out places in the data section of the file beside the graph, in order and without gaps."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[str, Tensor]] = []
+        self._offset = 0
+
+    def source(self, name: str, tensor: Tensor) -> Recipe | Stored:
+        """Return where the first values of one parameter come from.
+
+        Raises:
+            CaptureRefused: it has neither values nor a recipe.
+        """
+        recipe = recipe_of(tensor)
+        if recipe is not None:
+            return recipe
+        if tensor.is_meta:
+            raise CaptureRefused(
+                f"'{name}' has neither values nor a recipe: build the model in partition.capture.skeleton()"
+            )
+        # Running means begin at 0 and variances at 1, and so do many biases.
+        flat = tensor.detach().reshape(-1)
+        if tensor.dim() == 1 and bool((flat == flat[0]).all()):
+            return Recipe((Fill("constant", float(flat[0])),))
+        length = prod(tensor.shape) * tensor.element_size()
+        stored = Stored(self._offset, length, blake3(bytes_of(tensor)).digest())
+        self.tensors.append((name, tensor.detach()))
+        self._offset += length
+        return stored
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Little-endian and in C order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,128 @@
+"""Counts what a run would take, while it runs on ghosts: memory at once, operations, and calls.
+
+A dispatch mode sees every operator below autograd, those of the backward pass included, after composite ones
+have come apart. Memory is that of the distinct storages alive; a storage is let go when torch lets it go, so
+the peak is what torch would hold. Scratch memory inside kernels is not seen, which is why an admission is one
+fence and the limits of the process another.
+
+Whatever grows is bounded while it grows: the first operator beyond the offer ends the run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from crypto.errors import RemoteProtocolError
+from partition.execute.shape_tensors import ShapeInference, ShapeTensor, Storage, ghost
+from partition.model.graph import DIMENSIONS_MAX
+
+CALLS_MAX = 200_000
+"""Operators of one run. A stage of 100 transformer blocks calls 10,000, and each takes some 0.1 ms here."""
+
+_WITHIN = 8
+"""Composite operators may use more dimensions within than go out: a group norm, an einsum."""
+
+
+def shown_bytes(count: int) -> str:
+    """For people: 5.1 GB."""
+    amount, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB", "PB", "EB"):
+        if amount < 1000:
+            break
+        amount, unit = amount / 1000, larger
+    return f"{amount:.1f} {unit}" if unit != "bytes" else f"{count} bytes"
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Refuses a run that needs more than `memory_bytes_max` at once, or `work_max` operations.
+
+    `live_bytes` are held now, `peak_bytes` at most at once; `flops` as torch counts them: products,
+    convolutions and attention, a multiplication with its addition as two. `work` adds one for each element
+    that any operator reads or makes, so that cheap ones in great number cost something too. `base_bytes` are
+    held besides, and only for the words of a refusal.
+    """
+
+    def __init__(self, memory_bytes_max: int, work_max: int, base_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.live_bytes = self.peak_bytes = self.flops = self.work = self.calls = 0
+        self._memory_bytes_max = memory_bytes_max
+        self._work_max = work_max
+        self._base_bytes = base_bytes
+        self._oracle = ShapeInference(self.hold)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShapeTensor:
+        """One that comes from outside, and is counted from now on."""
+        self._check_shape(shape)
+        size = prod(shape) * dtype.itemsize
+        return ghost(shape, dtype, device, Storage(size, self.hold(size)))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.calls += 1
+        if self.calls > CALLS_MAX:
+            raise RemoteProtocolError(f"more than {CALLS_MAX} operators")
+        kwargs = kwargs or {}
+        made = self.compute(func, args, kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=made)
+            self.flops += flops
+            self.work += flops
+        for tensor in _tensors(args):
+            self.work += tensor.numel()
+        for tensor in _tensors((made,)):
+            self._check_shape(tensor.shape)
+            self.work += tensor.numel() * _window(func, args)
+        if self._work_max and self.work > self._work_max:
+            raise RemoteProtocolError(f"needs more than the {self._work_max:.3g} operations offered")
+        return made
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `func` makes of the arguments."""
+        return self._oracle.call(func, args, kwargs)
+
+    def hold(self, size_bytes: int) -> Callable[[int], None]:
+        """Count a storage, and say whom to tell when it is let go. Raises RemoteProtocolError: too much."""
+        self.live_bytes += size_bytes
+        if self.live_bytes > self._memory_bytes_max:
+            needed, offered = self._base_bytes + self.live_bytes, self._base_bytes + self._memory_bytes_max
+            self.live_bytes -= size_bytes
+            raise RemoteProtocolError(
+                f"needs {shown_bytes(needed)} of memory, {shown_bytes(offered)} offered"
+            )
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return self._release
+
+    def _release(self, size_bytes: int) -> None:
+        self.live_bytes -= size_bytes
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        if len(shape) > DIMENSIONS_MAX + _WITHIN:
+            raise RemoteProtocolError(f"a tensor of {len(shape)} dimensions")
+        # A side of zero hides the others from the storage, and not from a kernel's loops.
+        if 0 in shape and prod(max(side, 1) for side in shape) > self._memory_bytes_max:
+            raise RemoteProtocolError(f"an empty tensor of shape {tuple(shape)}")
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _window(func: Any, args: tuple[Any, ...]) -> int:
+    """Return how many elements a pool reads for each that it makes."""
+    if "pool" not in func.__name__ or len(args) < 2 or not isinstance(args[1], list | tuple):
+        return 1
+    return prod(max(int(side), 1) for side in args[1]) if "adaptive" not in func.__name__ else 1

@@ -1,0 +1,213 @@
+"""The boundary of a stage: payloads to checked tensors on the device, and back.
+
+What comes in is a stranger's claim: types and shapes must be those of the graph at the payload's own sizes,
+and what goes forward finite, since a number that is not would spoil the sums of every sample; but for minus
+infinity, which attention masks are filled with. Gradients may be anything (`Norm` tells). Integers are not
+checked here: an index that names nothing makes its operator raise. Under autocast a tensor that the graph
+calls floating may be bfloat16.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+import numpy as np
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.codec import Codec, Payload, Rounding, Typed, pack_measured, unpack
+from partition.codecs.error_feedback import Feedback
+from partition.execute.interpret import DTYPES
+from partition.model.graph import FLOATING, ITEM_BYTES, PAIRS, Constant, DataType, TensorType
+from partition.model.sizes import check_sizes, evaluate, shape_of
+from partition.stage import PayloadPart, StageSpecification, boundary_bytes
+
+_NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items()}
+
+
+class NotFinite(RemoteProtocolError):
+    """A number is infinite or not one."""
+
+
+class BadPayload(RemoteProtocolError):
+    """What was given as `part` cannot be used, by this stage or by another replica of it.
+
+    `of_values`: it arrived as it was sent, and holds a number that the model does not take.
+    """
+
+    def __init__(self, reason: str, part: PayloadPart, *, of_values: bool = False) -> None:
+        super().__init__(reason)
+        self.part = part
+        self.of_values = of_values
+
+
+@contextmanager
+def blaming(part: PayloadPart) -> Iterator[None]:
+    """Whatever is refused inside is the fault of whoever made this payload."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise BadPayload(str(error), part, of_values=isinstance(error, NotFinite)) from None
+
+
+class Boundary:
+    """The checks of one stage."""
+
+    def __init__(self, specification: StageSpecification, device: torch.device) -> None:
+        self._graph = specification.graph
+        self._sizes_max = specification.sizes_max
+        self._is_half = specification.autocast == "bfloat16"
+        # The gradients of one micro-batch, which as float32 take twice what they do as bfloat16.
+        self._feedback = Feedback(2 * boundary_bytes(specification))
+        self._device = device
+        self._threads = specification.threads
+        self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def sizes(self, payload: Payload) -> tuple[int, ...]:
+        """The symbols' values. Raises RemoteProtocolError: some that the stage was not made for."""
+        check_sizes(self._graph.symbols, payload.sizes)
+        for symbol, size, largest in zip(self._graph.symbols, payload.sizes, self._sizes_max, strict=True):
+            if size > largest:
+                raise RemoteProtocolError(f"{symbol.name} is {size}, the stage was made for {largest}")
+        return payload.sizes
+
+    def shapes(self, kinds: Sequence[TensorType], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes of types at these sizes. Raises RemoteProtocolError: sizes that have none."""
+        # Many calls in a row have the same sizes, and the table is the whole model's.
+        if self._known is None or self._known[0] != sizes:
+            self._known = sizes, evaluate(self._graph.expressions, sizes)
+        rows = self._known[1]
+        return [shape_of(kind, rows) for kind in kinds]
+
+    def take(
+        self,
+        payload: Payload,
+        kinds: Sequence[TensorType],
+        sizes: tuple[int, ...],
+        *,
+        are_gradients: bool = False,
+    ) -> list[torch.Tensor]:
+        """The tensors of a payload, each of its type; nobody else holds them.
+
+        Raises:
+            RemoteProtocolError: other sizes, another number of tensors, or one that is not what it should be.
+        """
+        if payload.sizes != sizes:
+            raise RemoteProtocolError(f"tensors of sizes {payload.sizes} where {sizes} belong")
+        if len(payload.tensors) != len(kinds):
+            raise RemoteProtocolError(f"{len(payload.tensors)} tensors where {len(kinds)} belong")
+        for header, kind, shape in zip(payload.tensors, kinds, self.shapes(kinds, sizes), strict=True):
+            self._check(header.dtype, header.shape, *_on_wire(kind, shape))
+        tensors = []
+        unpacked = unpack(payload, bytes_max=payload.size_bytes, threads=self._threads)
+        for (dtype, array), kind in zip(unpacked, kinds, strict=True):
+            # The copy is writable and aligned, and does not keep the whole message in memory. What was
+            # decoded is nobody else's anyway.
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+            if dtype == "bfloat16":
+                tensor = tensor.view(torch.bfloat16)
+            tensor = tensor.to(self._device)
+            # A gradient may be anything: it spoils the sums, and `Norm` says so for all stages at once. To
+            # refuse it here would blame a replica that did as it was told.
+            if not (are_gradients or may_cross(tensor)):
+                raise NotFinite(f"a tensor is not finite{_first_bad(tensor)}")
+            tensors.append(torch.view_as_complex(tensor) if kind.dtype in PAIRS else tensor)
+        return tensors
+
+    def give(
+        self,
+        tensors: Sequence[torch.Tensor],
+        kinds: Sequence[TensorType],
+        sizes: tuple[int, ...],
+        codec: Codec,
+    ) -> tuple[Payload, Rounding]:
+        """A payload of tensors that the next stage would take, and what the codec took from them.
+
+        Raises:
+            RemoteProtocolError: one that is not what the graph says, or without elements.
+            NotFinite: one that is not finite.
+        """
+        tensors = [_real(tensor) for tensor in tensors]
+        for tensor, kind, shape in zip(tensors, kinds, self.shapes(kinds, sizes), strict=True):
+            kind, shape = _on_wire(kind, shape)
+            self._check(_NAMES.get(tensor.dtype), tuple(tensor.shape), kind, shape)
+            if not tensor.numel():
+                raise RemoteProtocolError("an output has no elements")
+            if not may_cross(tensor):
+                raise NotFinite("an output is not finite")
+        return pack_measured([_typed(tensor) for tensor in tensors], codec, sizes, threads=self._threads)
+
+    def give_gradients(
+        self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], codec: Codec
+    ) -> tuple[Payload, Rounding]:
+        """The same of tensors that need no check: they have the shapes of what was taken.
+
+        All go up to replicas whose sums are added, so what int4 owes one link may be paid over another.
+        """
+        arrays = [_typed(_real(tensor)) for tensor in tensors]
+        return pack_measured(arrays, codec, sizes, self._feedback, threads=self._threads)
+
+    def forget(self) -> None:
+        """The gradients given so far count no longer, nor what was rounded off them."""
+        self._feedback.clear()
+
+    def _check(
+        self, dtype: DataType | None, shape: tuple[int, ...], kind: TensorType, expected: tuple[int, ...]
+    ) -> None:
+        fits = dtype == kind.dtype or (self._is_half and dtype == "bfloat16" and kind.dtype in FLOATING)
+        if not fits or shape != expected:
+            raise RemoteProtocolError(f"a tensor of {dtype} {shape} where {kind.dtype} {expected} belongs")
+
+
+def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
+    """A constant's tensor. Raises RemoteProtocolError: its bytes are not what its type claims."""
+    shape = shape_of(constant.type, ())
+    if prod(shape) * ITEM_BYTES[constant.type.dtype] != len(constant.data):
+        raise RemoteProtocolError(f"a constant of {len(constant.data)} bytes with the shape {shape}")
+    dtype = DTYPES[constant.type.dtype]
+    if not constant.data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(constant.data), dtype=dtype).view(shape).to(device)
+
+
+def _on_wire(kind: TensorType, shape: tuple[int, ...]) -> tuple[TensorType, tuple[int, ...]]:
+    """How a tensor travels: complex numbers as pairs of real ones."""
+    real = PAIRS.get(kind.dtype)
+    return (kind, shape) if real is None else (TensorType(real, ()), (*shape, 2))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no element is infinite or not a number: one pass without a copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    least, most = torch.aminmax(tensor.detach())
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def may_cross(tensor: torch.Tensor) -> bool:
+    """Return whether no element is plus infinity or not a number: what a value that goes forward may be."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # The maximum of anything that is not a number is not one either.
+    most = tensor.detach().max()
+    return bool((most < torch.inf) & ~torch.isnan(most))
+
+
+def _first_bad(tensor: torch.Tensor) -> str:
+    """Return where the first element is that may not cross, and what it is."""
+    bad = torch.isnan(tensor) | torch.isposinf(tensor)
+    place = [int(side) for side in bad.nonzero()[0]]
+    return f": {float(tensor[tuple(place)])} at {place}"
+
+
+def _typed(tensor: torch.Tensor) -> Typed:
+    plain = tensor.detach().cpu().contiguous()
+    dtype = _NAMES[plain.dtype]
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    # numpy has no bfloat16; and autograd makes zeros without memory, which numpy takes only by force.
+    array = (plain.view(torch.uint16) if dtype == "bfloat16" else plain).numpy(force=True)
+    return dtype, array

@@ -1,0 +1,258 @@
+"""What is sent over one cut and what is computed again behind it, whichever costs less. No torch.
+
+The rule: a tensor sent costs its bytes over a link of 1 Gbit/s, twice where its gradient comes back, and a
+little for being one more. A node computed again costs the bytes it touches in a memory of 10 GB/s and its
+FLOPs at 50 GFLOP/s, three times where it has a backward pass. Only nodes without trainable parameters,
+states and random numbers are ever computed again: of those which depend on inputs only views, elementwise
+operators and reductions; of those which depend on constants alone (masks, positions), any.
+
+So x and relu(x) cross as x, two views as their tensor, an expanded mask as the mask, and a causal mask not at
+all. What depends on constants is computed again if all it takes costs less than sending it. Of the rest the
+cheapest choice is a minimum cut (Ford and Fulkerson 1956, along shortest paths as Edmonds and Karp
+1972): sources are nodes that cannot be computed again, the sink is what the later stage wants, and cutting a
+value's edge is sending it. Of equally cheap cuts the one nearest the sink is taken, so the choice is unique.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from partition.model.dataflow import Flow
+from partition.model.graph import Graph
+from partition.model.operators import OPERATORS
+from partition.model.work import Work
+
+FLOP_COST = 1
+"""One unit is 20 picoseconds."""
+TOUCHED_BYTE_COST = 5
+SENT_BYTE_COST = 400
+TENSOR_COST = 64 * SENT_BYTE_COST
+UNSENDABLE = 1 << 80
+REGION_NODES_MAX = 96
+"""Nodes looked at on the way back from one cut; those behind are taken as not to be computed again."""
+SEARCH_MAX = 2_000_000
+"""Edges laid and walked for all cuts of a graph together, about a second. A cut of a transformer takes
+some 3,000, and a table of costs as many for each layer: only a graph made for it needs more."""
+
+_AGAIN = ("free", "elementwise", "reduction")
+
+
+class Chooser:
+    """Chooses for one entry point, at one value of every symbol."""
+
+    def __init__(self, graph: Graph, flow: Flow, work: Work) -> None:
+        self._graph = graph
+        self._flow = flow
+        self._work = work
+        self._budget = SEARCH_MAX
+        # The same nodes and values stand before several cuts.
+        self._send_costs: dict[int, int] = {}
+        self._repeat_costs: dict[int, int | None] = {}
+
+    def may_repeat(self, node: int) -> bool:
+        """Return whether a later stage may compute the node, which is no constant, again."""
+        flow = self._flow
+        operator = OPERATORS.get(self._graph.operators[flow.entry.nodes[node].operator])
+        if operator is None or operator.random or flow.keys[node]:
+            return False
+        return operator.cost in _AGAIN and not flow.needs_label[node] and not flow.floats[node]
+
+    def send_cost(self, value: int) -> int:
+        """Of one value; UNSENDABLE for a tensor without elements."""
+        found = self._send_costs.get(value)
+        if found is None:
+            found = self._send_costs[value] = self._send_cost(value)
+        return found
+
+    def _send_cost(self, value: int) -> int:
+        size = self._work.value_bytes(value)
+        if not size:
+            return UNSENDABLE
+        return TENSOR_COST + size * SENT_BYTE_COST * (2 if self._comes_back(value) else 1)
+
+    def repeat_cost(self, node: int) -> int:
+        """Of one node."""
+        operator = self._flow.entry.nodes[node]
+        flops = self._work.flops(operator)
+        touched = self._work.touched_bytes(operator) if flops else 0
+        passes = 3 if any(self._comes_back(value) for value in operator.outputs) else 1
+        return 1 + passes * (flops * FLOP_COST + touched * TOUCHED_BYTE_COST)
+
+    def _cost_again(self, node: int) -> int | None:
+        """Of one node that may be computed again, None where it may not."""
+        if node not in self._repeat_costs:
+            self._repeat_costs[node] = self.repeat_cost(node) if self.may_repeat(node) else None
+        return self._repeat_costs[node]
+
+    def _comes_back(self, value: int) -> bool:
+        return self._flow.trains and self._flow.has_gradient[value]
+
+    def choose(self, demand: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The values to send and the nodes to compute again, both ascending, so that `demand` is there.
+
+        Raises:
+            ValueError: some of it can neither be sent nor be computed again, or the graph is too tangled.
+        """
+        constant = [value for value in demand if self._is_constant(value)]
+        placed = [value for value in demand if not self._is_constant(value)]
+        sent, repeated, taken = self._flow_cut(placed)
+        for value in sorted({*constant, *taken}):
+            self._choose_constant(value, sent, repeated)
+        return tuple(sorted(sent)), tuple(sorted(repeated))
+
+    def _is_constant(self, value: int) -> bool:
+        node = self._flow.producers[value]
+        return node >= 0 and self._flow.is_constant[node]
+
+    def _choose_constant(self, value: int, sent: set[int], repeated: set[int]) -> None:
+        """Add to what is sent, or the nodes behind the value to what is computed again."""
+        nodes: set[int] = set()
+        waiting = [self._flow.producers[value]]
+        while waiting:
+            node = waiting.pop()
+            if node not in repeated and node not in nodes:
+                nodes.add(node)
+                waiting.extend(self._flow.producers[taken] for taken in self._flow.takes[node])
+                self._spend(len(self._flow.takes[node]) + 1)
+        if sum(self.repeat_cost(node) for node in nodes) <= self.send_cost(value):
+            repeated |= nodes
+        else:
+            sent.add(value)
+
+    def _flow_cut(self, demand: Sequence[int]) -> tuple[set[int], set[int], set[int]]:
+        """Return what is sent, what is computed again, and the constants which that takes."""
+        network = self._network(demand)
+        flow = 0
+        while path := network.path(self._spend):
+            flow += network.push(path)
+            if flow >= UNSENDABLE:
+                raise ValueError("a tensor without elements would have to be sent")
+        needed = network.behind()
+        sent: set[int] = set()
+        repeated: set[int] = set()
+        constant: set[int] = set()
+        waiting = list(demand)
+        while waiting:
+            value = waiting.pop()
+            node = self._flow.producers[value]
+            if self._is_constant(value):
+                constant.add(value)
+            elif node not in repeated and value not in sent:
+                if node >= 0 and _of_node(node) in needed:
+                    repeated.add(node)
+                    waiting.extend(self._flow.takes[node])
+                else:
+                    sent.add(value)
+        return sent, repeated, constant
+
+    def _spend(self, edges: int) -> None:
+        self._budget -= edges
+        if self._budget < 0:
+            raise ValueError("the graph is too tangled to be cut")
+
+    def _network(self, demand: Sequence[int]) -> "_Network":
+        """Source to nodes that may be repeated, and to values that may only be sent; demand to sink."""
+        network = _Network()
+        seen = set(demand)
+        nodes: set[int] = set()
+        waiting = deque(sorted(demand))
+        self._spend(len(waiting))
+        for value in waiting:
+            network.connect(_of_value(value), _SINK, UNSENDABLE)
+        while waiting:
+            value = waiting.popleft()
+            node = self._flow.producers[value]
+            again = self._cost_again(node) if node >= 0 else None
+            if again is None or (node not in nodes and len(nodes) >= REGION_NODES_MAX):
+                network.connect(_SOURCE, _of_value(value), self.send_cost(value))
+                continue
+            network.connect(_of_node(node), _of_value(value), self.send_cost(value))
+            if node in nodes:
+                continue
+            nodes.add(node)
+            network.connect(_SOURCE, _of_node(node), again)
+            self._spend(2 * len(self._flow.takes[node]) + 2)
+            for taken in self._flow.takes[node]:
+                if self._is_constant(taken):
+                    continue
+                network.connect(_of_value(taken), _of_node(node), UNSENDABLE)
+                if taken not in seen:
+                    seen.add(taken)
+                    waiting.append(taken)
+        return network
+
+
+_SOURCE, _SINK = -1, -2
+
+
+def _of_value(value: int) -> int:
+    """The vertex of a value."""
+    return 2 * value
+
+
+def _of_node(node: int) -> int:
+    """The vertex of a node."""
+    return 2 * node + 1
+
+
+class _Network:
+    """Edges with what they can still carry; an edge and its reverse are neighbours in the list."""
+
+    def __init__(self) -> None:
+        self._edges: dict[int, list[int]] = {_SOURCE: [], _SINK: []}
+        self._ends: list[int] = []
+        self._left: list[int] = []
+
+    def connect(self, start: int, end: int, capacity: int) -> None:
+        number = len(self._ends)
+        self._edges.setdefault(start, []).append(number)
+        self._edges.setdefault(end, []).append(number + 1)
+        self._ends += (end, start)
+        self._left += (capacity, 0)
+
+    def path(self, spend: Callable[[int], None]) -> list[int]:
+        """The edges of a shortest path from source to sink that can carry more; [] for none. `spend` is told
+        how many edges are looked at."""
+        came = {_SOURCE: -1}
+        waiting = deque([_SOURCE])
+        ends, left = self._ends, self._left
+        while waiting:
+            edges = self._edges[waiting.popleft()]
+            spend(len(edges))
+            for edge in edges:
+                end = ends[edge]
+                if left[edge] and end not in came:
+                    came[end] = edge
+                    if end == _SINK:
+                        return self._back(came)
+                    waiting.append(end)
+        return []
+
+    def _back(self, came: dict[int, int]) -> list[int]:
+        path = []
+        vertex = _SINK
+        while vertex != _SOURCE:
+            edge = came[vertex]
+            path.append(edge)
+            vertex = self._ends[edge ^ 1]
+        return path
+
+    def push(self, path: list[int]) -> int:
+        """Fill a path; what it carried."""
+        amount = min(self._left[edge] for edge in path)
+        for edge in path:
+            self._left[edge] -= amount
+            self._left[edge ^ 1] += amount
+        return amount
+
+    def behind(self) -> set[int]:
+        """The vertices that can still reach the sink."""
+        found = {_SINK}
+        waiting = [_SINK]
+        while waiting:
+            vertex = waiting.pop()
+            for edge in self._edges[vertex]:
+                start = self._ends[edge]
+                if self._left[edge ^ 1] and start not in found:
+                    found.add(start)
+                    waiting.append(start)
+        return found

@@ -1,0 +1,527 @@
+"""How the members of a run agree on the next plan: Paxos at each height of the chain, as a sans-IO core.
+
+Paper: Lamport 2001, "Paxos Made Simple"; what it calls chosen is `decided` here. One instance per height,
+named by the plan that is to be followed, among `committee` of that plan; a majority of it decides. The
+nearest member of the committee that lives proposes at once and the others only in turn after it, so that they
+rarely duel; nobody is elected for longer than one plan.
+
+What a member has promised it must keep over every restart: whenever `unsaved` is set, `durable` must be
+stored before anything that a call returned is sent, and before its events are acted on.
+
+A member that has lost sight of a majority waits. Where the run allows forks, those who see each other then
+decide alone, in an instance of their own that their list names. After healing both sides hear of each other:
+the one that `survives` goes on, and who is of the other gets a ForkFound and comes back as a newcomer.
+
+Members are trusted to tell the truth: a Decided is believed from whoever is or was on the roster, as far as
+its changes are valid. A lie is noticed only where two different changes were decided for one plan
+(ChainBroken).
+
+Here are the proposer and the acceptor; `learner` follows what others have decided, `reach` counts who lives.
+Not here: what should be decided (the wish), and the disk.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.chain import Chain, Kept, Past, Voted, follow, forked, pack, unpack
+from partition.plan.change import Change, encode_change
+from partition.plan.learner import ChainBroken, ForkFound, Learner, LeftBehind, Taken
+from partition.plan.paxos_messages import (
+    ROUNDS_AHEAD_MAX,
+    Accept,
+    Accepted,
+    AgreementMessage,
+    Ballot,
+    ChainHead,
+    Decided,
+    PreemptedBallot,
+    Prepare,
+    Promised,
+    Sends,
+    Vote,
+    other_branch_wins,
+)
+from partition.plan.plan import NO_HASH, Plan
+from partition.plan.quorum import ForkOpened, Instance, QuorumFound, QuorumLost, Reach, majority
+
+__all__ = [
+    "ChainBroken",
+    "Event",
+    "ForkFound",
+    "ForkOpened",
+    "LeftBehind",
+    "PaxosChain",
+    "PlanDecided",
+    "QuorumFound",
+    "QuorumLost",
+]
+
+PROPOSE_SECONDS = 1.0
+"""Each member of the committee gives those before it so long: two round trips and a disk, with room."""
+JITTER = 0.25
+"""The share by which each wait is longer at random, so that clocks in step do not stay so."""
+RESEND_SECONDS = 1.0
+"""After so long without a majority the question is asked again; then twice as long each time."""
+RESEND_SECONDS_MAX = 16.0
+BACKOFF_SECONDS = 0.5
+"""The middle of the first wait of who was outbid; then twice as long each time."""
+BACKOFF_SECONDS_MAX = 16.0
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class PlanDecided:
+    """`plan` is the newest now. `change` led to it; `links` plans came at once, this one included."""
+
+    plan: Plan
+    change: Change
+    links: int
+
+
+Event = PlanDecided | QuorumLost | QuorumFound | ForkOpened | ForkFound | LeftBehind | ChainBroken
+
+
+@dataclass
+class _Proposal:
+    """Our attempt. `best` is what the promises brought along; `value` is set once all are asked to accept."""
+
+    instance: Instance
+    ballot: Ballot
+    best: Vote
+    promised: list[PeerId]
+    value: bytes | None = None
+    accepted: list[PeerId] = field(default_factory=list)
+
+
+class PaxosChain:
+    """One member's part in the chain of one run.
+
+    `genesis` is where this member begins: the requester's plan, or for a newcomer the plan it was let in by.
+    `durable` is what was stored in an earlier life, and then counts instead. Who may have voted on what
+    follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan on.
+
+    Raises:
+        RemoteProtocolError: `durable` is damaged.
+        ValueError: `durable` is another run's, or of a branch that `genesis` is not on.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        genesis: Plan,
+        rng: Random,
+        *,
+        durable: bytes = b"",
+        may_fork: bool = False,
+        abstain: bool = False,
+    ) -> None:
+        self.me = me
+        self.unsaved = not durable
+        self.events: list[Event] = []
+        self._rng = rng
+        self._abstains = abstain
+        self._votes: dict[bytes, Vote] = {}
+        self._past = Past()
+        kept = unpack(durable) if durable else None
+        chain = Chain(genesis) if kept is None else Chain(kept.base, kept.links)
+        if kept is not None:
+            _check_same_chain(chain, genesis)
+            self._abstains, self._past = kept.abstains, kept.past
+            self._votes = {row.fork: row.vote for row in kept.votes}
+        self._may_fork = may_fork
+        self._learner = Learner(me, chain, may_fork=may_fork)
+        self._reach = Reach(me, chain.head, may_fork=may_fork)
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new height: nothing is wished for or proposed."""
+        self._instance = self._reach.instance
+        self._wish: Change | None = None
+        self._proposal: _Proposal | None = None
+        self._round = 0
+        self._outbids = 0
+        self._propose_at = self._resend_at = INF
+        self._resend_seconds = RESEND_SECONDS
+
+    @property
+    def head(self) -> Plan:
+        """The newest plan that is known to be decided."""
+        return self._learner.chain.head
+
+    @property
+    def head_hash(self) -> bytes:
+        """Its hash."""
+        return self._learner.chain.head_hash
+
+    @property
+    def base(self) -> Plan:
+        """The plan that `chain` begins from."""
+        return self._learner.chain.plans[0]
+
+    @property
+    def chain(self) -> tuple[bytes, ...]:
+        """The encoded changes from `base` to `head`, at most LINKS_MAX; older ones are folded into `base`."""
+        return tuple(self._learner.chain.links)
+
+    @property
+    def acquainted(self) -> tuple[PeerId, ...]:
+        """All others on a roster that is kept, lost ones too: after a fork they must hear of us."""
+        return tuple(PeerId(peer) for peer in self._learner.chain.peers() if peer != self.me)
+
+    @property
+    def durable(self) -> bytes:
+        """What must be stored whenever `unsaved` is set."""
+        votes = tuple(Voted(fork, vote) for fork, vote in self._votes.items())
+        return pack(Kept(self.base, self.chain, votes, self._abstains, self._past))
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        return min(self._propose_at, self._resend_at, self._reach.deadline)
+
+    # Orders of this node
+
+    def wish(self, now: float, change: Change | None, *, parent: bytes | None = None) -> Sends:
+        """Return what this member would have decided next, until the next call or the next plan; None for
+        nothing.
+
+        `parent` is the hash of the plan it was thought of for: where the head is another by now, or no plan
+        follows from it, nothing is wished. Counts only from a member of the committee.
+        """
+        fits = change is not None and parent in (None, self.head_hash)
+        if not fits or self._value(self._reach.normal, change) is None:
+            change = None
+        self._wish = change
+        if change is None:
+            self._propose_at = INF
+            if self._proposal is not None and self._proposal.value is None:
+                self._abandon()
+        elif self._propose_at == INF:
+            self._line_up(now)
+        return self.wake(now)
+
+    def reach(self, now: float, live: Collection[PeerId]) -> Sends:
+        """Return who is believed to be alive, as SWIM has it; until the first call all are."""
+        if self._reach.see(now, live):
+            self._resend_seconds = RESEND_SECONDS
+            self._resend_at = min(self._resend_at, now + RESEND_SECONDS if self._proposal else INF)
+            self._line_up(now)
+        return self.wake(now)
+
+    def say(self, head: ChainHead) -> None:
+        """How far this member is, by its shell: by that it judges which of two branches survives."""
+        self._learner.said = head
+
+    def gives_way(self, head: ChainHead) -> bool:
+        """Return whether the branch that says this of itself is the one to go on with, by what was last
+        `said`."""
+        return other_branch_wins(self._learner.head(asks=False), head)
+
+    def rejoin(self, now: float, base: Plan, links: Sequence[bytes] = ()) -> Sends:
+        """Give up what we know and go on from `base` and `links` of another, after ForkFound or LeftBehind.
+
+        Votes given up are not forgotten: at a plan that it may have voted at, it abstains until the next one.
+        RemoteProtocolError: they are another run's, or no chain, and nothing has changed.
+        """
+        if base.run != self.head.run:
+            raise RemoteProtocolError("a chain of another run's plans")
+        learner = Learner(self.me, Chain(base, links), may_fork=self._may_fork)
+        self._note_votes()
+        self._learner = learner
+        self._abstains = self._past.may_hold(self.head)
+        self.unsaved = True
+        self._reach.follow(now, self.head)
+        self._begin()
+        return self.wake(now)
+
+    def tell(self, peer: PeerId) -> Sends:
+        """Make `peer` say what we lack, or ask for what it lacks."""
+        return [(peer, self._learner.head(asks=True))]
+
+    def wake(self, now: float) -> Sends:
+        """Do what is due. Nothing is due before `deadline`."""
+        self._reach.wake(now, self._votes)
+        if self._reach.instance != self._instance:
+            self._instance = self._reach.instance
+            self._abandon()
+            self._propose_at = INF
+            self._line_up(now)
+        sends: Sends = []
+        if now >= self._propose_at:
+            sends += self._propose(now)
+        if now >= self._resend_at:
+            sends += self._resend(now)
+        self._gather()
+        return sends
+
+    # What comes in
+
+    def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Sends:
+        """Whatever a peer says about the chain. RemoteProtocolError: refused, and nothing has changed."""
+        if message.run != self.head.run:
+            raise RemoteProtocolError("a message about another run's plans")
+        if sender == self.me or not self._learner.chain.knows(sender):
+            raise RemoteProtocolError("a message about plans from a peer that is on no roster")
+        try:
+            return self._sort(now, sender, message)
+        finally:
+            self._gather()
+
+    def _sort(self, now: float, sender: PeerId, message: AgreementMessage) -> Sends:
+        if isinstance(message, ChainHead):
+            return self._learner.hear(now, sender, message)
+        if isinstance(message, Decided):
+            rows, sends = self._learner.learn(sender, message)
+            if rows:
+                self._advance(now, rows)
+            return sends
+        if message.parent != self.head_hash:
+            return self._answer_elsewhere(sender, message)
+        instance = self._reach.named(message.fork)
+        if instance is None:
+            return []
+        if sender not in instance.committee or self.me not in instance.committee:
+            raise RemoteProtocolError("a vote outside of the committee")
+        if isinstance(message, Prepare | Accept):
+            return self._vote_on(now, sender, instance, message)
+        return self._count_vote(now, sender, message)
+
+    def _answer_elsewhere(self, sender: PeerId, message: AgreementMessage) -> Sends:
+        # About another plan than our head. Answers may be late; a question shows that one of us is behind.
+        if not isinstance(message, Prepare | Accept):
+            return []
+        place = self._learner.chain.place(message.parent)
+        if place is None:
+            return self.tell(sender)
+        return [(sender, self._learner.links_after(place))]
+
+    def _gather(self) -> None:
+        for events in (self._learner.events, self._reach.events):
+            self.events += events
+            events.clear()
+
+    # Acceptor
+
+    def _vote_on(self, now: float, sender: PeerId, instance: Instance, message: Prepare | Accept) -> Sends:
+        ballot, names = message.ballot, self._names(instance)
+        if ballot.peer != sender:
+            raise RemoteProtocolError("a ballot of another peer")
+        vote = self._votes.get(instance.fork, Vote())
+        self._check_round(ballot, vote.promised)
+        if self._abstains:
+            return []
+        if vote.promised is not None and vote.forbids(ballot):
+            return [(sender, PreemptedBallot(**names, ballot=ballot, promised=vote.promised))]
+        answer: Promised | Accepted
+        if isinstance(message, Prepare):
+            answer = Promised(**names, ballot=ballot, accepted=vote.accepted, value=vote.value)
+            after = vote.promise(ballot)
+        else:
+            self._check_value(instance, message.value)
+            answer = Accepted(**names, ballot=ballot)
+            after = vote.accept(ballot, message.value)
+        self._cast(instance, after)
+        if vote.promised is None or ballot > vote.promised:
+            self._give_way(now, instance, ballot)
+        return [(sender, answer)]
+
+    def _check_round(self, ballot: Ballot, known: Ballot | None) -> None:
+        if ballot.round > max(self._round, known.round if known else 0) + ROUNDS_AHEAD_MAX:
+            raise RemoteProtocolError("a ballot of an absurd round")
+
+    def _check_value(self, instance: Instance, value: bytes) -> None:
+        _, change = follow(self.head, value)
+        if change.fork != instance.fork:
+            raise RemoteProtocolError("a change of another fork")
+
+    def _cast(self, instance: Instance, vote: Vote) -> None:
+        if vote != self._votes.get(instance.fork):
+            self._votes[instance.fork] = vote
+            self.unsaved = True
+
+    def _give_way(self, now: float, instance: Instance, ballot: Ballot) -> None:
+        """Another is at work: an attempt of ours below it has little hope, and a new one only disturbs."""
+        mine = self._proposal
+        if mine is not None and mine.instance == instance and mine.ballot < ballot:
+            self._abandon()
+        if self._proposal is None and self._wish is not None:
+            later = now + self._jittered(PROPOSE_SECONDS) + self._turn()
+            self._propose_at = later if self._propose_at == INF else max(self._propose_at, later)
+
+    # Proposer
+
+    def _line_up(self, now: float) -> None:
+        if self._proposal is None and self._wish is not None:
+            self._propose_at = min(self._propose_at, now + self._turn())
+
+    def _propose(self, now: float) -> Sends:
+        """Begin an attempt. Its first promise is our own, so no ballot is used twice in any life."""
+        self._propose_at = INF
+        instance = self._instance
+        if self._wish is None or self._abstains or self.me not in instance.committee:
+            return []
+        if self._value(instance, self._wish) is None:
+            return []  # as a fork it would leave a stage without a replica
+        vote = self._votes.get(instance.fork, Vote())
+        self._round = max(self._round, vote.promised.round if vote.promised else 0) + 1
+        ballot = Ballot(self._round, self.me)
+        self._cast(instance, vote.promise(ballot))
+        self._proposal = _Proposal(instance, ballot, vote, [self.me])
+        self._resend_seconds = RESEND_SECONDS
+        self._resend_at = now + self._jittered(RESEND_SECONDS)
+        asked = Prepare(**self._names(instance), ballot=ballot)
+        sends: Sends = [(peer, asked) for peer in instance.committee if peer != self.me]
+        return sends + self._count(now, self._proposal)
+
+    def _count_vote(
+        self, now: float, sender: PeerId, message: Promised | PreemptedBallot | Accepted
+    ) -> Sends:
+        """An answer to our question; one to an earlier question changes nothing any more."""
+        if message.ballot.peer != self.me:
+            raise RemoteProtocolError("an answer to the ballot of another peer")
+        mine = self._proposal
+        if mine is None or message.ballot != mine.ballot or message.fork != mine.instance.fork:
+            return []
+        match message:
+            case Promised():
+                self._check_promise(mine, message)
+                if mine.value is None and sender not in mine.promised:
+                    mine.promised.append(sender)
+                    mine.best = self._better(mine.best, Vote(None, message.accepted, message.value))
+            case Accepted():
+                if mine.value is None:
+                    raise RemoteProtocolError("accepted before it was asked")
+                if sender not in mine.accepted:
+                    mine.accepted.append(sender)
+            case PreemptedBallot():
+                if message.promised <= mine.ballot:
+                    raise RemoteProtocolError("outbid by a lower ballot")
+                self._check_round(message.promised, mine.ballot)
+                self._round = max(self._round, message.promised.round)
+                self._back_off(now)
+                return []
+        return self._count(now, mine)
+
+    def _check_promise(self, mine: _Proposal, message: Promised) -> None:
+        if message.value is None and message.accepted is None:
+            return
+        if message.value is None or message.accepted is None or message.accepted > mine.ballot:
+            raise RemoteProtocolError("a promise with what cannot have been accepted")
+        self._check_value(mine.instance, message.value)
+
+    def _better(self, best: Vote, other: Vote) -> Vote:
+        """Of what two promises brought along, the one accepted at the higher ballot."""
+        if other.accepted is None or (best.accepted is not None and best.accepted >= other.accepted):
+            return best
+        return other
+
+    def _count(self, now: float, mine: _Proposal) -> Sends:
+        """Go on with our attempt as far as the answers allow."""
+        needed = self._needed(mine.instance)
+        sends: Sends = []
+        if mine.value is None and len(mine.promised) >= needed:
+            mine.value = mine.best.value or self._value(mine.instance, self._wish)
+            if mine.value is None:
+                self._abandon()
+                return []
+            self._cast(mine.instance, self._votes[mine.instance.fork].accept(mine.ballot, mine.value))
+            mine.accepted.append(self.me)
+            self._resend_seconds = RESEND_SECONDS
+            self._resend_at = now + self._jittered(RESEND_SECONDS)
+            asked = Accept(**self._names(mine.instance), ballot=mine.ballot, value=mine.value)
+            sends = [(peer, asked) for peer in mine.instance.committee if peer != self.me]
+        if mine.value is not None and len(mine.accepted) >= needed:
+            return self._decide(now, mine.value)
+        return sends
+
+    def _needed(self, instance: Instance) -> int:
+        return majority(instance.committee)
+
+    def _decide(self, now: float, value: bytes) -> Sends:
+        """A majority has accepted: so it is for ever. Whoever is concerned hears of it."""
+        plan, change = follow(self.head, value)
+        told = Decided(run=plan.run, parent=self.head_hash, fork=change.fork, links=(value,))
+        # Who is out hears of it too, but not those whom a fork goes on without.
+        old = self.head.roster if change.fork == NO_HASH else ()
+        self._advance(now, [Taken(plan, change, value)])
+        return [(PeerId(peer), told) for peer in sorted({*old, *plan.roster} - {self.me})]
+
+    def _advance(self, now: float, rows: list[Taken]) -> None:
+        self._note_votes()
+        self._learner.append(rows)
+        self._abstains = False
+        self.unsaved = True
+        self.events.append(PlanDecided(self.head, rows[-1].change, len(rows)))
+        self._reach.follow(now, self.head)
+        self._begin()
+
+    def _note_votes(self) -> None:
+        # At a plan that was followed they are of no use any more, unless this member comes back to it.
+        if self._votes or self._abstains:
+            self._past = self._past.with_plan(self.head)
+        self._votes.clear()
+
+    def _resend(self, now: float) -> Sends:
+        mine = self._proposal
+        assert mine is not None
+        self._resend_seconds = min(2 * self._resend_seconds, RESEND_SECONDS_MAX)
+        self._resend_at = now + self._jittered(self._resend_seconds)
+        names, seats = self._names(mine.instance), mine.instance.committee
+        if mine.value is None:
+            asked = Prepare(**names, ballot=mine.ballot)
+            return [(peer, asked) for peer in seats if peer not in mine.promised]
+        again = Accept(**names, ballot=mine.ballot, value=mine.value)
+        return [(peer, again) for peer in seats if peer not in mine.accepted]
+
+    def _back_off(self, now: float) -> None:
+        self._abandon()
+        self._outbids += 1
+        middle = min(BACKOFF_SECONDS * 2 ** min(self._outbids - 1, 16), BACKOFF_SECONDS_MAX)
+        if self._wish is not None:
+            self._propose_at = now + (0.5 + self._rng.random()) * middle
+
+    def _abandon(self) -> None:
+        self._proposal = None
+        self._resend_at = INF
+
+    def _value(self, instance: Instance, change: Change | None) -> bytes | None:
+        """The change as it may be decided in this instance; None where no plan follows from it."""
+        if change is None:
+            return None
+        if instance.fork == NO_HASH:
+            value = encode_change(replace(change, fork=NO_HASH))
+        else:
+            value = encode_change(forked(self.head, change, instance.members))
+        try:
+            follow(self.head, value)
+        except RemoteProtocolError:
+            return None
+        return value
+
+    def _turn(self) -> float:
+        """Seconds until it is our turn to propose: so many of those before us live."""
+        seats = self._instance.committee
+        if self.me not in seats:
+            return INF
+        before = sum(self._reach.lives(peer) for peer in seats[: seats.index(self.me)])
+        return self._jittered(before * PROPOSE_SECONDS)
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (1 + JITTER * self._rng.random())
+
+    def _names(self, instance: Instance) -> dict[str, bytes]:
+        return {"run": self.head.run, "parent": self.head_hash, "fork": instance.fork}
+
+
+def _check_same_chain(chain: Chain, genesis: Plan) -> None:
+    if chain.head.run != genesis.run:
+        raise ValueError("the stored chain of plans is another run's")
+    place = genesis.height - chain.plans[0].height
+    if 0 <= place < len(chain.plans) and chain.plans[place] != genesis:
+        raise ValueError(f"the stored chain of plans has another plan at height {genesis.height}")

@@ -1,0 +1,146 @@
+"""Whether a majority is in reach, and who may decide: the committee of the newest plan, or a fork of those
+left.
+
+Part of `partition.plan.paxos`: it holds no vote and sends nothing. Who lives is SWIM's word, here only
+counted.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.plan.chain import FORKS_MAX, fork_name
+from partition.plan.plan import NO_HASH, Plan, committee
+
+QUORUM_SECONDS = 15.0
+"""Less than a majority in reach for so long is told: shorter gaps heal by themselves."""
+FORK_SECONDS = 60.0
+"""Less than a majority in reach for so long, and those who see each other may go on alone."""
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class QuorumLost:
+    """For QUORUM_SECONDS only `live` of the committee were in reach, and `needed` must agree."""
+
+    height: int
+    live: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class QuorumFound:
+    """After a QuorumLost: a majority is in reach."""
+
+    height: int
+
+
+@dataclass(frozen=True)
+class ForkOpened:
+    """`members` may now decide alone. What is wished for is completed with the loss of all others."""
+
+    fork: bytes
+    members: tuple[bytes, ...]
+
+
+ReachEvent = QuorumLost | QuorumFound | ForkOpened
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What is decided on, and by whom: NOTHING and the committee, or a fork of `members` and its own."""
+
+    fork: bytes
+    committee: tuple[PeerId, ...]
+    members: tuple[bytes, ...] = ()
+
+
+def majority(committee: Collection[PeerId]) -> int:
+    """Return how many of a committee decide: any two majorities have a member in common."""
+    return len(committee) // 2 + 1
+
+
+class Reach:
+    """Who of the roster lives, as last told, and what follows from it. Until it is told, all live."""
+
+    def __init__(self, me: PeerId, plan: Plan, *, may_fork: bool) -> None:
+        self.events: list[ReachEvent] = []
+        self._me = me
+        self._may_fork = may_fork
+        self._live: tuple[PeerId, ...] | None = None
+        self._is_lost_told = False
+        self._begin(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        self._plan = plan
+        self.normal = Instance(NO_HASH, committee(plan))
+        self.fork: Instance | None = None
+        self._members: tuple[bytes, ...] = ()
+        self._lost_since: float | None = None
+        self._quorum_at = self._fork_at = INF
+
+    @property
+    def instance(self) -> Instance:
+        """Where a proposal belongs now."""
+        return self.fork or self.normal
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called."""
+        return min(self._quorum_at, self._fork_at)
+
+    def named(self, fork: bytes) -> Instance | None:
+        """The instance of this name. None for a fork that is not open here: it is of others than we see."""
+        return next((each for each in (self.normal, self.fork) if each and each.fork == fork), None)
+
+    def lives(self, peer: PeerId) -> bool:
+        """Return whether `peer` is believed to."""
+        return self._live is None or peer in self._live
+
+    def follow(self, now: float, plan: Plan) -> None:
+        """Another plan is the newest."""
+        self._begin(plan)
+        self._count(now)
+
+    def see(self, now: float, live: Collection[PeerId]) -> bool:
+        """Return who lives; whether that is any news."""
+        seen = tuple(sorted({*live, self._me}))
+        if seen == self._live:
+            return False
+        self._live = seen
+        self._count(now)
+        return True
+
+    def wake(self, now: float, voted: Collection[bytes]) -> None:
+        """Tell what has lasted long enough. `voted` are the instances in which we hold a vote."""
+        if now >= self._quorum_at:
+            self._quorum_at = INF
+            self._is_lost_told = True
+            seats = self.normal.committee
+            self.events.append(QuorumLost(self._plan.height, self._in_reach(), majority(seats)))
+        if now >= self._fork_at:
+            self._fork_at = INF
+            name = fork_name(self._plan, self._members)
+            if name in voted or sum(fork != NO_HASH for fork in voted) < FORKS_MAX:
+                self.fork = Instance(name, committee(self._plan, self._members), self._members)
+                self.events.append(ForkOpened(name, self._members))
+
+    def _in_reach(self) -> int:
+        return sum(self.lives(peer) for peer in self.normal.committee)
+
+    def _count(self, now: float) -> None:
+        if self._in_reach() >= majority(self.normal.committee) or self._me not in self._plan.roster:
+            if self._is_lost_told:
+                self.events.append(QuorumFound(self._plan.height))
+            self._is_lost_told = False
+            self._begin(self._plan)
+            return
+        if self._lost_since is None:
+            self._lost_since = now
+            self._quorum_at = INF if self._is_lost_told else now + QUORUM_SECONDS
+        members = tuple(peer for peer in self._plan.roster if self.lives(PeerId(peer)))
+        if self._may_fork and members != self._members:
+            # A fork of those who were in reach before is off: the list names it.
+            self.fork, self._members = None, members
+            self._fork_at = max(self._lost_since + FORK_SECONDS, now + QUORUM_SECONDS)

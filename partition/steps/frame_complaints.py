@@ -1,0 +1,103 @@
+"""Who says of whose frames that they cannot be used. Nobody is believed alone.
+
+What an Unusable proves is that its author sent a frame of that header, not what came beside it: the one may
+have sent what cannot be used, or the other may lie. So the micro-batch goes elsewhere, both are noted, and
+
+    who is in dispute with two others   loses its place: of a liar and its victims, or of a faulty author and
+                                        those it sends to, only the one has two opponents
+    two who still dispute in a third    both lose their places, and so where the micro-batch can go nowhere
+    step                                else
+
+But where a trainer's frame came as it was sent and holds a number that the model does not take, and the
+committer would have sent the same, the fault is the data's: as soon as two say so, or one where nobody else
+can compute it.
+
+Who is alone in lying takes no honest peer's place without losing its own. Several who agree are believed, as
+members are in all that they vote on. Pure bookkeeping of one committer; a new plan begins with a clean slate.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from crypto.identity import PeerId
+from partition.plan.assignment import feeder_of
+from partition.plan.plan import Plan
+from partition.steps.frames import FrameHeader
+from partition.steps.ledger import Ledger, Place
+
+USELESS = "it sent what cannot be used, or says so of others"
+OPPONENTS_MAX = 1
+"""With more, it is not they."""
+STEPS_MAX = 2
+"""A bit may turn on the way from a tensor to its digest; and two steps show how they do with others."""
+
+
+class FrameComplaints:
+    """Of one plan, as its committer `me` hears of them."""
+
+    def __init__(self, me: PeerId, plan: Plan, places: Mapping[PeerId, Place]) -> None:
+        self._me = me
+        self._plan = plan
+        self._places = places
+        self._opponents: dict[PeerId, dict[PeerId, set[tuple[int, int]]]] = {}
+        self._judged: set[PeerId] = set()
+
+    def settle(
+        self,
+        ledger: Ledger,
+        rates: Sequence[Sequence[int]],
+        accuser: PeerId,
+        author: PeerId,
+        header: FrameHeader,
+        *,
+        follows_data: bool = False,
+    ) -> tuple[bool, list[PeerId], bool]:
+        """One says that it cannot use what the other sent; `follows_data`: for a number in it, which is in
+        the committer's own data too.
+
+        Whether the micro-batch has another owner in one of the stages now, who loses its place for it, and
+        whether it is nobody's fault but that of the data.
+        """
+        accusers = {accuser, *self._opponents.get(author, ())}
+        is_judged = not self._judged.isdisjoint((accuser, author))
+        guilty = [] if is_judged else self._note(header, accuser, author)
+        is_moved = False
+        made_by = self._maker(author, header)
+        if made_by is None:
+            is_due = author == feeder_of(self._plan, header.train, header.microbatch)
+        else:
+            is_due = ledger.owns(made_by, header.microbatch)
+        if is_due:  # else that of whoever is to send it comes yet
+            places = [self._places[accuser], *([] if made_by is None else [made_by])]
+            if len(self._opponents.get(accuser, {}).get(author, ())) % 2 == 0:
+                places.reverse()
+            # Another receiver may be able to use it; of another author the accuser may. Now the one, now the
+            # other is tried first, for whoever cannot agree with two others is wrong.
+            is_moved = any(ledger.pass_on(place, header.microbatch, rates) for place in places)
+            if not (is_moved or guilty or is_judged):
+                guilty = [peer for peer in (accuser, author) if peer != self._me]
+        is_sound = follows_data and made_by is None and is_due
+        if is_sound and (len(accusers) > OPPONENTS_MAX or not is_moved):
+            return is_moved, [], True
+        guilty = [peer for peer in guilty if not (is_sound and peer == author)]
+        self._judged.update(guilty)
+        return is_moved, guilty, False
+
+    def _note(self, header: FrameHeader, accuser: PeerId, author: PeerId) -> list[PeerId]:
+        if accuser == author:
+            return [author]
+        for one, other in ((accuser, author), (author, accuser)):
+            row = self._opponents.setdefault(one, {}).setdefault(other, set())
+            row.add((header.step, header.microbatch))
+        guilty = [peer for peer in (author, accuser) if len(self._opponents[peer]) > OPPONENTS_MAX]
+        if not guilty and len({step for step, _ in self._opponents[author][accuser]}) > STEPS_MAX:
+            guilty = [author, accuser]
+        for peer in guilty:
+            for opponent in self._opponents.pop(peer):
+                # What it has said counts no more, nor what was said of it.
+                self._opponents.get(opponent, {}).pop(peer, None)
+        return guilty
+
+    def _maker(self, author: PeerId, header: FrameHeader) -> Place | None:
+        """The replica that this frame is made by; None for what a trainer feeds."""
+        is_fed = header.direction == "labels" or (header.direction == "input" and header.stage == 0)
+        return None if is_fed else self._places[author]

@@ -1,0 +1,71 @@
+"""What one step adds up to, as its committer hears it: the losses of its micro-batches, and its norm."""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan
+from partition.steps.committer_events import no_number
+from partition.steps.messages import Apply, Reduced, Synced
+
+
+class Losses:
+    """Of each micro-batch that the last stage has counted: its samples, and the loss summed over them."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, float]] = {}
+
+    def clear(self) -> None:
+        """Another step."""
+        self._rows.clear()
+
+    def put(self, number: int, samples: int, loss: float) -> None:
+        """Its owner has counted one."""
+        self._rows[number] = (samples, loss)
+
+    def take(self, rows: Iterable[Synced]) -> None:
+        """What was counted before; of two that have the same the first."""
+        for row in rows:
+            for number, samples, loss in zip(row.counted, row.samples, row.losses, strict=True):
+                self._rows.setdefault(number, (samples, loss))
+
+    @property
+    def samples(self) -> int:
+        """One at least: a step in which nothing counts is a step all the same."""
+        return max(1, sum(samples for samples, _ in self._rows.values()))
+
+    @property
+    def total(self) -> float:
+        """In the order of the numbers, so that whoever adds them up gets the same."""
+        return sum(self._rows[number][1] for number in sorted(self._rows))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether their sum is one too."""
+        return isfinite(self.total)
+
+    def apply(self, plan: bytes, step: int, attempt: int, norm: float | None) -> Apply | str:
+        """Return what ends the step, or which number of it is not finite: the `norm` squared, or the loss."""
+        if norm is not None and not isfinite(norm):
+            return no_number(f"step {step}: the gradient's norm")
+        if not self.is_finite:
+            return no_number(f"step {step}: the loss")
+        return Apply(
+            plan=plan,
+            step=step,
+            attempt=attempt,
+            samples=self.samples,
+            squared_norm=norm,
+            loss=self.total,
+        )
+
+
+def squared_norm(plan: Plan, reduced: Mapping[PeerId, Reduced]) -> float | None:
+    """Of all stages' totals, by the first replica of each; None where nobody says one.
+
+    Equal totals may have norms that differ in the last bit from machine to machine; by taking one for all,
+    all scale by the same number.
+    """
+    first = [reduced[PeerId(stage.replicas[0])].squared_norm for stage in plan.stages]
+    norms = [norm for norm in first if norm is not None]
+    return sum(norms) if norms else None

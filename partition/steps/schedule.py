@@ -1,0 +1,257 @@
+"""What a replica has of the micro-batches of its open step, and which of them its stage computes next.
+
+1F1B (Narayanan and others 2019, PipeDream): backward before forward, and a new forward only while few
+micro-batches are between their two passes here, so a stage holds as many as there are stages from it to the
+end and no more. GPipe (Huang and others 2019): all forwards first.
+
+Neither can lock up: the last stage holds nothing, so whatever waits there gets through; by induction so does
+whatever the stage before holds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Literal
+
+from partition.codec import Payload
+from partition.steps.frames import Direction, OpenedFrame
+from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
+
+Schedule = Literal["1f1b", "gpipe"]
+Owned = Callable[[int], bool]
+Result = tuple[int, float]
+"""Samples, and the loss summed over them; zeros but on the last stage."""
+
+
+Progress = Literal["waiting", "running", "done"]
+
+
+@dataclass
+class Microbatch:
+    """What has arrived of one micro-batch, and how far it is here.
+
+    Of each kind the first stays: what is summed must be what is taken out again. Until the stage has taken
+    it, frames of the same kind by others wait beside it, in case it cannot be used.
+    """
+
+    frames: dict[Direction, OpenedFrame] = field(default_factory=dict)
+    spares: list[OpenedFrame] = field(default_factory=list)
+    refused: set[tuple[Direction, bytes, bytes]] = field(default_factory=set)
+    forward: Progress = "waiting"
+    backward: Progress = "waiting"
+
+    def payload(self, direction: Direction) -> Payload | None:
+        """Return what is given to the stage; None where nothing has arrived."""
+        frame = self.frames.get(direction)
+        return None if frame is None else frame.payload
+
+    def given(self, direction: Direction) -> Payload:
+        """The same of what is known to be here."""
+        return self.frames[direction].payload
+
+    def put(self, frame: OpenedFrame) -> None:
+        """One has arrived. What an author sends again, or once more after it was refused, changes nothing."""
+        direction = frame.header.direction
+        name = _named(frame)
+        held = self.frames.get(direction)
+        if name in self.refused:
+            return
+        if held is None:
+            self.frames[direction] = frame
+        elif name not in map(_named, (held, *self.spares)) and self._progress(direction) != "done":
+            self.spares.append(frame)
+
+    def refuse(self, direction: Direction) -> OpenedFrame:
+        """The stage cannot use what it was given: another takes its place, if one is here."""
+        bad = self.frames.pop(direction)
+        self.refused.add(_named(bad))
+        for spare in self.spares:
+            if spare.header.direction == direction:
+                self.frames[direction] = spare
+                self.spares.remove(spare)
+                break
+        if direction == "gradient":
+            self.backward = "waiting"
+        else:
+            self.forward = "waiting"
+        return bad
+
+    def settle(self) -> None:
+        """What the stage has taken needs no others beside it."""
+        self.spares = [spare for spare in self.spares if self._progress(spare.header.direction) != "done"]
+
+    def _progress(self, direction: Direction) -> Progress:
+        return self.backward if direction == "gradient" else self.forward
+
+    def may_forward(self, *, is_last: bool) -> bool:
+        """Return whether all that the forward pass needs is here."""
+        complete = "input" in self.frames and ("labels" in self.frames or not is_last)
+        return complete and self.forward == "waiting"
+
+    def may_backward(self) -> bool:
+        """Return whether the pass back may run."""
+        return "gradient" in self.frames and self.forward == "done" and self.backward == "waiting"
+
+
+def _named(frame: OpenedFrame) -> tuple[Direction, bytes, bytes]:
+    return frame.header.direction, frame.author, frame.header.plan
+
+
+class StepSchedule:
+    """The open step of one replica. Bounded by its micro-batches; `clear` begins the next."""
+
+    def __init__(self, schedule: Schedule, *, is_last: bool) -> None:
+        self._schedule = schedule
+        self._is_last = is_last
+        self.microbatches: dict[int, Microbatch] = {}
+        self.counted: dict[int, Result] = {}
+        self.in_flight: set[int] = set()
+        self._forwards: list[int] = []
+        self._backwards: list[int] = []
+
+    def clear(self) -> None:
+        """Nothing of the step is left."""
+        self.microbatches.clear()
+        self.counted.clear()
+        self.in_flight.clear()
+        self._forwards.clear()
+        self._backwards.clear()
+
+    def put(self, frame: OpenedFrame) -> None:
+        """Something of a micro-batch has arrived."""
+        number = frame.header.microbatch
+        self.microbatches.setdefault(number, Microbatch()).put(frame)
+        self.offer((number,))
+
+    def refuse(self, number: int, direction: Direction) -> OpenedFrame:
+        """The stage cannot use what has arrived; it waits for another."""
+        bad = self.microbatches[number].refuse(direction)
+        self.offer((number,))
+        return bad
+
+    def offer(self, numbers: Iterable[int]) -> None:
+        """Consider these again: more of them has arrived, or they may have become this replica's."""
+        for number in numbers:
+            state = self.microbatches[number]
+            if state.may_forward(is_last=self._is_last):
+                heappush(self._forwards, number)
+            elif state.may_backward():
+                heappush(self._backwards, number)
+
+    def told(self) -> dict[str, Any]:
+        """Return how far it is, as a Synced says it."""
+        rows = sorted(self.counted.items())
+        return {
+            "counted": tuple(number for number, _ in rows),
+            "samples": tuple(samples for _, (samples, _) in rows),
+            "losses": tuple(loss for _, (_, loss) in rows),
+            "begun": tuple(sorted(self.in_flight)),
+        }
+
+    # What comes next
+
+    def not_owned(self, owned: Owned) -> int | None:
+        """One that is between its passes here and is somebody else's by now."""
+        return min((number for number in self.in_flight if not owned(number)), default=None)
+
+    def next_pass(
+        self, owned: Owned, in_flight_max: int
+    ) -> tuple[Literal["forward", "backward"], int] | None:
+        """The pass to run now, which counts as running from here on."""
+        forwards_first = self._schedule == "gpipe"
+        if forwards_first and (number := self._next_forward(owned, in_flight_max)) is not None:
+            return "forward", number
+        while self._backwards:
+            number = heappop(self._backwards)
+            state = self.microbatches[number]
+            if owned(number) and state.may_backward():
+                state.backward = "running"
+                return "backward", number
+        if not forwards_first and (number := self._next_forward(owned, in_flight_max)) is not None:
+            return "forward", number
+        return None
+
+    def _next_forward(self, owned: Owned, in_flight_max: int) -> int | None:
+        if len(self.in_flight) >= in_flight_max:
+            return None
+        while self._forwards:
+            number = heappop(self._forwards)
+            state = self.microbatches[number]
+            if owned(number) and state.may_forward(is_last=self._is_last):
+                state.forward = "running"
+                return number
+        return None
+
+    # What has been done
+
+    def hold(self, number: int) -> None:
+        """The forward pass is done, and a gradient will come."""
+        state = self.microbatches[number]
+        state.forward = "done"
+        state.settle()
+        self.in_flight.add(number)
+        self.offer((number,))
+
+    def count(self, number: int, samples: int = 0, loss: float = 0.0) -> None:
+        """Its gradient is in the sums."""
+        state = self.microbatches[number]
+        state.forward = state.backward = "done"
+        state.settle()
+        self.in_flight.discard(number)
+        self.counted[number] = (samples, loss)
+
+    def forget(self, number: int) -> None:
+        """It is as if it had never been computed; what has arrived of it stays."""
+        state = self.microbatches[number]
+        state.forward = state.backward = "waiting"
+        self.in_flight.discard(number)
+        self.counted.pop(number, None)
+        self.offer((number,))
+
+
+class EvaluationBatches:
+    """The held-out micro-batches under way: few, for whoever is so far behind the newest is done."""
+
+    def __init__(self) -> None:
+        self.microbatches: dict[int, Microbatch] = {}
+        self._newest = -1
+
+    def clear(self) -> None:
+        """Another plan evaluates anew."""
+        self.microbatches.clear()
+        self._newest = -1
+
+    def put(self, frame: OpenedFrame) -> int:
+        """Something of one has arrived. Returns the first that may still be under way."""
+        number = frame.header.microbatch
+        self._newest = max(self._newest, number)
+        first = self._newest - EVALUATIONS_IN_FLIGHT_MAX + 1
+        if number >= first:
+            self.microbatches.setdefault(number, Microbatch()).put(frame)
+        return first
+
+    def refuse(self, number: int, direction: Direction) -> OpenedFrame | None:
+        """The stage cannot use what has arrived; None where nobody asks for it any more."""
+        state = self.microbatches.get(number)
+        return None if state is None or direction not in state.frames else state.refuse(direction)
+
+    def forget(self, first: int) -> None:
+        """Those before `first` are done everywhere."""
+        for number in [number for number in self.microbatches if number < first]:
+            del self.microbatches[number]
+
+    def next_forward(self, owned: Owned, is_last: bool) -> int | None:
+        """The one to run now, which counts as running from here on."""
+        for number in sorted(self.microbatches):
+            state = self.microbatches[number]
+            if owned(number) and state.may_forward(is_last=is_last):
+                state.forward = "running"
+                return number
+        return None
+
+    def finish(self, number: int) -> bool:
+        """It has run. False where nobody asks for it any more."""
+        if number not in self.microbatches:
+            return False
+        self.microbatches[number].forward = "done"
+        return True

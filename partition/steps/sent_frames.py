@@ -1,0 +1,71 @@
+"""The frames that a replica has sent, kept to be sent again until their step is applied.
+
+What a frame is stays the shell's: here it is an opaque object, known by its number and direction.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from partition.steps.frames import Direction
+from partition.steps.routes import Routes
+
+Key = tuple[bool, int, Direction]
+"""Of training or not, the micro-batch, the direction."""
+
+
+@dataclass
+class _Kept:
+    frame: object
+    receiver: PeerId | None = None
+    plan: bytes = b""
+
+
+class KeptFrames:
+    """Frames by key, each with whom it was last sent to and under which plan."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, key: Key, frame: object) -> None:
+        """Made just now; if it was made before, with the same content, it goes nowhere again."""
+        if key not in self._kept:
+            self._kept[key] = _Kept(frame)
+
+    def due(self, key: Key, receiver: PeerId | None, plan: bytes) -> object | None:
+        """The frame, if `receiver` has not been sent it under this plan; from now on it has."""
+        kept = self._kept.get(key)
+        if kept is None or receiver is None or (kept.receiver, kept.plan) == (receiver, plan):
+            return None
+        kept.receiver, kept.plan = receiver, plan
+        return kept.frame
+
+    def wanted(
+        self, key: Key, routes: Routes, stage: int, plan: bytes
+    ) -> tuple[PeerId | None, object | None]:
+        """To whom a frame of `stage` is to be sent, and the frame; as in `due`."""
+        train, number, direction = key
+        if routes.train != train:
+            return None, None
+        receiver = routes.wants(stage + (1 if direction == "input" else -1), number)
+        return receiver, self.due(key, receiver, plan)
+
+    def keys(self) -> list[Key]:
+        """In the order in which they were made."""
+        return list(self._kept)
+
+    def sent_to(self, receiver: PeerId, plan: bytes) -> list[object]:
+        """Return what a broken stream to `receiver` may have lost."""
+        return [row.frame for row in self._kept.values() if (row.receiver, row.plan) == (receiver, plan)]
+
+    def drop(self, unwanted: Callable[[Key], bool]) -> None:
+        """Forget those."""
+        for key in [key for key in self._kept if unwanted(key)]:
+            del self._kept[key]
+
+    def clear(self) -> None:
+        """Their step is applied."""
+        self._kept.clear()

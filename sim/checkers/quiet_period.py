@@ -1,0 +1,84 @@
+"""When nothing disturbs a peer or the network: what a checker of membership must leave time for. Pure.
+
+Starts and stops, goodbyes and standing still are seen as they happen, peer by peer. Cut, deaf and lossy links
+are read from the scenario's events, for all peers alike.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from crypto.identity import PeerId
+from gossip.member import MemberLeft
+from gossip.settings import PRESETS
+from sim.checkers.checker import Handler
+from sim.events import PeerFrozen, PeerStarted, PeerStopped
+from sim.observers import Observed, World
+from sim.scenario import Scenario
+
+_DISTURBING = ("partition", "one-way", "freeze", "loss")
+_SPREAD_SECONDS = 5.0
+"""Gossip reaches thousands within a few rounds of at most half a second each."""
+
+
+class QuietPeriods:
+    """Feed it with what `handlers` name."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._events = tuple(event for event in scenario.events if event.kind in _DISTURBING)
+        self._changed: dict[PeerId, float] = {}
+        self.handlers: Mapping[type[Any], Handler] = {
+            PeerStarted: self._see_change,
+            PeerStopped: self._see_change,
+            PeerFrozen: self._see_frozen,
+            MemberLeft: self._see_left,
+        }
+
+    def since(self, peer: PeerId) -> float:
+        """Return when this peer last came, went, or stood still; it may lie ahead. Before anything happened:
+        0."""
+        return self._changed.get(peer, 0.0)
+
+    def network_since(self, now: float) -> float:
+        """Since when the network is whole; ahead of `now` while it is not."""
+        latest = 0.0
+        for event in self._events:
+            if event.at_seconds > now:
+                continue
+            begun = event.at_seconds
+            if event.every_seconds:
+                begun += (now - event.at_seconds) // event.every_seconds * event.every_seconds
+            latest = max(latest, begun + event.lasts_seconds)
+        return latest
+
+    def both_since(self, world: World, one: PeerId, other: PeerId) -> float:
+        """Since when nothing at all stands between two peers."""
+        return max(self.since(one), self.since(other), self.network_since(world.now))
+
+    def _see_change(self, observed: Observed, _world: World) -> None:
+        if observed.peer is not None:
+            self._changed[observed.peer] = observed.time
+
+    def _see_frozen(self, observed: Observed, _world: World) -> None:
+        if observed.peer is not None:
+            self._changed[observed.peer] = observed.time + observed.event.seconds
+
+    def _see_left(self, observed: Observed, world: World) -> None:
+        # Others hear a goodbye a moment before the peer has stopped. Nobody can say it for another.
+        if world.is_up(observed.event.peer):
+            self._changed[observed.event.peer] = observed.time
+
+
+def detection_seconds(scenario: Scenario) -> float:
+    """Return how long an accusation of an earlier life may be under way: the longest suspicion, begun by the
+    slowest probe, and its spreading."""
+    settings = PRESETS[scenario.membership.preset]
+    probe_seconds = settings.probe_interval_seconds * (2 + settings.health_max)
+    return settings.suspicion_bounds_seconds(scenario.nodes)[1] + probe_seconds + _SPREAD_SECONDS
+
+
+def refutation_seconds(scenario: Scenario) -> float:
+    """Return how long a peer that lives may be held dead. It learns of it from the next member that it
+    probes, and answers by gossip; whoever gossip missed has it from an exchange of lists, at the latest the
+    second."""
+    settings = PRESETS[scenario.membership.preset]
+    return detection_seconds(scenario) + 2 * settings.sync_period_seconds(scenario.nodes)

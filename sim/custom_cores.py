@@ -1,0 +1,86 @@
+"""A protocol of one's own in a simulated swarm: any core, on the engine, without SWIM and the DHT.
+
+    swarm = CustomSwarm(lambda seat: MyCore(seat.peers, seat.rng), nodes=20, seed=7)
+    swarm.crash(3, at=10.0)
+    swarm.run(until=60.0)
+    assert len(swarm.of(MyEvent)) == 20
+
+A core has `receive(now, sender, message)` and `wake(now)`, which return what to send, a `deadline` and a list
+`events` (`node.services.driver.Core`). Messages and events are structs or dataclasses. To put a core in the
+place of one of ours see `sim.worlds.factories`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from crypto.identity import PeerId
+from node.services.driver import Core
+from sim.engine import Engine, Order
+from sim.network.links import Links
+from sim.network.model import NetworkModel
+from sim.observers import Observed
+from sim.seeds import seeded_peer, seeded_rng
+from sim.trace import Trace
+
+LAN = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.01)
+
+
+@dataclass(frozen=True)
+class PeerSlot:
+    """Where a core sits: its number and name, the names of all, and a generator for its choices."""
+
+    number: int
+    peer: PeerId
+    peers: Sequence[PeerId]
+    rng: Random
+
+
+class CustomSwarm:
+    """`make(seat)` is called once for each of `nodes` peers; all begin at 0. `network` is what a scenario's
+    [network] says; equal `seed`, equal `digest()`."""
+
+    def __init__(
+        self, make: Callable[[PeerSlot], Core], *, nodes: int = 20, network: NetworkModel = LAN, seed: int = 1
+    ) -> None:
+        self.peers = tuple(seeded_peer(seed, number) for number in range(nodes))
+        self.events: list[Observed] = []
+        """What the cores learnt, in order."""
+        self._trace = Trace()
+        links = Links(network, seed)
+        self.engine = Engine(links, trace=self._trace, publish=self._learnt)
+        self.cores: list[Any] = []
+        for number, peer in enumerate(self.peers):
+            links.place(peer, number)
+            core = make(PeerSlot(number, peer, self.peers, seeded_rng(seed, "own", number)))
+            self.cores.append(core)
+            self.engine.add(peer, core)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self.engine.now
+
+    def run(self, *, until: float) -> None:
+        """Let everything happen up to this instant, and at it."""
+        self.engine.run(until)
+
+    def call(self, number: int, order: Order, *, at: float) -> None:
+        """At `at` local code acts on a core: `order(core, now)` returns what to send."""
+        self.engine.call(at, self.peers[number], order)
+
+    def crash(self, number: int, *, at: float) -> None:
+        """A core stops without a word."""
+        self.engine.kill(self.peers[number], at)
+
+    def of(self, kind: type) -> list[Observed]:
+        """The events of one kind."""
+        return [observed for observed in self.events if isinstance(observed.event, kind)]
+
+    def digest(self) -> str:
+        """One hash over all that went into the cores and came out."""
+        return self._trace.digest()
+
+    def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
+        self.events.append(Observed(now, peer, event))

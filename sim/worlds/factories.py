@@ -1,0 +1,91 @@
+"""The constructors of a world's cores: what a user may put in the place of ours.
+
+Each is called as ours is. What it makes needs the core shape and the methods named here, no more; a subclass
+of ours has them all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from crypto.contact import Address
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from dht import settings as dht
+from dht.kademlia import Kademlia
+from dht.keys import Key
+from gossip import settings as gossip
+from gossip.member import Profile, Status
+from gossip.swim import Swim
+from gossip.view import Place, Scope
+from node.services.driver import Core
+from partition.plan.paxos import PaxosChain
+from partition.run.member import Parts
+from partition.steps.committer import Committer
+from partition.steps.replica import Replica
+
+
+class MembershipCore(Core, Protocol):
+    """What a world asks of a membership core. It learns the events of `gossip.member`."""
+
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def statuses(self) -> Mapping[PeerId, Status]: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, int]]: ...
+
+    def join(self, now: float, peers: Sequence[PeerId]) -> Any: ...
+    def leave(self, now: float) -> Any: ...
+
+
+class DiscoveryCore(Core, Protocol):
+    """What a world asks of a core of records. It learns the events of `dht.events`."""
+
+    wall_offset: float
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, int]]: ...
+
+    def appear(self, addresses: Sequence[Address], *, client: bool) -> None: ...
+    def join(self, now: float, peers: Sequence[PeerId]) -> Any: ...
+    def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Any: ...
+    def remove(self, now: float, peer: PeerId) -> Any: ...
+    def unwatch(self, peer: PeerId) -> None: ...
+    def locate(self, now: float, key: Key) -> tuple[int, Any]: ...
+    def find(self, now: float, key: Key) -> tuple[int, Any]: ...
+    def store(self, now: float, fact: Fact) -> tuple[int, Any]: ...
+
+
+class MakeMembership(Protocol):
+    """`place` is where a peer stands in the key space, given where each is to list its neighbourhood."""
+
+    def __call__(
+        self,
+        signer: Signer,
+        profile: Profile,
+        settings: gossip.Settings,
+        rng: Random,
+        incarnation: int,
+        now: float,
+        *,
+        place: Place | None = None,
+    ) -> MembershipCore: ...
+
+
+MakeDiscovery = Callable[[Signer, dht.Settings, Random, tuple[Address, ...]], DiscoveryCore]
+
+
+@dataclass(frozen=True)
+class Cores:
+    """One constructor for each kind of core."""
+
+    swim: MakeMembership = Swim
+    kademlia: MakeDiscovery = Kademlia
+    replica: Callable[..., Any] = Replica
+    committer: Callable[..., Any] = Committer
+    agreement: Callable[..., Any] = PaxosChain
+    member: Parts = Parts()  # noqa: RUF009 - frozen

@@ -1,0 +1,94 @@
+"""What members of a run in a world of cores say to each other beside what cores do.
+
+The same as `node.protocols.runs`, without what only real data and real strangers need. Never on a wire.
+"""
+
+from dataclasses import dataclass, field
+
+from crypto.identity import PeerId
+from partition.plan.plan import NO_HASH
+from partition.run.asks import Request
+
+MESSAGE_BYTES = 256
+"""What a message counts on the network: most are names of plans and some numbers."""
+STATE_BYTES = 64 * 1024
+"""The same of a stage's state."""
+
+
+# On the ordered streams
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Committer to the others: so many steps are committed."""
+
+    plan: bytes
+    step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Replica to committer: my stage as it was after `step` steps is put away here."""
+
+    plan: bytes
+    step: int
+    stage: int
+
+
+# Questions
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """Newcomer to a replica of its stage: your state after `step` steps."""
+
+    plan: bytes
+    step: int
+
+
+@dataclass(frozen=True)
+class ExportStage:
+    """Committer to replica: the state you end with."""
+
+    plan: bytes
+
+
+@dataclass(frozen=True)
+class KeepCopy:
+    """Committer to a keeper: hold what `holder` has put away."""
+
+    step: int
+    stage: int
+    holder: PeerId
+
+
+@dataclass(frozen=True)
+class FetchCopy:
+    """Anybody to anybody: the copy of a stage."""
+
+    step: int
+    stage: int
+
+
+Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
+
+
+# On disks
+
+
+@dataclass
+class Disk:
+    """What one peer keeps of one run over a restart. `chain` is empty while it is not a member."""
+
+    chain: bytes = b""
+    newest: tuple[bytes, int] | None = None
+    copies: dict[tuple[int, int], object] = field(default_factory=dict)
+
+    def forget_chain(self) -> None:
+        """What is only for a run that goes on; its copies stay."""
+        self.chain, self.newest = b"", None
+
+
+def checkpoint_name(run: bytes, step: int) -> bytes:
+    """One name for one state: that of a step is the same, whoever saved it."""
+    return bytes(left ^ right for left, right in zip(run, step.to_bytes(len(NO_HASH), "big"), strict=True))

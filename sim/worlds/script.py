@@ -1,0 +1,187 @@
+"""What is done to a world: who comes and goes when, and the events of the scenario. Pure.
+
+A peer runs while its first start has come, its churn says that it is there, and no event holds it down. A
+peer that an event finds not running is passed over. Events of one kind may overlap: of cuts all hold, of
+factors the product, of losses what all of them together let through.
+
+Not here: how a peer is started, cut off or frozen; that is the world's, of either fidelity (`Directed`).
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, Protocol
+
+from sim.churn.disturbances import Disturbance, disturbances, late_numbers
+from sim.churn.schedule import Change, changes
+from sim.scenario import Scenario
+from sim.seeds import draw_share
+
+
+class Directed(Protocol):
+    """A world, as far as it is told what to do. Peers go by number."""
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None: ...
+
+    def runs(self, number: int) -> bool:
+        """Return whether this peer runs, and is not about to leave."""
+
+    def start(self, number: int) -> None:
+        """Begin a life, unless there is one. Where the last one is still saying goodbye, `Direction.ended`
+        is to be called when it is over."""
+
+    def stop(self, number: int, why: str) -> None:
+        """End the life there is: at once, or where `why` is leave, with a goodbye."""
+
+    def split(self, side_of: Mapping[int, int]) -> None:
+        """From now on only peers of one side reach each other; whoever is not named is on side 0. Empty:
+        all do."""
+
+    def deafen(self, number: int, deaf: bool) -> None:
+        """From now on nothing arrives at this peer, or everything again."""
+
+    def lose(self, number: int, loss: float) -> None:
+        """From now on so large a share of this peer's messages is lost besides."""
+
+    def freeze(self, number: int, seconds: float) -> None: ...
+    def slow(self, number: int, factor: float) -> None: ...
+
+
+class Direction:
+    """Directs `world` from `begin` on. `region_of` says by number where a peer is."""
+
+    def __init__(
+        self, world: Directed, scenario: Scenario, seed: int, region_of: Callable[[int], str]
+    ) -> None:
+        self._world = world
+        self._scenario = scenario
+        self._seed = seed
+        nodes, churn = scenario.nodes, scenario.churn
+        self._arrived = bytearray(nodes)
+        self._present = bytearray(b"\1" * nodes)
+        self._held = array("H", bytes(2 * nodes))
+        self._changes: Iterator[Change] = changes(churn, nodes, scenario.seconds, seed)
+        self._disturbances = disturbances(
+            scenario.events,
+            nodes=nodes,
+            seconds=scenario.seconds,
+            seed=seed,
+            churn=churn,
+            late_share=scenario.start.late_share,
+            region_of=region_of,
+        )
+        self._cuts: dict[Disturbance, None] = {}
+        # By peer: those that last of each kind.
+        self._active: dict[tuple[str, int], list[Disturbance]] = {}
+
+    def begin(self) -> None:
+        """Plan all that is to come."""
+        scenario = self._scenario
+        self._plan_change()  # those of time 0 are made at once, before anybody starts
+        late = late_numbers(scenario.nodes, scenario.start.late_share, scenario.churn.permanent)
+        for number in range(scenario.nodes):
+            if number not in late:
+                self._world.at(start_seconds(scenario, self._seed, number), self._arrive, number)
+        self._plan_disturbance()
+
+    def ended(self, number: int) -> None:
+        """A goodbye is over."""
+        self._settle(number, "leave")
+
+    # Who is up.
+
+    def _arrive(self, number: int) -> None:
+        self._arrived[number] = True
+        self._settle(number, "")
+
+    def _plan_change(self) -> None:
+        for change in self._changes:
+            if change.time > 0:
+                self._world.at(change.time, self._change, change)
+                return
+            self._present[change.number] = change.up
+
+    def _change(self, change: Change) -> None:
+        self._plan_change()
+        self._present[change.number] = change.up
+        self._settle(change.number, change.why)
+
+    def _settle(self, number: int, why: str) -> None:
+        """Start or stop a peer, if it is not as it is to be."""
+        if self._arrived[number] and self._present[number] and not self._held[number]:
+            self._world.start(number)
+        elif self._world.runs(number):
+            self._world.stop(number, why)
+
+    # Events.
+
+    def _plan_disturbance(self) -> None:
+        disturbance = next(self._disturbances, None)
+        if disturbance is not None:
+            self._world.at(disturbance.begins, self._disturb, disturbance)
+
+    def _disturb(self, disturbance: Disturbance) -> None:
+        self._plan_disturbance()
+        running = [number for number in disturbance.numbers if self._world.runs(number)]
+        match disturbance.kind:
+            case "join":
+                for number, at in zip(disturbance.numbers, disturbance.starts, strict=True):
+                    self._world.at(at, self._arrive, number)
+            case "crash" | "leave":
+                self._hold(running, 1, disturbance.kind)
+                self._world.at(disturbance.ends, self._hold, running, -1, disturbance.kind)
+            case "restart":
+                self._hold(running, 1, disturbance.kind)
+                self._hold(running, -1, disturbance.kind)
+            case "partition":
+                self._cuts[disturbance] = None
+                self._cut()
+                self._world.at(disturbance.ends, self._mend, disturbance)
+            case "freeze":
+                for number in running:
+                    self._world.freeze(number, disturbance.ends - disturbance.begins)
+            case _:
+                self._affect(disturbance, True)
+                self._world.at(disturbance.ends, self._affect, disturbance, False)
+
+    def _hold(self, numbers: list[int], by: int, why: str) -> None:
+        for number in numbers:
+            self._held[number] += by
+            self._settle(number, why)
+
+    def _mend(self, disturbance: Disturbance) -> None:
+        del self._cuts[disturbance]
+        self._cut()
+
+    def _cut(self) -> None:
+        """Peers reach each other that are on the same side of every cut."""
+        names: dict[tuple[int, ...], int] = {(): 0}
+        cuts_of: dict[int, tuple[int, ...]] = {}
+        for index, cut in enumerate(self._cuts):
+            for number in cut.numbers:
+                cuts_of[number] = (*cuts_of.get(number, ()), index)
+        self._world.split({number: names.setdefault(cuts, len(names)) for number, cuts in cuts_of.items()})
+
+    def _affect(self, disturbance: Disturbance, begins: bool) -> None:
+        kind, world = disturbance.kind, self._world
+        for number in disturbance.numbers:
+            active = self._active.setdefault((kind, number), [])
+            if begins:
+                active.append(disturbance)
+            else:
+                active.remove(disturbance)
+            if kind == "one-way":
+                world.deafen(number, bool(active))
+            elif kind == "slow":
+                world.slow(number, prod(one.factor for one in active))
+            else:
+                world.lose(number, 1 - prod(1 - one.loss for one in active))
+            if not active:
+                del self._active[kind, number]
+
+
+def start_seconds(scenario: Scenario, seed: int, number: int) -> float:
+    """Return when a peer first starts: the first at once, the others drawn evenly."""
+    if number == 0:
+        return 0.0
+    return scenario.start.spread_seconds * draw_share(seed, "start", number)

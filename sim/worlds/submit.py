@@ -1,0 +1,109 @@
+"""A training run of a scenario as a person at a peer asks for it: model, data, manifest, submission.
+
+The model is captured as the command `train` does it, before the world begins to play and once in a process,
+for it takes seconds. Data is real: scikit-learn's digits, or a file of text, or a folder of arrays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import trio
+
+from node.cli.capture import capture_to
+from node.content import datasets as datasets
+from node.placement.leases import PlacementFailed
+from node.protocols.manifest import PlanTable, Run, RunFile, TrainTable, check_run_file, make_run
+from node.runs.manifest_builder import make_manifest, window_of
+from node.runtime import Node
+from sim.scenario import Training
+
+MICROBATCH = 32
+"""Samples in a micro-batch."""
+AGAIN_SECONDS = 5.0
+"""Where no plan came about, for nobody had a slot or somebody died meanwhile, a person tries again."""
+KNOWN_MODELS_MAX = 8
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as `node.content.graphs` takes it: a graph, and first values where it has any."""
+
+    graph: bytes
+    values: bytes | None
+
+    def put(self, folder: Path) -> tuple[Path, Path | None]:
+        """Write both down for a node to take."""
+        graph = folder / "model.peerloom"
+        graph.write_bytes(self.graph)
+        if self.values is None:
+            return graph, None
+        values = graph.with_suffix(".safetensors")
+        values.write_bytes(self.values)
+        return graph, values
+
+
+def run_file_of(training: Training, seed: int) -> RunFile:
+    """Return what a person would write for it. Raises UsageError."""
+    train = TrainTable(
+        steps=training.steps,
+        batch=training.microbatches * MICROBATCH,
+        microbatch=MICROBATCH,
+        optimizer="adam",
+        learning_rate=training.learning_rate,
+        seed=seed,
+    )
+    plan = PlanTable(
+        stages=training.stages,
+        replicas=training.replicas,
+        trainers=training.trainers,
+        checkpoint_every=training.checkpoint_every,
+        on_lost_quorum=training.on_lost_quorum,
+    )
+    run_file = RunFile(model=training.model, data=training.data, train=train, plan=plan)
+    check_run_file(run_file, "runs")
+    return run_file
+
+
+def capture(training: Training) -> Captured:
+    """Its model. Raises UsageError: there is none of this name, or it cannot be captured."""
+    return _capture(training.model, training.data)
+
+
+@lru_cache(maxsize=KNOWN_MODELS_MAX)
+def _capture(model: str, data: str) -> Captured:
+    run_file = run_file_of(Training(model=model, data=data), 0)
+    with TemporaryDirectory(prefix="peerloom-sim-") as folder:
+        graph = Path(folder) / "captured.peerloom"
+        capture_to(graph, run_file, Path("runs"), "runs")
+        values = graph.with_suffix(".safetensors")
+        return Captured(graph.read_bytes(), values.read_bytes() if values.is_file() else None)
+
+
+async def submit(
+    node: Node, training: Training, captured: Captured, seed: int, made: Callable[[Run], None]
+) -> None:
+    """Have `node` ask for the run, again where no plan comes about. `made` is told of each manifest.
+
+    Raises:
+        UsageError: the data is not there, or does not fit the model.
+    """
+    run_file = run_file_of(training, seed)
+    with TemporaryDirectory(prefix="peerloom-sim-") as folder:
+        graph_name, graph = await node.runs.models.learn(*captured.put(Path(folder)))
+    dataset = datasets.load(run_file.data, Path(), window=window_of(run_file, graph, "runs"))
+    if dataset.digest != datasets.DIGITS_NAME:
+        await node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, Path()))
+    while True:
+        created = node.seams.clock.wall()
+        manifest = make_manifest(run_file, graph, graph_name, dataset, name="runs", created=created)
+        run = make_run(node.signer, manifest)
+        made(run)
+        try:
+            await node.runs.submit(run)
+        except PlacementFailed:
+            await trio.sleep(AGAIN_SECONDS)
+        else:
+            return

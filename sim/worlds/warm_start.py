@@ -1,0 +1,142 @@
+"""A swarm that has run for long: its peers know each other from the first instant, where a scenario says so.
+
+A birth is costly to play and is another question: each of n facts is passed on by everybody, which takes
+minutes of virtual time, and all first refreshes of the DHT come at once. Here each peer is told what the
+birth would have taught it, by the messages that would have taught it, so that cores of one's own learn it as
+well: its membership core the facts of all whom it is to list; its DHT core contacts drawn evenly for each
+bucket, and for those who wait for a place there, who pinged it and answered its ping at a moment of the last
+refresh interval. What cores would say to that is not sent. How deep a scope is no message tells; it is set.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from crypto.errors import LocalProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from dht import messages as dht
+from dht.keys import KEY_BITS, node_number
+from dht.messages import PROTOCOL as KADEMLIA
+from dht.routing import WAITING_MAX
+from dht.settings import Settings as Discovery
+from gossip import messages as swim
+from gossip.settings import Settings as Membership
+from gossip.swim import PROTOCOL as SWIM
+from node.services.driver import Sends
+from sim.network.links import Links
+from sim.seeds import seeded_rng
+from sim.worlds.life import Ground, Life
+from sim.worlds.roster import Roster
+
+
+class Acquaintance:
+    """Makes the peers that run now known to each other."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        links: Links,
+        roster: Roster,
+        membership: Membership,
+        discovery: Discovery,
+        *,
+        scoped: bool,
+    ) -> None:
+        self._ground = ground
+        self._links = links
+        self._membership = membership
+        self._discovery = discovery
+        self._scoped = scoped
+        # By their place in the key space: neighbourhoods and buckets are ranges of this.
+        self._lives = sorted(ground.lives.values(), key=lambda life: node_number(life.peer))
+        self._numbers = [node_number(life.peer) for life in self._lives]
+        self._texts = [dht.address_texts((roster.address(life.number),)) for life in self._lives]
+
+    def make(self) -> None:
+        """All of it, at this instant."""
+        facts = [self._own_fact(life) for life in self._lives]
+        for place, life in enumerate(self._lives):
+            self._meet(life, place)
+            self._list(life, place, facts)
+            life.entered = True
+
+    # The member list.
+
+    def _own_fact(self, life: Life) -> Fact:
+        """Return what a peer says of itself to one who asks."""
+        heard: list[Fact] = []
+        stranger = PeerId(bytes(len(life.peer)))
+
+        def ask(core: Any, now: float) -> Sends:
+            question = swim.ScopedSync(True, None, ()) if self._scoped else swim.Sync(True, ())
+            for _, answer in core.receive(now, stranger, question):
+                heard.extend(fact for fact in getattr(answer, "facts", ()) if fact.author == life.peer)
+            return []
+
+        self._ground.command(life, SWIM, ask)
+        if not heard:
+            raise LocalProtocolError("start.acquainted: a membership core that answers no Sync with its fact")
+        return heard[0]
+
+    def _list(self, life: Life, place: int, facts: Sequence[Fact]) -> None:
+        depth, first, end = self._neighbourhood(place)
+        if end - first < 2:
+            return
+        teller = self._lives[first if first != place else first + 1].peer
+        told = tuple(facts[first:end])
+        everything = swim.ScopedSync(False, depth, told) if self._scoped else swim.Sync(False, told)
+
+        def learn(core: Any, now: float) -> Sends:
+            if self._scoped:
+                core.scope.depth = depth
+            if hasattr(core, "acquaint"):
+                core.acquaint(now, teller, told)  # it would ask each first whether it is there
+            else:
+                core.receive(now, teller, everything)
+            return []
+
+        self._ground.command(life, SWIM, learn)
+
+    def _neighbourhood(self, place: int) -> tuple[int, int, int]:
+        """How deep the scope of a peer is, and the range of whom it lists."""
+        depth, first, end = 0, 0, len(self._lives)
+        if self._scoped:
+            while end - first > self._membership.scope_members_max:
+                depth += 1
+                first, end = self._range(self._numbers[place], depth)
+        return depth, first, end
+
+    # The routing table.
+
+    def _meet(self, life: Life, place: int) -> None:
+        own, count = self._numbers[place], self._discovery.k + WAITING_MAX
+        rng = seeded_rng(self._ground.seed, "acquaintance", life.peer)
+        ago_seconds = rng.random() * self._discovery.refresh_seconds
+        for depth in range(KEY_BITS):
+            first, end = self._range(own ^ 1 << KEY_BITS - 1 - depth, depth + 1)
+            near = range(first, end)
+            self._know(life, rng.sample(near, min(count, len(near))), ago_seconds)
+            first, end = self._range(own, depth + 1)
+            if end - first <= 1:  # nobody but this peer
+                break
+
+    def _know(self, life: Life, places: Sequence[int], ago_seconds: float) -> None:
+        def meet(core: Any, now: float) -> Sends:
+            then = now - ago_seconds
+            for place in places:
+                other, texts = self._lives[place], self._texts[place]
+                seconds = self._links.latency_seconds(life.peer, other.peer)
+                seconds += self._links.latency_seconds(other.peer, life.peer)
+                for _, question in core.receive(then - seconds, other.peer, dht.Ping(other.number, texts)):
+                    if isinstance(question, dht.Ping):
+                        core.receive(then, other.peer, dht.Pong(question.id, texts))
+            return []
+
+        self._ground.command(life, KADEMLIA, meet)
+
+    def _range(self, number: int, depth: int) -> tuple[int, int]:
+        """Return whose keys share the first `depth` bits with `number`: from the first to behind the last."""
+        free = KEY_BITS - depth
+        low = number >> free << free
+        return bisect_left(self._numbers, low), bisect_left(self._numbers, low + (1 << free))
