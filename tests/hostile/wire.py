@@ -17,6 +17,7 @@ import dht.records
 import gossip.messages
 import gossip.swim
 from crypto.contact import CONTACT_PURPOSE, ContactBody
+from dht.capabilities import Advert
 from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
 from node.averaging import transfer
@@ -100,7 +101,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, membership.Metadata, Calibration),
+    "value": (Change, replication.Offer, membership.Metadata, Calibration, Advert),
     "links": (Change,),
     "metadata": (membership.Metadata,),
     "data": (checkpoint.StatePart,),

@@ -84,7 +84,7 @@ def test_a_lease_asked_for_again_is_not_computed_again() -> None:
         plan, graph = plan_of(run, ALICE), simple_cnn().graph
         for _ in range(3 * BURST):
             assert await checks.rejection_reason(BOB, run, graph, plan, 0) is None
-        huge = prepare(a, manifest(microbatch=4_096, microbatches=64))
+        huge = prepare(a, manifest(microbatch=4_096, microbatches=64, pipeline="gpipe"))
         for _ in range(3 * BURST):
             reason = await checks.rejection_reason(BOB, huge, graph, plan_of(huge, ALICE), 0)
             assert reason is not None

@@ -155,7 +155,7 @@ def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and
             replace(good, stages=(StagePlan(0, 2**62, (a.peer,), (1,)),)),
         ):
             await assert_refused(b, a, wire.LeaseRequest(run.fact, encode_plan(bad), 0))
-        huge = run_of(b, microbatch=4_096, microbatches=64)
+        huge = run_of(b, microbatch=4_096, microbatches=64, pipeline="gpipe")
         reply = await lease(b, a, huge, plan_of(huge, a.peer))
         assert isinstance(reply, wire.Declined)
         assert "memory" in reply.reason

@@ -225,7 +225,7 @@ def ended(*program: str, folder: Path, command: tuple[str, ...] = (sys.executabl
 
 
 ENTER = (
-    "import os, threading; from node.runs import sandbox\n"
+    "import os, threading; from node.stages import sandbox\n"
     "{before}\n"
     "found = sandbox.enter(scratch='.', device='cpu', memory_bytes=1 << 28, allow_unfenced={allow})\n"
     "print(found.unfenced)"

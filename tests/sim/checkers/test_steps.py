@@ -281,7 +281,7 @@ def test_a_scenario_has_the_invariants_that_it_asks_for_and_that_it_can_break() 
         name="t", about="t", checks=Checks(converge_seconds=9.0, false_deaths=True, found_share=0.9)
     )
     assert names(asked) == always | {"membership", "false-death", "lost-records"}
-    steps = {"chain", "samples", "sums"}
+    steps = {"chain", "samples", "sums", "branches"}
     assert names(Scenario(name="t", about="t", runs=(Training(),))) == always | steps | {"plans"}
     assert names(Scenario(name="t", about="t", runs=(Training(on_lost_quorum="fork"),))) == always | steps
 
