@@ -38,7 +38,7 @@ CONNECTIONS, CONNECTIONS_PER_SECOND = 10_000, 2_000.0
 COMPUTED = (UnwelcomePackets, PatientPackets, HalfVisitors, RecordedVisitors, Guests)
 """What makes a node compute a handshake before it can tell. Not the price of one is bounded, but how many."""
 STANDING = (SilentVisitors, DrippingVisitors)
-"""Who stays in the doorway until there is no room, or the deadline has come."""
+"""Connections that stay half-open until there is no room, or until their deadline."""
 STANDING_SECONDS_MIN = 2.0
 """To fill the doorway takes the first part of it."""
 
@@ -67,7 +67,7 @@ def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: floa
     cpu_seconds = max(0.0, outcome.cpu_seconds - peace_share * outcome.seconds)
     strikes, count = outcome.strikes[attack.__name__], refused(outcome, [attack])
     if issubclass(attack, STANDING):
-        # Who still stands in the doorway was let in and not yet sent away: half of it.
+        # Connections that are still half-open were let in and not yet closed: half of them.
         count += min(strikes, HALF_OPEN_MAX) // 2
     if issubclass(attack, DrippingVisitors):
         # Each byte is a thing to be dealt with, and each connection: thrown out, it comes again.

@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key pair and the peer id in libp2p's text form.
+"""A peer's identity: an Ed25519 key pair and the peer id in libp2p's text form.
 
 A `PeerId` is the raw 32-byte Ed25519 public key. Its text form is libp2p's: base58btc of
 `00 24 08 01 12 20` + key, an identity multihash of the protobuf-wrapped key (libp2p peer-ids

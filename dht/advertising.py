@@ -97,7 +97,7 @@ class Advertising:
         self._ground.search(now, key, then, values=True)
 
     def _settle(self, name: str, depth: int, direction: int, turn: int, now: float, search: Search) -> None:
-        """So many stand under a key: stay there, or look one bit further."""
+        """Adverts under one key beyond which a search looks one bit further."""
         if turn != self._turn:
             return
         wall, own = self._ground.wall(now), self._ground.peer

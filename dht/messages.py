@@ -84,7 +84,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class FindNode(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Whom do you know nearest to `key`?"""
+    """Ask for the contacts nearest to `key`."""
 
     id: RequestId
     addresses: AddressTexts

@@ -36,7 +36,7 @@ CLOCK_SLACK_SECONDS = 600.0
 """How far two honest wall clocks may stand apart (ARCHITECTURE law 2)."""
 
 LIFETIME_SECONDS_MAX = 48 * 3600.0
-"""Who still cares for a record publishes it again; what nobody cares for goes."""
+"""Publishers that still want a record publish it again; others expire."""
 
 
 Rank = tuple[int, int, bytes]

@@ -8,7 +8,7 @@ from crypto.token_buckets import Bucket
 
 REFUTATIONS_MAX = 4.0
 REFUTATION_INTERVALS = 30.0
-"""So many at once, then one in so many probe intervals."""
+"""A burst of refutations, then one in this many probe intervals."""
 OUTSIDERS_REFUTED_MAX = 2
 """In one probe interval, for accusers that we do not list, but which may list us; and for those who accuse
 too often."""

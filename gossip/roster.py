@@ -1,4 +1,4 @@
-"""Who takes part in a named run of averaging, and how far each is: a sans-IO core.
+"""Participants of a named run of averaging, and how far each is: a sans-IO core.
 
 Each participant tells all others once a second, and at once when it has something new to say. A newcomer
 greets peers that may take part (members of the swarm, publishers of a DHT record); whoever does answers with

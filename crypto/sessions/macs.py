@@ -1,4 +1,4 @@
-"""Who may be answered at all: a keyed check of every handshake packet, and cookies under load.
+"""Checks before any answer: a keyed check of every handshake packet, and cookies under load.
 
 mac1 covers a handshake packet with a key that follows from the swarm's secret and the receiver's peer id: who
 does not know both gets no answer, and costs us a hash. A cookie is a MAC over the sender's address with a key

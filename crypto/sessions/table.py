@@ -1,4 +1,4 @@
-"""Who is in it: peers by id, sessions by index, alarms by time, each bounded. Decides nothing about packets.
+"""Session table: peers by id, sessions by index, alarms by time, each bounded. Decides nothing about packets.
 
 A peer is in one of three pools. *Strangers* began a session and have not used it: their address may be
 forged, so they push out only one another. *Wanted* peers are those that we want to reach and have no session

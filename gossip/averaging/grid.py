@@ -1,4 +1,4 @@
-"""Who averages with whom: Moshpit's grid (Ryabinin et al. 2021, algorithm 1), for any number of peers.
+"""Which peers average together: Moshpit's grid (Ryabinin et al. 2021, algorithm 1), for any number of peers.
 
 Peers stand in the cells of a grid of d axes. In round t those that agree in all coordinates but that of
 axis t mod d are one group; afterwards its members change their places on that axis among themselves, so

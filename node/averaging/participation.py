@@ -62,7 +62,7 @@ class Service:
 
 @dataclass(frozen=True)
 class RunView:
-    """Who takes part in a run besides this peer, and how far all are.
+    """The other participants of a run, and how far all are.
 
     `step` is the newest global step of a peer that has a state, `samples` what all peers at this peer's step
     have gathered, this one included, `strangers` peers under the same name that average other tensors,
