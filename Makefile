@@ -37,24 +37,37 @@ bench: $(READY)
 corpus: $(READY)
 	$(BIN)/python benchmarks/corpus.py
 
-# The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then ten thousand
+# The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then twenty-five models of
+# others, five of them fine-tuned on two nodes. Then ten thousand
 # hostile graphs, each refused or really run; a million events each of the step machines, the plan chain and
 # whole runs (the last takes half an hour).
 # Exactness for every shape and every death, and real processes killed one after another: some minutes each. At
 # last a hundred seeds of two hundred peers that come and go, which takes an hour and more.
 soak: $(READY)
 	$(BIN)/python benchmarks/models.py
+	PEERLOOM_CORPUS=sample $(BIN)/python -m pytest -s tests/test_corpus.py
+	$(BIN)/python benchmarks/finetune.py
 	PEERLOOM_HOSTILE_CASES=10000 $(BIN)/python -m pytest -s tests/partition/test_hostile_graphs.py
 	PEERLOOM_PARTITION_SEEDS=50 $(BIN)/python -m pytest -s tests/test_partitions.py
 	PEERLOOM_EXACTNESS=full $(BIN)/python -m pytest -s tests/test_exactness.py
 	PEERLOOM_SWIM_EXAMPLES=300 $(BIN)/python -m pytest -s tests/gossip/test_machine.py
+	PEERLOOM_RECUT_STAGES=3 $(BIN)/python -m pytest -s tests/test_recut.py
 	PEERLOOM_STACK=full $(BIN)/python -m pytest -s tests/sim/test_stack_world.py
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
+	PEERLOOM_SMALL_SEEDS=200 $(BIN)/python -m pytest -s tests/sim/test_small_runs.py
+	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
+	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
 	$(BIN)/python benchmarks/swim.py
+	$(BIN)/python benchmarks/dht_churn.py
 	$(BIN)/python benchmarks/survival.py
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10
+	$(BIN)/python benchmarks/gossip_digits.py
+	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py
+	PEERLOOM_STRESS_SECONDS=600 PEERLOOM_STRESS_PEERS=10 $(BIN)/python -m pytest -s tests/node/averaging/test_stress.py
+	PEERLOOM_CATCH_UP_PARAMETERS=50000000 $(BIN)/python -m pytest -s tests/node/averaging/test_catch_up.py
+	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py
 	PEERLOOM_MEMBER_SEEDS=50 $(BIN)/python -m pytest -s tests/test_hostile_member.py
 	$(BIN)/python -m sim churn --seeds 100 --jobs 2 --out soak-out

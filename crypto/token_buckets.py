@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 HOSTS_MAX = 4_096
-"""Whose prefix is remembered: to find it costs as much as to take a connection from the kernel."""
+"""Hosts whose prefix is cached: computing one costs as much as accepting a connection from the kernel."""
 _PREFIX_BYTES = 8
 """Of an IPv6 address what a household is given; of the rest it can have any."""
 

@@ -45,7 +45,7 @@ WIDTH = 6
 HUNT_SECONDS_MAX = 2.0
 """After this no further shard is read: what was found is pinged."""
 CANDIDATES_FACTOR = 2
-"""So many times the count are collected, to choose the near from and to replace the dead."""
+"""Candidates collected per peer asked for: the spares let us choose near ones and replace dead ones."""
 HUNTS_MAX = 64
 """Searches of one node at a time; each is some hundred requests."""
 

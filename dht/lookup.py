@@ -124,7 +124,7 @@ class Lookup:
         self._stopped = False
         self._barren = 0
         self._nearest: int | None = None
-        # Who named a candidate, and how the named ones of each did: (answered, ghosts).
+        # The peers that named each candidate, and how each peer's candidates did: (answered, ghosts).
         self._named_by: dict[PeerId, list[PeerId]] = {}
         self._word: dict[PeerId, tuple[int, int]] = {}
         for contact in seeds:

@@ -205,7 +205,7 @@ class RecordStore:
             self._by_key[record.key][record.publisher] = record
             if record.rank > kept.rank:
                 self._note(record)
-            # Whoever passes on another's record does not make it one of its own.
+            # A peer that passes on another's record does not become its source.
             if is_publisher:
                 self._sources.add((record.key, record.publisher), source)
             return None

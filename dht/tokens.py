@@ -19,6 +19,7 @@ SECRET_BYTES = 32
 class WriteTokens:
     """Makes and checks the tokens of one node. `secret` comes from its shell's entropy."""
 
+    # No dataclass: a record of a node (`node.recording`) holds the fields of those.
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:

@@ -17,9 +17,9 @@ from dht.routing import Bucket, Contact, Table
 from dht.settings import Settings
 
 WATCHED_PATIENCE = 4
-"""Whom somebody else watches is asked for a sign of life so many times more seldom: it lives, but it may have
-become a client, or its DHT be mute. And where all of a bucket are watched, whoever stood there beside them
-would have been named too: so many times more seldom it is looked into."""
+"""Peers that SWIM already monitors are pinged this many times less often: they live, but may have become
+clients, or their DHT may be mute. A bucket whose contacts are all monitored is also refreshed this many times
+less often, since any further contact in its range would have been named too."""
 LOST_TRIES_MAX = 60
 """Pings to a contact that fell silent, one in `lost_retry_seconds` at most."""
 LIARS_MAX = 256

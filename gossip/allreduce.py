@@ -111,7 +111,7 @@ class AllReduce:
 
     @property
     def missing(self) -> tuple[PeerId, ...]:
-        """Whom we still wait for, in the order of `members`: for a sum, or for a summand of ours."""
+        """The members we still wait for, in the order of `members`: for a sum, or for a summand of ours."""
         waits = [place in self._awaited.values() for place in range(len(self._members))]
         waits[self._place] = False
         for summands in self._summands.values():

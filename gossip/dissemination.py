@@ -2,13 +2,15 @@
 
 Least passed on first, the newest first among equals, so that news overtakes what many know. A
 newer fact about a member replaces the older ones, except that several accusers' suspicions of
-one member wait side by side: they are independent confirmations (Lifeguard).
+one member wait side by side: they are independent confirmations (Lifeguard). What users tell takes the room
+that membership leaves.
 """
 
 from collections.abc import Iterator, Sequence
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from crypto.token_buckets import Bucket, Buckets
 from gossip.messages import FACTS_MAX, fact_bytes
 
 _SMALLEST_BYTES = 110
@@ -20,25 +22,55 @@ DEAD_SENDS = 6
 """All who held a suspicion come to its end at about the same time, each by its own probe."""
 REFUTATION_SENDS = 4
 """A refutation need not reach all: whoever suspects us passes it on, and the others do not."""
-CHANGES_MAX = 3.0
+CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
 """Of what one member says of itself, a change of its profile, a return or a goodbye, so many are passed on at
 once, then one in so many probe intervals: each costs everybody some sends. The rest spreads by Syncs."""
+CHANGED_SENDS = 4
+"""Sends of a change soon after another one. Where each sends on four times, one in fifty is left to Syncs."""
+ALL_CHANGES_MAX = 4.0
+ALL_CHANGE_INTERVALS = 10.0
+"""Changes of all members together that are sent in full at once, then one in so many intervals. Of more, a
+member's first is sent CHANGED_SENDS times and its second not at all, so that a minority that changes all the
+time costs others little."""
 SENDS_MAX = 1_000
 """More than `Settings.retransmits` can be."""
 OWN_SENDS_MIN = 12
 """Where few are told at random, who tells us a fact says little about who knows it."""
 
 
+class Changes:
+    """How often changes of what members say of themselves are passed on."""
+
+    __slots__ = ("_all", "_of")
+
+    def __init__(self, interval_seconds: float, members_max: int, now: float) -> None:
+        rate = 1 / (CHANGE_INTERVALS * interval_seconds)
+        self._of: Buckets[PeerId] = Buckets(rate, CHANGES_MAX, members_max)
+        rate = 1 / (ALL_CHANGE_INTERVALS * interval_seconds)
+        self._all = Bucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
+
+    def sends(self, member: PeerId, now: float) -> int:
+        """Return how often to send one of `member`; 0 for not at all."""
+        bucket = self._of.of(member, now)
+        is_first = bucket.left(now) >= CHANGES_MAX
+        if not bucket.take(now):
+            return 0
+        if self._all.take(now):
+            return SENDS_MAX if is_first else CHANGED_SENDS
+        return CHANGED_SENDS if is_first else 0
+
+
 class _Item:
     """A fact that waits; `size` as in a message, `sent` so often, and `heard` of those. Small, for where a
     swarm starts all facts of all wait at all."""
 
-    __slots__ = ("fact", "heard", "sends", "sent", "size", "subject")
+    __slots__ = ("fact", "heard", "is_later", "sends", "sent", "size", "subject")
 
-    def __init__(self, subject: PeerId, fact: Fact) -> None:
+    def __init__(self, subject: PeerId, fact: Fact, *, is_later: bool) -> None:
         self.subject = subject
         self.fact = fact
+        self.is_later = is_later
         self.size = fact_bytes(fact)
         self.sent = 0
         self.heard = 0
@@ -53,30 +85,39 @@ class Dissemination:
     `waits` says whether anything is in it.
     """
 
-    __slots__ = ("_about", "_items", "_tiers", "waits")
+    __slots__ = ("_about", "_items", "_later_tiers", "_tiers", "waits")
 
     def __init__(self) -> None:
         self.waits = False
         self._items: dict[bytes, _Item] = {}
         self._tiers: list[dict[bytes, _Item]] = []
+        self._later_tiers: list[dict[bytes, _Item]] = []
         # What waits about each subject; bounded by members and confirmations.
         self._about: dict[PeerId, tuple[_Item, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, subject: PeerId, fact: Fact, *, beside: bool = False, sends: int = SENDS_MAX) -> None:
+    def put(
+        self,
+        subject: PeerId,
+        fact: Fact,
+        *,
+        beside: bool = False,
+        sends: int = SENDS_MAX,
+        is_later: bool = False,
+    ) -> None:
         """Let `fact` about `subject` travel, `sends` times at most; it replaces older ones unless it stands
-        `beside` them."""
+        `beside` them. What `is_later` takes only the room that all else leaves."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
         if any(other.fact.signature == fact.signature for other in others):
             return
-        item = _Item(subject, fact)
+        item = _Item(subject, fact, is_later=is_later)
         self._about[subject] = (*others, item)
         item.sends = sends
-        self._tier(0)[fact.signature] = item
+        self._tier(item)[fact.signature] = item
         self._items[fact.signature] = item
         self.waits = True
 
@@ -117,7 +158,7 @@ class Dissemination:
         return tuple(chosen)
 
     def _due(self) -> Iterator[_Item]:
-        for tier in self._tiers:
+        for tier in (*self._tiers, *self._later_tiers):
             if tier:
                 yield from reversed(tier.values())
 
@@ -126,22 +167,23 @@ class Dissemination:
             self._remove(item)
         else:
             key = item.fact.signature
-            del self._tiers[item.sent][key]
+            del self._tier(item)[key]
             item.sent += 1
-            self._tier(item.sent)[key] = item
+            self._tier(item)[key] = item
 
-    def _tier(self, sent: int) -> dict[bytes, _Item]:
-        while len(self._tiers) <= sent:
-            self._tiers.append({})
-        return self._tiers[sent]
+    def _tier(self, item: _Item) -> dict[bytes, _Item]:
+        tiers = self._later_tiers if item.is_later else self._tiers
+        while len(tiers) <= item.sent:
+            tiers.append({})
+        return tiers[item.sent]
 
     def _remove(self, item: _Item) -> None:
-        del self._tiers[item.sent][item.fact.signature]
+        del self._tier(item)[item.fact.signature]
         rest = tuple(other for other in self._about.pop(item.subject) if other is not item)
         if rest:
             self._about[item.subject] = rest
         del self._items[item.fact.signature]
         if not self._items:
             # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
-            self._tiers, self._about = [], {}
+            self._tiers, self._later_tiers, self._about = [], [], {}
             self.waits = False

@@ -46,7 +46,7 @@ class Hints:
         self._interval_seconds = interval_seconds
         # Accusations that wait for a verdict, by whoever pays for a false one.
         self._pending: dict[PeerId, int] = {}
-        # Who answered in this period of SPARED_INTERVALS, and in the one before.
+        # The peers that answered in this period of SPARED_INTERVALS, and in the one before.
         self._spared: tuple[set[PeerId], set[PeerId]] = (set(), set())
         self._spared_at = 0.0
 

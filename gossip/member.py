@@ -119,6 +119,32 @@ class MemberDown:
     reason: str
 
 
+class Condition(enum.StrEnum):
+    """What ails a member that lives."""
+
+    LATE = "late"
+    NO_PATH = "no path"
+
+
+@dataclass(frozen=True)
+class MemberDegraded:
+    """A live member answers this peer late, or only through others, which is not dead. `rate` is the share of
+    the latest probes that it answered in time, `seconds` what an answer takes."""
+
+    peer: PeerId
+    condition: Condition
+    rate: float
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberRecovered:
+    """A degraded member answers in time again, itself."""
+
+    peer: PeerId
+
+
 @dataclass(frozen=True)
 class MemberLeft:
     """A member said goodbye."""
@@ -160,6 +186,16 @@ class FactsRefused:
 
 
 @dataclass(frozen=True)
+class BroadcastHeard:
+    """A user of `author` tells all members something; of two under a topic the higher `sequence` is newer."""
+
+    author: PeerId
+    topic: bytes
+    sequence: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class SelfAccused:
     """`accuser` suspected or buried this very peer; `incarnation` is the new one that refutes it."""
 
@@ -180,4 +216,7 @@ Event = (
     | NeighbourhoodLookupWanted
     | CandidateFound
     | FactsRefused
+    | BroadcastHeard
+    | MemberDegraded
+    | MemberRecovered
 )

@@ -43,6 +43,9 @@ MARK_BYTES = 8
 INCARNATION_JUMP_MAX = 2**42
 """Above what is held of a member, or above 0: 139 years of milliseconds. A restart takes the unix time of a
 clock that may have been wrong; more would only leave no room above it."""
+TOPIC_BYTES_MAX = 64
+BROADCAST_BYTES_MAX = 512
+"""What a user tells at once; more is for a blob, whose hash is told."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
 """An accuser claims an hour of silence at most; it only feeds the text of a reason."""
 
@@ -82,19 +85,28 @@ class DeadBody(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
     silence_milliseconds: Milliseconds
 
 
+class BroadcastBody(msgspec.Struct, frozen=True, array_like=True, tag="broadcast"):
+    """By its author: what a user of mine tells all, in place of what it told of this topic before."""
+
+    topic: Annotated[bytes, msgspec.Meta(min_length=1, max_length=TOPIC_BYTES_MAX)]
+    sequence: Incarnation
+    data: Annotated[bytes, msgspec.Meta(max_length=BROADCAST_BYTES_MAX)]
+
+
 class LeftBody(msgspec.Struct, frozen=True, array_like=True, tag="left"):
     """By the subject: I go, of my own will."""
 
     incarnation: Incarnation
 
 
-Body = AliveBody | SuspectBody | DeadBody | LeftBody
+Body = AliveBody | SuspectBody | DeadBody | LeftBody | BroadcastBody
 
 _PURPOSES: dict[type, str] = {
     AliveBody: "swim-alive",
     SuspectBody: "swim-suspect",
     DeadBody: "swim-dead",
     LeftBody: "swim-left",
+    BroadcastBody: "swim-broadcast",
 }
 
 
@@ -263,7 +275,8 @@ def check_jump(body: AliveBody, held: int) -> None:
 
 def incarnation_of(fact: Fact) -> int:
     """The incarnation that a well-formed fact speaks of."""
-    return read_body(fact).incarnation
+    body = read_body(fact)
+    return body.sequence if isinstance(body, BroadcastBody) else body.incarnation
 
 
 def silence_of(fact: Fact) -> int:

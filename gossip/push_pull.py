@@ -168,7 +168,7 @@ class Exchange:
                 # Those nearest to us do not list them, and cannot tell us.
                 self._search(self._scope.key_beyond())
             elif self._syncs >= self._search_syncs:
-                # Whoever is missed by us may be missed by all whom we know.
+                # All the peers that we know may lack the same member that we lack.
                 self._syncs = 0
                 if self._table.live >= self._settings.scope_members_min:
                     self._search_syncs = min(2 * self._search_syncs, SEARCH_SYNCS_MAX)

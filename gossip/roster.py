@@ -6,7 +6,7 @@ its own report and the names of others. Nobody keeps the list for the rest, and 
 whom to ask into a group, and how much of a global batch there is. What a report says is its author's word
 alone.
 
-Not here: agreement on a group (`gossip.averaging.formation`), and liveness in the swarm (`gossip.swim`),
+Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`),
 which says by `lost` what it knows.
 """
 

@@ -23,13 +23,14 @@ from math import inf
 from random import Random
 
 from crypto.facts import Fact, Signer
-from crypto.identity import PeerId, short_peer
-from crypto.token_buckets import Buckets
+from crypto.identity import PeerId
 from gossip import dissemination as news
+from gossip.broadcasts import Broadcasts, queue_key
 from gossip.candidates import Candidate, Candidates
 from gossip.hints import Hints
 from gossip.intake import CHECK_COST, READ_COST, Intake, Job
 from gossip.member import (
+    BroadcastHeard,
     Event,
     FactsRefused,
     MemberDown,
@@ -45,12 +46,10 @@ from gossip.messages import (
     AliveBody,
     AliveFact,
     Body,
+    BroadcastBody,
     DeadBody,
     LeftBody,
     SuspectBody,
-    alive_body,
-    announced,
-    check_body,
     check_jump,
     fact_bytes,
     incarnation_of,
@@ -59,14 +58,14 @@ from gossip.messages import (
     milliseconds,
     read_alive,
     read_body,
-    sign_body,
     silence_of,
     subject_of,
 )
+from gossip.own_facts import OwnFacts
 from gossip.refutations import Refutations
 from gossip.settings import Settings
 from gossip.shares import Shares
-from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion
+from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion, suspect
 from gossip.table import MemberTable, Row, Verdict
 from gossip.view import Scope
 
@@ -75,9 +74,9 @@ class MembershipState:
     """The member list of one peer, kept by the facts it hears."""
 
     __slots__ = (
-        "_changes", "_checks", "_credit", "_events", "_farewell", "_settings", "_signer", "candidates",
-        "health", "hints", "intake", "misled",
-        "peer", "queue", "refutations", "scope", "shares", "suspicion_deadline", "suspicions", "table"
+        "_changes", "_credit", "_events", "_farewell", "_own", "_settings", "broadcasts", "candidates",
+        "health", "hints", "intake", "misled", "peer", "queue", "refutations", "scope",
+        "shares", "suspicion_deadline", "suspicions", "table"
     )  # fmt: skip
 
     def __init__(
@@ -92,27 +91,25 @@ class MembershipState:
         scope: Scope,
     ) -> None:
         self.scope = scope
-        self._signer = signer
+        self._own = OwnFacts(signer)
         self._settings = settings
         self._events = events
         self.peer = signer.peer
-        self.table = MemberTable(Row(self._announced(profile, incarnation), now, found_through=None), rng)
+        self.table = MemberTable(Row(self._own.alive(profile, incarnation), now, found_through=None), rng)
         self.health = LocalHealth(settings.health_max)
         self.queue = news.Dissemination()
         self.candidates = Candidates(settings.members_max)
         self.intake = Intake(self._steps)
-        # Signatures checked so far.
-        self._checks = 0
         self.queue.put(self.peer, self.me.said.fact)
         self.suspicions: dict[PeerId, Suspicion] = {}
         self._credit = Credit(LEAK_INTERVALS * settings.probe_interval_seconds)
         self.hints = Hints(self._credit, settings.probe_interval_seconds)
         self.refutations = Refutations(settings.probe_interval_seconds, now)
         self.shares = Shares(settings.members_max)
+        self.broadcasts = Broadcasts(settings, incarnation, now)
         # What each member may have us pass on of its own comings, goings and changes.
-        rate = 1 / (news.CHANGE_INTERVALS * settings.probe_interval_seconds)
-        self._changes: Buckets[PeerId] = Buckets(rate, news.CHANGES_MAX, settings.members_max)
-        # Who sent us, last of all, an accusation that we refuted before.
+        self._changes = news.Changes(settings.probe_interval_seconds, settings.members_max, now)
+        # The last peer that sent us an accusation we had refuted before.
         self.misled: PeerId | None = None
         # What says that we have left.
         self._farewell: Fact | None = None
@@ -132,24 +129,19 @@ class MembershipState:
     def announce(self, profile: Profile, *, above: int = 0, sends: int = news.SENDS_MAX) -> None:
         """Be alive under a new incarnation, higher than that of now and than `above`; the fact is sent so
         often from here, or as often as any."""
-        said = self._announced(profile, max(self.me.incarnation, above) + 1)
+        said = self._own.alive(profile, max(self.me.incarnation, above) + 1)
         self.table.renew(self.me, said)
         self.queue.put(said.peer, said.fact, sends=sends)
 
     def leave(self, now: float) -> Fact:
         """Be gone; the fact that says so."""
-        left = sign_body(self._signer, LeftBody(self.me.incarnation))
+        left = self._own.left(self.me.incarnation)
         self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
         self._farewell = left
         self.suspicions.clear()
         self._reckon()
         return left
-
-    def _announced(self, profile: Profile, incarnation: int) -> AliveFact:
-        body = alive_body(profile, incarnation)
-        # As we know it ourselves, with all the addresses that may not have fitted.
-        return announced(sign_body(self._signer, body), profile, body)
 
     # What it concludes of others.
 
@@ -170,8 +162,8 @@ class MembershipState:
         self._reckon()
 
     def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
-        """A member has answered a probe of ours; through a relay, that is doubted if enough others accuse.
-        Returns whom to tell of which fact: an accuser that may have no path of its own."""
+        """A member has answered a probe; through a relay, that is doubted if enough others accuse. Returns
+        which accuser to tell what, for it may have no path of its own."""
         row = self.table.rows.get(peer)
         hints = self.hints.refute(now, peer)
         if row is None:
@@ -228,6 +220,16 @@ class MembershipState:
             suspicion.excuse(seconds)
         self._reckon()
 
+    def broadcast(self, now: float, topic: bytes, data: bytes) -> None:
+        """Have a user's message told to all. Raises LocalProtocolError."""
+        self.broadcasts.put(topic, data)
+        self.tell_due(now)
+
+    def tell_due(self, now: float) -> None:
+        """Let those broadcasts go out whose time has come."""
+        for body in self.broadcasts.take(now, self.me.incarnation):
+            self.queue.put(queue_key(self.peer, body.topic), self._own.broadcast(body), is_later=True)
+
     def forget_gone(self, now: float) -> None:
         """Drop those who were dead or gone for `dead_kept_seconds`."""
         for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
@@ -270,8 +272,8 @@ class MembershipState:
     ) -> None:
         """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
 
-        In a Sync (`synced`) a dead fact is hearsay of any age, perhaps from the other side of a
-        network that was split: a hint like any accusation. What is more than one slice is left to `learn_on`.
+        In a Sync (`synced`) a dead fact may be old, of the other side of a split: a hint like any accusation.
+        What is more than one slice is left to `learn_on`.
         """
         self.misled = None
         if facts:
@@ -300,33 +302,38 @@ class MembershipState:
         accused = (body for _, body in claims if isinstance(body, SuspectBody | DeadBody))
         if any(body.subject == self.peer and body.incarnation < self.me.incarnation for body in accused):
             self.misled = job.sender
-        buried = {
-            subject_of(fact, body): body.incarnation
-            for fact, body in claims
-            if isinstance(body, DeadBody | LeftBody)
-        }
+        over = ((subject_of(fact, body), body) for fact, body in claims)
+        buried = {peer: body.incarnation for peer, body in over if isinstance(body, DeadBody | LeftBody)}
         # Alive first: it makes accusers known, and brings the incarnation that is accused.
         for fact, body in claims:
             if isinstance(body, AliveBody):
-                subject, before = PeerId(fact.author), self._checks
-                # Who was dead before we came is not news. A false claim only undoes its sender's own words.
+                subject, before = PeerId(fact.author), self._own.checks
+                # A member that was dead before we came is not news.
+                # A false claim only undoes its sender's own facts.
                 if subject in rows or body.incarnation > buried.get(subject, -1):
                     self._hear_alive(job.now, job.sender, fact, body, job.passed_on)
-                    yield READ_COST + CHECK_COST * (self._checks - before)
+                    yield READ_COST + CHECK_COST * (self._own.checks - before)
         for fact, body in claims:
-            before = self._checks
-            if isinstance(body, LeftBody):
+            before = self._own.checks
+            self._hear(job, fact, body)
+            yield READ_COST + CHECK_COST * (self._own.checks - before)
+
+    def _hear(self, job: Job, fact: Fact, body: Body) -> None:
+        """Take in what is not about a life."""
+        match body:
+            case LeftBody():
                 self._hear_left(job.now, fact, body)
-            elif isinstance(body, SuspectBody | DeadBody):
+            case SuspectBody() | DeadBody():
                 self._hear_accusation(job.now, job.sender, fact, body, synced=job.synced)
-            yield READ_COST + CHECK_COST * (self._checks - before)
+            case BroadcastBody():
+                self._hear_broadcast(job.now, fact, body)
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
         """List all of whom these facts speak, at once: local code vouches for them. They are no news."""
         for fact in facts:
             body = read_body(fact)
             if isinstance(body, AliveBody) and fact.author not in self.table.rows:
-                self._check(fact, body)
+                self._own.check(fact, body)
                 self._list(now, Candidate(read_alive(fact, body), teller, passed_on=False))
 
     def admit(self, now: float, peer: PeerId) -> None:
@@ -355,13 +362,10 @@ class MembershipState:
         elif body.incarnation > row.incarnation:
             check_jump(body, row.incarnation)
             said = read_alive(fact, body)
-            self._check(fact, body)
-            if (
-                self._hear_again(now, sender, row, said)
-                and passed_on
-                and self._changes.of(peer, now).take(now)
-            ):
-                self.queue.put(peer, fact)
+            self._own.check(fact, body)
+            is_news = self._hear_again(now, sender, row, said)
+            if is_news and passed_on and (sends := self._changes.sends(peer, now)):
+                self.queue.put(peer, fact, sends=sends)
 
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
@@ -378,7 +382,7 @@ class MembershipState:
             return
         check_jump(body, 0 if known is None else known.said.incarnation)
         said = read_alive(fact, body)
-        self._check(fact, body)
+        self._own.check(fact, body)
         if speaks:
             self.candidates.pop(peer)
             self._list(now, Candidate(said, sender, passed_on))
@@ -412,7 +416,7 @@ class MembershipState:
         row = self.table.rows.get(PeerId(fact.author))
         candidate = self.candidates.get(PeerId(fact.author)) if row is None else None
         if candidate is not None and body.incarnation >= candidate.said.incarnation:
-            self._check(fact, body)
+            self._own.check(fact, body)
             self.candidates.pop(candidate.peer)
         if row is None or body.incarnation < row.incarnation:
             return
@@ -421,12 +425,12 @@ class MembershipState:
             return
         if row.status is Status.LEFT and body.incarnation == row.incarnation:
             return
-        self._check(fact, body)
+        self._own.check(fact, body)
         if row.status is not Status.LEFT:
             self._events.append(MemberLeft(row.peer))
         self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
         self._end_suspicion(row.peer)
-        if self._changes.of(row.peer, now).take(now):
+        if self._changes.sends(row.peer, now):
             self.queue.put(row.peer, fact)
 
     def _hear_accusation(
@@ -436,7 +440,7 @@ class MembershipState:
         row = self.table.rows.get(PeerId(body.subject))
         if row is None or accuser == row.peer or not row.live:
             return
-        # Whose scope is wider than ours lists us though we do not list it, and would bury us.
+        # An accuser with a wider scope than ours lists us though we do not list it, and would bury us.
         known = accuser in self.table.rows
         if not (known or (row.peer == self.peer and not self.scope.holds(accuser))):
             return
@@ -456,13 +460,13 @@ class MembershipState:
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
         if not self.refutations.allow(now, is_trusted=is_trusted):
             return
-        self._check(fact, body)
+        self._own.check(fact, body)
         self.refutations.count(now, is_trusted=is_trusted)
         if is_trusted:
             self.health.worsen()
         self._credit.refuted(accuser, now)
         self.announce(self.me.profile, sends=news.REFUTATION_SENDS)
-        reason = self._reason(accuser, body.silence_milliseconds)
+        reason = self.table.reason(accuser, body.silence_milliseconds)
         self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
 
     def _hear_hint(
@@ -473,7 +477,7 @@ class MembershipState:
         accuser = PeerId(fact.author)
         culprit = accuser if body.incarnation == row.incarnation else sender
         if self.hints.takes(now, row.peer, accuser, culprit):
-            self._check(fact, body)
+            self._own.check(fact, body)
             self.hints.put(row.peer, accuser, culprit, fact)
 
     def _hear_of_suspect(
@@ -486,13 +490,25 @@ class MembershipState:
         is_condemned = isinstance(body, DeadBody) and suspicion.condemnation is None and not synced
         if not (is_confirmed or is_condemned):
             return
-        self._check(fact, body)
+        self._own.check(fact, body)
         if is_confirmed:
             self._confirm(row.peer, fact)
         if is_condemned:
             suspicion.condemn(now, fact)
             self.queue.put(row.peer, fact, beside=True)
             self._reckon()
+
+    def _hear_broadcast(self, now: float, fact: Fact, body: BroadcastBody) -> None:
+        """Hand on what a live member's user tells, if it is new."""
+        author = PeerId(fact.author)
+        row = self.table.rows.get(author)
+        if row is None or author == self.peer or not row.live or body.sequence < row.incarnation:
+            return
+        if self.broadcasts.is_news(now, author, body):
+            self._own.check(fact, body)
+            self._events.append(BroadcastHeard(author, body.topic, body.sequence, body.data))
+            if self.broadcasts.hear(now, author, body):
+                self.queue.put(queue_key(author, body.topic), fact, is_later=True)
 
     def _hear_of_earlier_self(self, fact: Fact, body: AliveBody | LeftBody) -> None:
         """An earlier life of ours is still talked about with an incarnation as high as ours: go above it.
@@ -503,28 +519,17 @@ class MembershipState:
             return
         if body.incarnation < self.me.incarnation:
             return
-        self._check(fact, body)
+        self._own.check(fact, body)
         self.announce(self.me.profile, above=body.incarnation)
-
-    def _check(self, fact: Fact, body: Body) -> None:
-        self._checks += 1
-        check_body(self._signer, fact, body)
 
     def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
         """Our probe has failed, as that of those whose accusations are `hints`."""
-        live = self.table.live
-        wanted = self._settings.confirmations
-        # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
-        wanted = wanted if live - 2 >= wanted else 0
-        shortest, longest = self._settings.suspicion_bounds_seconds(live)
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
         accuser, silence = PeerId(fact.author), silence_of(fact)
-        interval_seconds = self._settings.probe_interval_seconds
-        suspicion = Suspicion(now, accuser, shortest, longest, wanted, interval_seconds=interval_seconds)
-        self.suspicions[row.peer] = suspicion
+        suspicion = self.suspicions[row.peer] = suspect(now, accuser, self._settings, self.table.live)
         self.table.unanswered(row.peer, now - silence / 1000)
-        reason = self._reason(accuser, silence)
+        reason = self.table.reason(accuser, silence)
         verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
         self.table.judge(row, now, verdict)
         self._events.append(MemberSuspected(row.peer, accuser, reason))
@@ -537,8 +542,7 @@ class MembershipState:
         return suspicion
 
     def _accusation(self, now: float, row: Row) -> Fact:
-        silence = self.table.silence_seconds(row, now)
-        return sign_body(self._signer, SuspectBody(row.peer, row.incarnation, milliseconds(silence)))
+        return self._own.suspect(row.peer, row.incarnation, self.table.silence_seconds(row, now))
 
     def _confirm(self, peer: PeerId, fact: Fact) -> None:
         self.suspicions[peer].confirm(PeerId(fact.author))
@@ -551,9 +555,9 @@ class MembershipState:
         if told is not None and incarnation_of(told) == row.incarnation:
             fact, silence = told, silence_of(told)
         else:
-            fact = sign_body(self._signer, DeadBody(row.peer, row.incarnation, silence))
+            fact = self._own.dead(row.peer, row.incarnation, silence)
         accuser = PeerId(fact.author)
-        reason = self._reason(accuser, silence)
+        reason = self.table.reason(accuser, silence)
         self._end_suspicion(row.peer)
         self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
         self._events.append(MemberDown(row.peer, accuser, reason))
@@ -582,19 +586,14 @@ class MembershipState:
         for peer in self.table.keep(self.scope.holds):
             self.suspicions.pop(peer, None)
             self.hints.drop(peer)
-            self.queue.drop(peer)
-            self._events.append(MemberForgotten(peer))
+            self._forgotten(peer)
         self._reckon()
 
     def _forget(self, peer: PeerId) -> None:
         self.table.forget(peer)
+        self._forgotten(peer)
+
+    def _forgotten(self, peer: PeerId) -> None:
         self.queue.drop(peer)
+        self.broadcasts.forget(peer)
         self._events.append(MemberForgotten(peer))
-
-    def _reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
-        said = "" if accuser == self.peer else f", says {self._name(accuser)}"
-        return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
-
-    def _name(self, peer: PeerId) -> str:
-        row = self.table.rows.get(peer)
-        return (row.profile.name if row is not None else "") or short_peer(peer)

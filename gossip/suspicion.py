@@ -9,6 +9,7 @@ from math import inf
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
+from gossip.settings import Settings
 
 REFUTED_MAX = 3.0
 """Refuted accusations of one accuser until it is believed no more. At 10 % loss an honest one errs once in
@@ -147,6 +148,15 @@ class Suspicion:
         share = math.log(len(self._accusers)) / math.log(self._wanted + 1)
         lasts = self._longest_seconds - (self._longest_seconds - self._shortest_seconds) * share
         return max(self._shortest_seconds, lasts)
+
+
+def suspect(now: float, accuser: PeerId, settings: Settings, live: int) -> Suspicion:
+    """Begin a suspicion among `live` members."""
+    # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
+    wanted = settings.confirmations if live - 2 >= settings.confirmations else 0
+    shortest, longest = settings.suspicion_bounds_seconds(live)
+    interval_seconds = settings.probe_interval_seconds
+    return Suspicion(now, accuser, shortest, longest, wanted, interval_seconds=interval_seconds)
 
 
 class Credit:

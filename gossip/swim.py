@@ -23,6 +23,7 @@ from random import Random
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from gossip.broadcasts import TOPICS_MAX
 from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.coordinates import Coordinates
 from gossip.hints import HINTS_MAX
@@ -41,6 +42,7 @@ from gossip.messages import (
     Sync,
 )
 from gossip.probes import RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
+from gossip.punctuality import Answer, is_resent_answered
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
@@ -71,6 +73,7 @@ class Swim:
 
     __slots__ = (
         "_beliefs",
+        "_broadcast_at",
         "_candidates",
         "_exchange",
         "_flight",
@@ -86,6 +89,7 @@ class Swim:
         "deadline",
         "events",
         "peer",
+        "punctuality",
         "scope"
     )  # fmt: skip
 
@@ -116,12 +120,13 @@ class Swim:
         self._candidates = self._beliefs.candidates
         self._health = self._beliefs.health
         self.coordinates = Coordinates(rng)
+        self.punctuality = self._table.punctuality
         self._flight = InFlightProbes(rng.getrandbits(31))
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
-        self._gossip_at = float("inf")
+        self._gossip_at = self._broadcast_at = float("inf")
         self._slice_at = self._probe_at = 0.0
         self._left = False
         self.deadline = 0.0
@@ -159,11 +164,13 @@ class Swim:
         most = self._settings.members_max
         return {
             "members": (len(self._table.rows), most),
-            "news": (len(self._beliefs.queue), most * (2 + self._settings.confirmations)),
+            "news": (len(self._beliefs.queue), most * (2 + self._settings.confirmations + TOPICS_MAX)),
             "candidates": (len(self._candidates), most),
             "intake": (len(self._beliefs.intake), JOBS_MAX),
             "hints": (len(self._beliefs.hints), HINTS_MAX),
             "relays": (len(self._flight.relays), RELAYS_MAX),
+            "marks": (len(self.punctuality), most),
+            "broadcasters": (len(self._beliefs.broadcasts), most),
         }
 
     # Orders of this node.
@@ -190,6 +197,18 @@ class Swim:
         self._plan()
         return []
 
+    def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
+        """Tell all members something, in place of what was told of this topic before (`gossip.broadcasts`).
+
+        Raises LocalProtocolError: a topic or data too long, or too many topics wait.
+        """
+        self._refuse_if_left("broadcast")
+        self._beliefs.broadcast(now, topic, data)
+        self._arm_gossip(now)
+        self._broadcast_at = self._beliefs.broadcasts.due(now)
+        self._plan()
+        return []
+
     def leave(self, now: float) -> Sends:
         """Say goodbye to as many as a fact is passed on to; keep driving the core for a moment, so
         that gossip tells the others. From here on it only answers pings.
@@ -202,7 +221,7 @@ class Swim:
         self._flight.relays.clear()
         self._candidates.clear()
         self._beliefs.intake.clear()
-        self._tick_at = self._exchange.due = float("inf")
+        self._tick_at = self._exchange.due = self._broadcast_at = float("inf")
         self._arm_gossip(now)
         self._plan()
         listeners = self._table.pick(self._settings.retransmits(self._table.live), lambda row: row.live)
@@ -306,6 +325,8 @@ class Swim:
                 self.coordinates.learn(sender, ack.here, now - probe.sent_at)
             if probe.kind == "candidate":
                 self._beliefs.admit(now, probe.target)
+            elif probe.kind != "dead" and not self._health.score:
+                self._note_answer(now, sender, probe)
             self._health.better()
             self._table.answered(probe.target)
             if probe.kind == "dead":
@@ -321,6 +342,22 @@ class Swim:
             del self._flight.relays[number]
             return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
         return []
+
+    def _note_answer(self, now: float, sender: PeerId, probe: Probe) -> None:
+        """Mark a member that answers late, or only through others."""
+        answer = Answer.IN_TIME
+        if sender != probe.target:
+            answer = Answer.RELAYED
+        elif now >= probe.timeout_at:
+            # Our second ping was sent then. An answer to that one means that the first was lost.
+            usual = self.coordinates.round_trip_seconds_to(sender)
+            if is_resent_answered(now - probe.timeout_at, usual, self._settings.probe_timeout_seconds):
+                return
+            answer = Answer.LATE
+        if answer is not Answer.IN_TIME or len(self.punctuality):
+            event = self.punctuality.note(probe.target, answer, now - probe.sent_at)
+            if event is not None:
+                self.events.append(event)
 
     def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
         target = PeerId(request.target)
@@ -356,6 +393,9 @@ class Swim:
             sends += self._tick(now)
         if self._exchange.due <= now:
             sends += self._exchange.sync(now)
+        if self._broadcast_at <= now:
+            self._beliefs.tell_due(now)
+            self._broadcast_at = self._beliefs.broadcasts.due(now)
         if self._gossip_at <= now:
             sends += self._gossip(now)
         if self._beliefs.intake.jobs and self._slice_at <= now:
@@ -524,6 +564,8 @@ class Swim:
             due = exchange.due
         if self._gossip_at < due:
             due = self._gossip_at
+        if self._broadcast_at < due:
+            due = self._broadcast_at
         if beliefs.suspicion_deadline < due:
             due = beliefs.suspicion_deadline
         if beliefs.intake.jobs and self._slice_at < due:

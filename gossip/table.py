@@ -11,9 +11,10 @@ import msgspec
 from blake3 import blake3
 
 from crypto.facts import Fact
-from crypto.identity import PeerId
+from crypto.identity import PeerId, short_peer
 from gossip.member import Member, Profile, Status
 from gossip.messages import AliveFact
+from gossip.punctuality import Punctuality
 
 DIGEST_BYTES = 16
 
@@ -83,11 +84,23 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
 class MemberTable:
     """Rows by peer id, this peer's own among them."""
 
-    __slots__ = ("_cursor", "_dead", "_digest", "_me", "_ring", "_rng", "_unanswered", "live", "rows")
+    __slots__ = (
+        "_cursor",
+        "_dead",
+        "_digest",
+        "_me",
+        "_ring",
+        "_rng",
+        "_unanswered",
+        "live",
+        "punctuality",
+        "rows",
+    )
 
     def __init__(self, me: Row, rng: Random) -> None:
         self.rows: dict[PeerId, Row] = {me.peer: me}
         self.live = 1
+        self.punctuality = Punctuality()
         self._me = me.peer
         self._rng = rng
         # Everyone but us, in the order of this round of probes; may name rows already forgotten.
@@ -119,6 +132,8 @@ class MemberTable:
     ) -> Row:
         """Give a member another status, with what proves it and why (None is alive); its row from now on.
         Who has come back was found anew."""
+        if verdict is not None and verdict.status is not Status.SUSPECT:
+            self.punctuality.forget(row.peer)
         return self._put(Row(row.said, now, found_through or row.found_through, verdict))
 
     def _put(self, row: Row) -> Row:
@@ -177,6 +192,7 @@ class MemberTable:
         """Drop a member that is not live."""
         del self.rows[peer]
         self._unanswered.pop(peer, None)
+        self.punctuality.forget(peer)
         # A member may come back, and must then stand in the ring once.
         place = self._ring.index(peer) if peer in self._ring else None
         if place is not None:
@@ -212,6 +228,7 @@ class MemberTable:
         for peer in dropped:
             self.live -= self.rows.pop(peer).live
             self._unanswered.pop(peer, None)
+            self.punctuality.forget(peer)
         self._digest = b""
         before = sum(peer in self.rows for peer in self._ring[: self._cursor])
         self._ring = [peer for peer in self._ring if peer in self.rows]
@@ -250,6 +267,13 @@ class MemberTable:
 
     def _of(self, peers: Iterable[PeerId] | None) -> Iterable[Row]:
         return self.rows.values() if peers is None else map(self.rows.__getitem__, peers)
+
+    def reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
+        """Return why `accuser` suspects or buries a member, for people."""
+        row = self.rows.get(accuser)
+        name = (row.profile.name if row is not None else "") or short_peer(accuser)
+        said = "" if accuser == self._me else f", says {name}"
+        return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
 
     def snapshot(self) -> tuple[Member, ...]:
         return tuple(self.rows[peer].snapshot() for peer in sorted(self.rows))

@@ -46,14 +46,26 @@ class Region:
 class Scope:
     """The scope of the peer `me`. Without `place` it is the whole swarm, for good.
 
-    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself.
+    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself. `admits` says whose ids
+    may be listed at all, where not all may.
     """
 
-    __slots__ = ("_key", "_me", "_members_max", "_members_min", "_place", "depth", "joining", "whole")
+    __slots__ = (
+        "_key",
+        "_me",
+        "_members_max",
+        "_members_min",
+        "_place",
+        "admits",
+        "depth",
+        "joining",
+        "whole",
+    )
 
     def __init__(self, me: PeerId, place: Place | None, *, members_min: int, members_max: int) -> None:
         self.whole = place is None
         self.joining = False
+        self.admits: Callable[[PeerId], bool] | None = None
         self.depth = 0
         self._me = me
         self._place = place or _everywhere
@@ -63,6 +75,8 @@ class Scope:
 
     def holds(self, peer: PeerId) -> bool:
         """Return whether we list `peer`, if it lives."""
+        if self.admits is not None and not self.admits(peer):
+            return False
         if self.joining:
             return peer == self._me
         return self.depth == 0 or self._shared(peer) >= self.depth

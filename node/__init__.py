@@ -2,6 +2,7 @@
 
 async with node.Node(join=["10.0.0.5:9747"]) as me: ...      under trio
 with node.sync(join=["10.0.0.5:9747"]) as me: ...            blocking: scripts, notebooks
+node.plan("gpt2", "PEERS.toml")                              who would hold what; no node is needed
 node.run(node.Config.load("node.toml"))                      the daemon, = python -m node
 """
 
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from node.config import Config as Config
     from node.library.sync import sync as sync
+    from node.planning.request import plan as plan
     from node.process import main as run
     from node.runtime import Node as Node
 
-__all__ = ["Config", "Node", "run", "sync"]
+__all__ = ["Config", "Node", "plan", "run", "sync"]
 
 _HOMES = {
     "Config": ("node.config", "Config"),
     "Node": ("node.runtime", "Node"),
+    "plan": ("node.planning.request", "plan"),
     "run": ("node.process", "main"),
     "sync": ("node.library.sync", "sync"),
 }

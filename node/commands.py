@@ -40,6 +40,8 @@ from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
 RUN_TEXT_LENGTH = 16
+NUMBER_MAX = 2**53
+"""Whole numbers are exact up to here in JSON."""
 COUNTED_RUNS_MAX = 64
 """Runs whose copies are looked up for one list."""
 
@@ -67,6 +69,33 @@ class LocalNode(Protocol):
 
 WAIT_SECONDS_MAX = 7 * 24 * 3600.0
 """A run waits for peers that it lacks; the person who asked has forgotten it by then."""
+
+
+def _number(arguments: Mapping[str, Any], name: str, default: float) -> float:
+    """A finite number that a client sent, or the default. Raises UsageError."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -NUMBER_MAX <= value <= NUMBER_MAX:
+        raise UsageError(f"{name}: want a number, not {json.dumps(value)[:80]}")
+    return float(value)
+
+
+def _texts(arguments: Mapping[str, Any], name: str) -> list[str]:
+    """Texts that a client sent, or none. Raises UsageError."""
+    values = arguments.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise UsageError(f"{name}: want a list of texts")
+    return values
+
+
+def _out(arguments: Mapping[str, Any]) -> Path:
+    """The file that a client wants written. Raises UsageError."""
+    value = arguments.get("out")
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise UsageError("out: want the file to write")
+    return Path(value)
 
 
 class Commands:
@@ -110,7 +139,7 @@ class Commands:
 
     async def _events(self, arguments: dict[str, Any], emit: Emit) -> object:
         """Events since a time (unix seconds), then, with `follow`, every one until the client hangs up."""
-        since, kinds = arguments.get("since"), arguments.get("kinds") or ()
+        since, kinds = arguments.get("since"), _texts(arguments, "kinds")
         text = str(arguments.get("text", "")).lower()
 
         async def tell(event: Event) -> None:
@@ -132,11 +161,11 @@ class Commands:
     async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
         node = self._node
         name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
+        seconds = min(max(0.0, _number(arguments, "wait_seconds", 0.0)), WAIT_SECONDS_MAX)
         run_file = toml.parse(text, RunFile, name=name).value
         check_run_file(run_file, name)
         run = await self._make_run(run_file, arguments, name)
         node.runs.start_task(self._publish_run, run, of=None)
-        seconds = min(max(0.0, float(arguments.get("wait_seconds", 0.0))), WAIT_SECONDS_MAX)
         if not arguments.get("follow", True):
             if seconds:
                 node.runs.start_task(self._submit_watched, run, seconds, of=run)
@@ -211,8 +240,11 @@ class Commands:
         return {"key": key, "found": value is not None, "value": (value or b"").hex()}
 
     async def _dht_put(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        dht, value = self._node.dht, bytes.fromhex(str(arguments.get("value", "")))
-        seconds = float(arguments.get("ttl_seconds", 3600.0))
+        dht, seconds = self._node.dht, _number(arguments, "ttl_seconds", 3600.0)
+        try:
+            value = bytes.fromhex(str(arguments.get("value", "")))
+        except ValueError:
+            raise UsageError("value: want the bytes to keep, in hexadecimal") from None
         if arguments.get("immutable"):
             stored = await dht.put_immutable(value, seconds)
         else:
@@ -222,9 +254,9 @@ class Commands:
     async def _dht_find(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         found = await self._node.dht.find(
             str(arguments.get("device", "")),
-            float(arguments.get("memory_bytes", 0)),
+            _number(arguments, "memory_bytes", 0),
             str(arguments.get("near", "")),
-            int(arguments.get("count", 20)),
+            int(_number(arguments, "count", 20)),
         )
         return {"nodes": [asdict(node) for node in found]}
 
@@ -235,7 +267,7 @@ class Commands:
         """Weights of a run: from this node's own disk, else from any peer that keeps them."""
         node = self._node
         run = find_run(node.state.runs, str(arguments.get("run", "")))
-        out = Path(str(arguments["out"]))
+        out = _out(arguments)
         view = node.state.runs.get(run)
         if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")
@@ -259,12 +291,11 @@ class Commands:
 
     async def _trace(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """The spans of a run's newest steps, from all of its members, on this node's clock."""
-        node = self._node
+        node, steps = self._node, int(min(_number(arguments, "steps", 4), STEPS_ASKED_MAX))
         run = find_run(node.state.runs, str(arguments.get("run", "")))
         plan = node.state.runs[run].plan if run in node.state.runs else None
         if plan is None:
             raise RunFailed(f"run {run[:8]} has no plan here, so nobody could be asked")
-        steps = min(int(arguments.get("steps", 4)), STEPS_ASKED_MAX)
         last = max(0, node.state.runs[run].step - 1)
         peers = list(dict.fromkeys(peer for stage in plan.stages for peer in stage))
         known = [*(member.run.id for member in node.runs.members.values()), *node.runs.spans.runs]
@@ -354,7 +385,7 @@ class CheckpointCommands:
 
     async def _export(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         run, step = await self._find(arguments), _step_of(arguments)
-        out = Path(str(arguments["out"]))
+        out = _out(arguments)
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, step))
         if kept is None:
             raise checkpoint_not_found(run, step)
@@ -371,7 +402,7 @@ class CheckpointCommands:
 
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         run, step = await self._find(arguments), _step_of(arguments)
-        holders = [self._peer(str(text)) for text in arguments.get("from") or ()]
+        holders = [self._peer(text) for text in _texts(arguments, "from")]
         try:
             kept = await self._copies.fetch(run, step, holders or await self._holders(run))
         except Unreachable as error:

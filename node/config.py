@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
+from dht.work import WORK_BITS_MAX
 from node import eventlog, toml
 from node.errors import UsageError
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
@@ -35,7 +36,7 @@ LABEL_LENGTH_MAX = 64
 SCRATCH_BYTES = 16 << 30
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
 
-Preset = Literal["lan", "wan", "local"]
+Preset = Literal["lan", "wan", "host", "local"]
 Scope = Literal["all", "neighbourhood"]
 AcceptRuns = Literal["swarm", "never"]
 
@@ -74,17 +75,23 @@ class Listen:
     announce: tuple[Address, ...] = ()
     may_move: bool = True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this node listens on all networks of this machine."""
+        return any(address.host in ("0.0.0.0", "::") for address in self.addresses)  # noqa: S104 - compared
+
 
 @dataclass(frozen=True)
 class Swarm:
     """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private. `scope`,
     the same for all of a swarm: whom a member lists, everybody (2,000 at most) or the neighbourhood of its
-    key, however large the swarm."""
+    key, however large the swarm. `work_bits`, too: the proof of work in every node's id (docs/dht.md)."""
 
     name: str = "default"
     preset: Preset = "lan"
     scope: Scope = "all"
     key_file: Path | None = None
+    work_bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ class _SwarmTable(msgspec.Struct, frozen=True):
     preset: Preset | None = None
     scope: Scope | None = None
     key_file: str | None = None
+    work_bits: int | None = None
 
 
 class _ResourcesTable(msgspec.Struct, frozen=True):
@@ -285,6 +293,12 @@ def read_duration(text: str) -> float:
     return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
 
 
+def _read_work_bits(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= WORK_BITS_MAX):
+        raise ValueError(f"want a whole number, 0 (none) to {WORK_BITS_MAX}")
+    return int(text)
+
+
 def _read_cores(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= CORES_MAX):
         raise ValueError(f"want a whole number, 0 (all) to {CORES_MAX}")
@@ -365,9 +379,10 @@ RULES = (
     Rule("listen", ("listen", "addresses"), read_listen, many=True),
     Rule("announce", ("listen", "announce"), read_announce, many=True),
     Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
-    Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "local")),
+    Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "host", "local")),
     Rule("scope", ("swarm", "scope"), _one_of("all", "neighbourhood")),
     Rule("key_file", ("swarm", "key_file"), _read_optional_path),
+    Rule("work_bits", ("swarm", "work_bits"), _read_work_bits),
     Rule("device", ("resources", "device"), _read_device),
     Rule("memory", ("resources", "memory"), read_memory),
     Rule("scratch", ("resources", "scratch"), read_memory),
@@ -512,7 +527,13 @@ def _build(values: Mapping[str, Any]) -> Config:
         listen=Listen(
             **dict(section(addresses="listen", announce="announce")), may_move="listen" not in values
         ),
-        swarm=Swarm(**dict(section(name="swarm", preset="preset", scope="scope", key_file="key_file"))),
+        swarm=Swarm(
+            **dict(
+                section(
+                    name="swarm", preset="preset", scope="scope", key_file="key_file", work_bits="work_bits"
+                )
+            )
+        ),
         resources=Resources(
             **dict(
                 section(

@@ -13,11 +13,12 @@ raised.
 The tally and the mode are those of the process, as its log is: one process runs one node.
 """
 
+import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
@@ -35,6 +36,7 @@ LOG_NAME = "errors.log"
 AGAIN_SECONDS_MIN, AGAIN_SECONDS_MAX = 1.0, 60.0
 """After which pause a part that failed is begun again: a full disk is not emptied by haste."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger("peerloom")
 failures: Counter[str] = Counter()
 """How often each place has failed in this process. Places are named by our code, never by a peer."""
@@ -99,10 +101,23 @@ def place_of(task: object) -> str:
     return str(getattr(task, "__qualname__", type(task).__name__))
 
 
-def describe(error: BaseException) -> str:
-    """One line for a person: the type and the text of the first cause."""
+def failure_text(error: BaseException) -> str:
+    """Say for a person why a run failed here: a full disk is no error of the program."""
+    first = _first_cause(error)
+    if isinstance(first, OSError) and first.errno in _NO_ROOM:
+        return "the disk of this node is full: make room, or use another --data-dir"
+    return f"an internal error on this node: {describe(error)}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def describe(error: BaseException) -> str:
+    """One line for a person: the type and the text of the first cause."""
+    error = _first_cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -146,3 +161,13 @@ class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = f"error: {record.getMessage()}; see {self._path}"
         return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+@asynccontextmanager
+async def cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
+    """Yield a nursery whose tasks end with the block."""
+    async with trio.open_nursery() as nursery:
+        try:
+            yield nursery
+        finally:
+            nursery.cancel_scope.cancel()

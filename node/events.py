@@ -18,7 +18,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class NodeStarted(Event, frozen=True, kw_only=True):
     """This node listens and serves. A swarm with keys `is_private`. `moved`: (port wanted, port taken
-    instead) of each that others held."""
+    instead) of each that others held. `is_open`: on all of this machine's networks, whoever reaches it."""
 
     peer: PeerId
     name: str
@@ -30,6 +30,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
     port_wanted: int
     port: int
     moved: tuple[tuple[int, int], ...] = ()
+    is_open: bool = False
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
@@ -41,6 +42,17 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
     memory_total_bytes: int
     flops_per_second: float
     location: str
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a member is now, in its own words and rounded to steps. `stages` are those that it holds, as the
+    first digits of the run and the number of the stage; of more than fit the first."""
+
+    capabilities: tuple[str, ...] = ()
+    load_percent: int = 0
+    memory_available_bytes: int = 0
+    slots_free: int = 0
+    stages: tuple[tuple[str, int], ...] = ()
 
 
 class FencesTried(Event, frozen=True, kw_only=True):
@@ -81,6 +93,29 @@ class MemberJoined(Event, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     found_through: str
     capacity: CapacityMeasured | None = None
+    standing: Standing | None = None
+
+
+class MemberChanged(Event, frozen=True, kw_only=True):
+    """A live member says something new of itself."""
+
+    peer: PeerId
+    name: str
+    addresses: tuple[str, ...]
+    capacity: CapacityMeasured | None = None
+    standing: Standing | None = None
+
+
+class MemberDegraded(Event, frozen=True, kw_only=True):
+    """A live member answers this node late, or it has no path to it but through others, which is not dead.
+    `condition`: late, no path, or empty where that is over. `rate` is the share of the latest probes that it
+    answered in time, `seconds` what an answer took."""
+
+    peer: PeerId
+    condition: str
+    rate: float = 1.0
+    seconds: float = 0.0
+    reason: str = ""
 
 
 class MemberSuspected(Event, frozen=True, kw_only=True):
@@ -92,9 +127,10 @@ class MemberSuspected(Event, frozen=True, kw_only=True):
 
 
 class MemberRefuted(Event, frozen=True, kw_only=True):
-    """A suspected member proved to be alive."""
+    """A suspected member proved to be alive, as the `reason` says."""
 
     peer: PeerId
+    reason: str = ""
 
 
 class MemberLost(Event, frozen=True, kw_only=True):
@@ -108,6 +144,7 @@ class MemberLeft(Event, frozen=True, kw_only=True):
     """A member said goodbye."""
 
     peer: PeerId
+    reason: str = "left"
 
 
 class RunAccepted(Event, frozen=True, kw_only=True):
@@ -125,7 +162,9 @@ class RunPlanned(Event, frozen=True, kw_only=True):
     """A plan came into force. `stages` holds one tuple of peers (the replicas) per stage.
 
     `trainer` is the one that commits, `trainers` are all that feed. `planner` is first in line to propose
-    what follows. `restored_step` is where a checkpoint took the run back to, None where nothing was lost.
+    what follows. `witnesses` vote and keep checkpoints, and have no other part. Without any one of
+    `pauses_without` the others cannot decide how to go on, and wait for it. `restored_step` is where a
+    checkpoint took the run back to, None where nothing was lost.
     """
 
     run: str
@@ -136,6 +175,8 @@ class RunPlanned(Event, frozen=True, kw_only=True):
     layers: tuple[tuple[int, int], ...]
     stages: tuple[tuple[PeerId, ...], ...]
     trainers: tuple[PeerId, ...] = ()
+    witnesses: tuple[PeerId, ...] = ()
+    pauses_without: tuple[PeerId, ...] = ()
     restored_step: int | None = None
 
 
@@ -151,8 +192,8 @@ class RunResumed(Event, frozen=True, kw_only=True):
     """The first step under a new plan is open.
 
     `replayed` micro-batches are computed again because whoever had summed them is gone, `lost_steps` steps
-    because a checkpoint is older. `filled` replicas took their state from others; nothing was computed for
-    `seconds`.
+    because a checkpoint is older. `filled` replicas took their state from others. Nothing was computed for
+    `seconds`: since the last step was committed, or since whoever was lost was last heard, if that is later.
     """
 
     run: str
@@ -182,15 +223,27 @@ class ReplicaDropped(Event, frozen=True, kw_only=True):
     microbatches_replayed: int
 
 
+class StageDegraded(Event, frozen=True, kw_only=True):
+    """A replica of a stage computes at `rate` of what was promised of it, as its steps were measured; with an
+    empty `reason` it is as promised again."""
+
+    run: str
+    stage: int
+    peer: PeerId
+    rate: float
+    reason: str
+
+
 class StepCommitted(Event, frozen=True, kw_only=True):
-    """A step is final. `loss` is the mean over the step's samples, `height` that of the plan it was committed
+    """A step is final. `loss` is the mean over all that it counts, `height` that of the plan it was committed
     under; what it took is not known of replicas that ended it under another plan than that of who says so.
 
     For each stage: `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what
     they sent towards the last stage and `returned_bytes` towards the first. `bubble` is the share of all
     replicas' time that was not computing. `replayed` frames went out a second time. `rounding` is the
     relative error that codecs added to activations and to gradients. `diverged` is why the step changed
-    nothing, empty where it did: then `loss` and `samples` are 0.
+    nothing, empty where it did: then `loss`, `samples` and `counted` are 0. `counted` is what the loss was
+    divided by: the samples, or tokens or labels where the model counts those.
     """
 
     run: str
@@ -207,22 +260,39 @@ class StepCommitted(Event, frozen=True, kw_only=True):
     rounding: tuple[float, ...] = ()
     height: int = 0
     diverged: str = ""
+    counted: int = 0
 
 
 class CheckpointKept(Event, frozen=True, kw_only=True):
-    """The state of a run after `step` steps is on the disks of `copies` members, every stage of it."""
+    """The state of a run after `step` steps is on the disks of `copies` members, every stage of it.
+
+    The next one comes `next_steps` steps later, which take about `next_seconds`: so much is computed again at
+    most where a stage loses its last replica. 0 where that is not known.
+    """
 
     run: str
     step: int
     checkpoint: str
     copies: int
     size_bytes: int
+    next_steps: int = 0
+    next_seconds: float = 0.0
+
+
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """This node could not keep its part of a run's state after `step` steps, and why; the checkpoint before
+    stays the newest."""
+
+    run: str
+    step: int
+    reason: str
 
 
 class RunEvaluated(Event, frozen=True, kw_only=True):
     """The committed parameters on held-out samples: the mean `loss`, and `metrics` summed over them.
 
-    `accuracy` is the share of right answers, where the model counts them.
+    `accuracy` is the share of right answers, where the model counts them. `samples` is what the loss was
+    divided by, which is more than samples where it counts tokens.
     """
 
     run: str
@@ -293,7 +363,8 @@ class AveragingLeft(Event, frozen=True, kw_only=True):
 
 class AveragingEnded(Event, frozen=True, kw_only=True):
     """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
-    nothing. `averaged` are those whose tensors entered, of `members` in the group."""
+    nothing. `averaged` are those whose tensors entered, of `members` in the group; `rounding` is the relative
+    error that the codec added to what this peer sent."""
 
     run: str
     outcome: str
@@ -304,6 +375,7 @@ class AveragingEnded(Event, frozen=True, kw_only=True):
     seconds: float
     sent_bytes: int
     received_bytes: int
+    rounding: float = 0.0
 
 
 class AveragingStepped(Event, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -17,8 +18,9 @@ import trio
 from node.alerts.service import Alerts
 from node.config import Config
 from node.containment import keep_running
-from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout
+from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, UsageError
 from node.events import Event, MemberJoined
+from node.recording.recorder import Recorder
 from node.runtime import Node
 from node.web.page import Page
 
@@ -31,10 +33,26 @@ def main(
     *,
     require_join_seconds: float | None = None,
     report: Callable[[Event], None] | None = None,
+    record: Path | None = None,
 ) -> int:
-    """Run a node until it is told to leave; the exit code. Raises PeerloomError."""
+    """Run a node until it is told to leave, recorded in the file `record`; the exit code.
+
+    Raises PeerloomError.
+    """
+    recorder = None if record is None else _recorder(record)
     spare_imports()
-    return trio.run(_serve, config, require_join_seconds, report)
+    try:
+        return trio.run(_serve, config, require_join_seconds, report, recorder)
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def _recorder(path: Path) -> Recorder:
+    try:
+        return Recorder(path)
+    except OSError as error:
+        raise UsageError(f"--record {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def spare_imports() -> None:
@@ -47,11 +65,14 @@ def spare_imports() -> None:
 
 
 async def _serve(
-    config: Config, require_join_seconds: float | None, report: Callable[[Event], None] | None
+    config: Config,
+    require_join_seconds: float | None,
+    report: Callable[[Event], None] | None,
+    recorder: Recorder | None,
 ) -> int:
     try:
         with ExitStack() as stack:
-            await _serve_until_told(config, require_join_seconds, report, stack)
+            await _serve_until_told(config, require_join_seconds, report, recorder, stack)
     except* JoinTimeout as group:
         raise _first(group) from None
     return EXIT_DONE
@@ -61,10 +82,11 @@ async def _serve_until_told(
     config: Config,
     require_join_seconds: float | None,
     report: Callable[[Event], None] | None,
+    recorder: Recorder | None,
     stack: ExitStack,
 ) -> None:
     """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
-    async with Node(config, report=report) as node, trio.open_nursery() as nursery:
+    async with Node(config, report=report, recorder=recorder) as node, trio.open_nursery() as nursery:
         nursery.start_soon(_leave_on_signal, node.stopping)
         nursery.start_soon(keep_running, "alerts", Alerts(node).run)
         if config.web.address is not None:

@@ -9,19 +9,20 @@ fold of all of them, and whoever wants to watch subscribes.
 
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
 from types import TracebackType
+from typing import Literal
 
 import trio
 
 from crypto.contact import Address, parse_address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
-from crypto.identity import PeerId
+from crypto.identity import PeerId, peer_text
 from crypto.swarm import Swarm
 from dht.kademlia import Kademlia
 from gossip.member import Profile
@@ -33,12 +34,12 @@ from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import CheckpointCommands, Commands
 from node.config import Config
-from node.containment import contain, failures, keep_running, note
+from node.containment import cancelled_at_exit, contain, failures, keep_running, note
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
 from node.events import (
-    CapacityMeasured,
     Event,
+    MemberChanged,
     MemberJoined,
     MemberRefuted,
     MemberSuspected,
@@ -52,11 +53,14 @@ from node.history import EventHistory
 from node.library.directory import Directory
 from node.library.surface import Surface
 from node.placement.admission import Machine
-from node.placement.leases import Offer, cap_claims
+from node.placement.leases import Offer
+from node.placement.offers import offers_of
 from node.placement.searching import search_providers
 from node.protocols.manifest import Run
+from node.recording.recorder import Recorder
+from node.runs.held import standing_of
 from node.runs.runs import Runs
-from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, own_rng
+from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
 from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
 from node.services.autonat_core import OTHERS
@@ -65,7 +69,9 @@ from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder,
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.lan_discovery import Neighbours
-from node.services.membership import Membership, encode_metadata, read_metadata
+from node.services.membership import Membership
+from node.services.metadata import Standing, encode_metadata
+from node.services.standing import StandingKeeper
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
@@ -85,7 +91,6 @@ REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
 """Garbage is counted; only at these counts does it become one line on screen."""
 INTERFACES_SECONDS = 20.0
 """How often this machine's addresses are looked at: a laptop that was carried away is found soon after."""
-CAPACITY_PURPOSE = "capacity"
 
 
 class Node(Surface):
@@ -94,7 +99,8 @@ class Node(Surface):
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of the cores of membership and
     records as they learn it, and of every message of a run that is sent; `swim` and `kademlia` make these
-    cores, for whoever tries out others. Use it as an async context manager under trio.
+    cores, for whoever tries out others; `recorder` writes down what comes in. Use it as an async context
+    manager under trio.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Node(Surface):
         observe: Callable[[object], None] | None = None,
         swim: Callable[..., Swim] = Swim,
         kademlia: Callable[..., Kademlia] = Kademlia,
+        recorder: Recorder | None = None,
     ) -> None:
         config = config or Config()
         seeds = (*config.join.seeds, *(parse_address(text) for text in join))
@@ -135,9 +142,10 @@ class Node(Surface):
         self._storage = storage
         self._capacity = capacity
         self._report = report
-        self._observe = observe or _ignore
+        self._observe = observe or (lambda _event: None)
         self._make_swim = swim
         self._make_kademlia = kademlia
+        self._recorder = recorder
         self._watchers: list[trio.MemorySendChannel[Event]] = []
         self._refused: Counter[str] = Counter()
         self._stack = AsyncExitStack()
@@ -164,21 +172,27 @@ class Node(Surface):
         storage = self._storage
         if storage is None:
             storage = stack.enter_context(locked_folder(self.config.data_dir, self._scratch))
-        keys = keys_of(storage, self._entropy)
+        keys = keys_of(storage, self._entropy, self.config.swarm.work_bits)
         self.network = self._network or self._real_network(keys)
-        nursery = await stack.enter_async_context(_cancelled_at_exit())
-        self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage)
+        nursery = await stack.enter_async_context(cancelled_at_exit())
         self.peer = keys.identity.peer
+        core = make_core if (recorder := self._recorder) is None else recorder.core
+        self.seams = Seams(self.network, self._clock, self._rng, self._entropy, self._executor, storage, core)
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
         await nursery.start(self.network.run)
         async with trio.open_nursery() as measuring:
             if isinstance(self._executor, RealExecutor):
                 measuring.start_soon(self._try_fences)
             await self._measure()
+        if recorder is not None:
+            recorder.begin(peer_text(self.peer), self.config, self._clock)
+            nursery.start_soon(keep_running, "recording", recorder.run, self._executor)
         self._publish(self._started(keys))
         self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
+        if isinstance(self.network, RealNetwork):
+            self.network.closed = self.membership.closed
         await nursery.start(self.membership.run)
         await nursery.start(self.discovery.run)
         await nursery.start(self.runs.run)
@@ -209,6 +223,7 @@ class Node(Surface):
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
         nursery.start_soon(keep_running, "remembering", self._remember)
+        nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
@@ -247,19 +262,7 @@ class Node(Surface):
         if capacity is None:
             capacity = await self._executor.run(lambda: measure(self.config.resources))
         self.capacity = capacity
-        self._publish(self._measured())
-
-    def _measured(self) -> CapacityMeasured:
-        capacity = self.capacity
-        return CapacityMeasured(
-            at=self._clock.wall(),
-            device=capacity.device,
-            cores=capacity.cores,
-            memory_free_bytes=capacity.memory_free_bytes,
-            memory_total_bytes=capacity.memory_total_bytes,
-            flops_per_second=capacity.flops_per_second,
-            location=capacity.location,
-        )
+        self._publish(capacity.measured(self._clock.wall()))
 
     async def _calibrate(self) -> None:
         """Find out in the background what a stage's process does here, and tell it instead of the guess."""
@@ -273,7 +276,7 @@ class Node(Surface):
             return
         self.calibration = found
         self.capacity = corrected(self.capacity, found)
-        self._publish(self._measured())
+        self._publish(self.capacity.measured(self._clock.wall()))
         self.membership.update(self._profile())
         await self._is_met.wait()  # alone, there is nobody to tell
         await self.discovery.publish(CALIBRATION_PURPOSE, self.peer, encode_calibration(found))
@@ -298,13 +301,26 @@ class Node(Surface):
             port_wanted=wanted,
             port=self.network.addresses[0].port if self.network.addresses else wanted,
             moved=self.network.moved if isinstance(self.network, RealNetwork) else (),
+            is_open=isinstance(self.network, RealNetwork) and self.config.listen.is_open,
         )
 
     def _profile(self) -> Profile:
-        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages_of_others)
+        accepts, standing = self._takes_stages_of_others, self._standing.told
+        metadata = encode_metadata(self.capacity, accepts_runs=accepts, standing=standing)
         return Profile(self.config.name, self.network.addresses, metadata)
 
+    def _make_standing(self) -> StandingKeeper:
+        return StandingKeeper(
+            self._clock,
+            self.config.swarm.preset,
+            first=self._standing_now(None, None),
+            look=lambda told: self._standing_now(told, self.runs),
+            tell=lambda: self.membership.update(self._profile()),
+            live=lambda: len(self.membership.live),
+        )
+
     def _make_services(self) -> None:
+        self._standing = self._make_standing()
         self.membership = Membership(
             self.network,
             self._clock,
@@ -318,8 +334,9 @@ class Node(Surface):
             gone=self._gone,
             forgotten=lambda peer: self.discovery.forgotten(peer),
             observe=self._observe,
-            look_up=self._look_up if self.config.swarm.scope == "neighbourhood" else None,
-            make=self._make_swim,
+            look_up=lambda key, found: self.discovery.locate(key, found),
+            is_scoped=self.config.swarm.scope == "neighbourhood",
+            make=partial(self.seams.core, self._make_swim),
         )
         self.discovery = Discovery(
             self.network,
@@ -328,8 +345,9 @@ class Node(Surface):
             self.signer,
             refuse=self._refuse,
             observe=self._observe,
-            make=self._make_kademlia,
+            make=partial(self.seams.core, self._make_kademlia),
             seams=self.seams,
+            work_bits=self.config.swarm.work_bits,
             publish=self._publish,
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
@@ -381,6 +399,7 @@ class Node(Surface):
             checkpoints=self.checkpoints,
             copies=self.copies,
             guests=self._guests,
+            averaging=self.averaging,
             machine=Machine(
                 self.capacity.cores,
                 self.capacity.device,
@@ -402,6 +421,12 @@ class Node(Surface):
 
     # Events
 
+    def limit(self, *, accept_runs: Literal["swarm", "never"]) -> None:
+        """Take stages of others (`swarm`) or no more of them (`never`), until this node ends."""
+        resources = replace(self.config.resources, accept_runs=accept_runs)
+        self.config = replace(self.config, resources=resources)
+        self.membership.update(self._profile())
+
     @contextmanager
     def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
         """Events from now on."""
@@ -415,8 +440,8 @@ class Node(Surface):
     @property
     def counters(self) -> dict[str, int]:
         """What was refused and dropped, by reason, at every layer."""
-        own = Counter({"internal_errors": failures.total()})
-        return dict(Counter(dict(self.network.counters)) + self._refused + own)
+        own = {"internal_errors": failures.total()}
+        return dict(Counter(self.network.counters) + self._refused + Counter(own))
 
     def publish(self, event: Event) -> None:
         """Tell of what a part beside the node has done, such as its page."""
@@ -429,6 +454,8 @@ class Node(Surface):
         except Exception as error:
             note(error, f"the state at a {type(event).__name__}")
         self.history.append(event)
+        if self._recorder is not None:
+            self._recorder.event(views.event_document(event))
         try:
             if self._report is not None:
                 self._report(event)
@@ -449,9 +476,6 @@ class Node(Surface):
 
     # Between the services
 
-    def _look_up(self, key: bytes, found: Callable[[Sequence[PeerId]], None]) -> None:
-        self.discovery.locate(key, found)
-
     def _met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
         self._is_met.set()
         self.discovery.met(peer, addresses)
@@ -461,7 +485,7 @@ class Node(Surface):
         match event:
             case MemberSuspected():
                 self.runs.member_suspected(event.peer)
-            case MemberJoined() | MemberRefuted():
+            case MemberJoined() | MemberChanged() | MemberRefuted():
                 self.runs.members_changed()
 
     def _gone(self, peer: PeerId) -> None:
@@ -494,21 +518,17 @@ class Node(Surface):
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
-        """Return what every live member says it offers, this node included; no claim counts for more than a
-        multiple of the median."""
-        own = Offer(
-            self.peer,
-            self.capacity.flops_per_second,
-            self.capacity.memory_free_bytes,
-            self._takes_stages and self.runs.has_slot and self.capacity.flops_per_second > 0,
-        )
-        offers = [own]
-        for member in self.membership.members:
-            claim = read_metadata(member.metadata)
-            if member.live and member.peer != self.peer and claim is not None:
-                has_slot = claim.accepts_runs and claim.flops_per_second > 0
-                offers.append(Offer(member.peer, claim.flops_per_second, claim.memory_free_bytes, has_slot))
-        return sorted(cap_claims(offers), key=lambda offer: offer.peer)
+        """Return what every live member says it offers, this node included."""
+        has_slot = self._takes_stages and self.runs.has_slot and self.capacity.flops_per_second > 0
+        own = Offer(self.peer, self.capacity.flops_per_second, self.capacity.memory_free_bytes, has_slot)
+        return offers_of(own, self.membership.members)
+
+    def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
+        """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
+        takes, fenced, calibrated = self._takes_stages, not self._unfenced, self.calibration is not None
+        words = {"stages": takes, "fenced": fenced, "calibrated": calibrated}
+        is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
+        return standing_of(told, self.capacity, words, runs, self.peer, is_measured=is_measured)
 
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
@@ -549,11 +569,9 @@ class Node(Surface):
     # Peers met before
 
     def _addresses_to_try(self) -> list[Address]:
-        addresses = list(self._seeds.seeds)
-        if self._seeds.remember:
-            for peer in read_remembered(self.seams.storage):
-                addresses += peer[:1]
-        return list(dict.fromkeys(addresses))
+        remembered = read_remembered(self.seams.storage) if self._seeds.remember else []
+        first = [address for peer in remembered for address in peer[:1]]
+        return list(dict.fromkeys([*self._seeds.seeds, *first]))
 
     async def _remember(self) -> None:
         while True:
@@ -561,11 +579,7 @@ class Node(Surface):
             await self._save_remembered()
 
     async def _save_remembered(self) -> None:
-        live = [
-            tuple(address.of(member.peer) for address in member.addresses)
-            for member in self.membership.members
-            if member.live and member.peer != self.peer
-        ]
+        live = self.membership.live_addresses()
         if live and self._seeds.remember:
             # A disk may take its time to make a write durable.
             await self._executor.run(lambda: write_remembered(self.seams.storage, live))
@@ -574,26 +588,13 @@ class Node(Surface):
         await self._is_met.wait()  # alone, there is nobody to tell
         await self.copies.start()
 
-    def _has_slot_for_others(self) -> bool:
-        return self._takes_stages_of_others and self.runs.has_slot
-
     async def _advertise(self) -> None:
-        """This node's capacity as a signed record in the DHT, for those outside its membership view."""
+        """What this node offers, for those outside its membership view."""
         await self._is_met.wait()  # alone, there is nobody to tell
-        metadata = encode_metadata(self.capacity, accepts_runs=self._takes_stages_of_others)
-        await self.discovery.publish(CAPACITY_PURPOSE, self.peer, metadata)
-        await keep_advertised(self.discovery, self.capacity, self.network, self._has_slot_for_others)
-
-
-def _ignore(event: object) -> None:
-    """Nobody looks at what the cores learn."""
-    del event
-
-
-@asynccontextmanager
-async def _cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
-    async with trio.open_nursery() as nursery:
-        try:
-            yield nursery
-        finally:
-            nursery.cancel_scope.cancel()
+        await keep_advertised(
+            self.discovery,
+            self.capacity,
+            self.network,
+            lambda: self._takes_stages_of_others and self.runs.has_slot,
+            self.membership.coordinates,
+        )

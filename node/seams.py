@@ -269,9 +269,19 @@ class RealClock:
         return time.time()
 
 
+CoreMaker = Callable[..., Any]
+"""Makes a core: its class, then what the class is called with."""
+
+
+def make_core(kind: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Make a core of a node that nobody records."""
+    return kind(*arguments, **named)
+
+
 @dataclass(frozen=True)
 class Seams:
-    """All six, as one node holds them."""
+    """All six, as one node holds them. `core` makes the cores over them: those of a node that is recorded
+    (`node.recording`) are made by its recorder."""
 
     network: Network
     clock: Clock
@@ -279,3 +289,4 @@ class Seams:
     entropy: Callable[[int], bytes]
     executor: Executor
     storage: Storage
+    core: CoreMaker = make_core

@@ -14,6 +14,14 @@ import msgspec
 
 from crypto.identity import PeerId, peer_text
 from node import events
+from node.documents import (
+    capacity_document,
+    degraded_document,
+    fences_document,
+    reachability_document,
+    standing_document,
+    step_document,
+)
 
 JOINS_MAX = 64
 """Join attempts kept: the newest; older ones no longer explain the present."""
@@ -40,7 +48,10 @@ class MemberView:
     found_through: str
     capacity: events.CapacityMeasured | None
     noticed_by: PeerId | None = None
-    """Who suspected it, for a member that is suspect or dead."""
+    """The peer that suspected it, for a member that is suspect or dead."""
+    standing: events.Standing | None = None
+    degraded: events.MemberDegraded | None = None
+    """How it answers this node, where that is not as it should be."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +192,26 @@ def _(event: events.MemberJoined, state: State) -> State:
             reason="",
             found_through=event.found_through,
             capacity=event.capacity,
+            standing=event.standing,
         ),
     )
+
+
+@_fold.register
+def _(event: events.MemberChanged, state: State) -> State:
+    member = state.members.get(event.peer)
+    if member is None:
+        return state
+    changed = replace(member, name=event.name, addresses=event.addresses, capacity=event.capacity)
+    return _with_member(state, replace(changed, standing=event.standing))
+
+
+@_fold.register
+def _(event: events.MemberDegraded, state: State) -> State:
+    member = state.members.get(event.peer)
+    if member is None:
+        return state
+    return _with_member(state, replace(member, degraded=event if event.condition else None))
 
 
 @_fold.register
@@ -204,7 +233,7 @@ def _(event: events.MemberLost, state: State) -> State:
 
 @_fold.register
 def _(event: events.MemberLeft, state: State) -> State:
-    return _with_status(state, event.peer, "left", event.at, "left")
+    return _with_status(state, event.peer, "left", event.at, event.reason)
 
 
 @_fold.register
@@ -378,7 +407,9 @@ def _with_status(
     member = state.members.get(peer)
     if member is None:
         return state
-    return _with_member(state, replace(member, status=status, since=at, reason=reason, noticed_by=by))
+    degraded = member.degraded if status in ("alive", "suspect") else None
+    changed = replace(member, status=status, since=at, reason=reason, noticed_by=by, degraded=degraded)
+    return _with_member(state, changed)
 
 
 def _with_run(state: State, view: RunView) -> State:
@@ -445,28 +476,11 @@ def peers_document(state: State, now: float) -> dict[str, Any]:
                 "found_through": member.found_through,
                 "addresses": list(member.addresses),
                 "capacity": capacity_document(member.capacity),
+                "standing": standing_document(member.standing),
+                "degraded": degraded_document(member.degraded),
             }
             for _, member in sorted(state.members.items())
         ],
-    }
-
-
-def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
-    """What others say of reaching this node; None before anybody was asked, and where nobody has to be."""
-    if found is None:
-        return None
-    return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
-
-
-def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
-    """What a stage's process is held to here; None before it was tried, and where nothing is computed."""
-    if tried is None:
-        return None
-    return {
-        "fences": list(tried.fences),
-        "unfenced": list(tried.unfenced),
-        "allow_unfenced": tried.is_allowed,
-        "takes_stages_of_others": tried.is_allowed or not tried.unfenced,
     }
 
 
@@ -480,20 +494,6 @@ def join_document(join: events.JoinTried) -> dict[str, Any]:
         "seconds": round(join.seconds, 6),
         "found_by": join.found_by,
         "at": rfc3339(join.at),
-    }
-
-
-def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any] | None:
-    """What a machine offers."""
-    if capacity is None:
-        return None
-    return {
-        "device": capacity.device,
-        "cores": capacity.cores,
-        "memory_free_bytes": capacity.memory_free_bytes,
-        "memory_total_bytes": capacity.memory_total_bytes,
-        "flops_per_second": capacity.flops_per_second,
-        "location": capacity.location,
     }
 
 
@@ -545,7 +545,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "reason": view.reason,
         "steps_lost": view.steps_lost,
         "steps_skipped": view.steps_skipped,
-        "last_step": None if committed is None else _step_document(committed),
+        "last_step": step_document(committed),
         "weights": view.weights,
         "result": view.result,
         "plan": None
@@ -565,23 +565,17 @@ def run_document(view: RunView) -> dict[str, Any]:
     }
 
 
-def _step_document(event: events.StepCommitted) -> dict[str, Any]:
-    return {
-        "step": event.step,
-        "seconds": event.seconds,
-        "samples": event.samples,
-        "utilisation": list(event.utilisation),
-        "bubble": event.bubble,
-        "sent_bytes": list(event.sent_bytes),
-        "returned_bytes": list(event.returned_bytes),
-    }
-
-
 def event_document(event: events.Event) -> dict[str, Any]:
-    """Any event as JSON: its class name, its time, and its fields, peers as text."""
+    """Any event as JSON: its class name, its time, and its fields, peers as text.
+
+    Where `step` is the one that is meant, counted from 0, and not how many are done, `step_number` is the
+    same counted from 1, as screens show it.
+    """
     document: dict[str, Any] = {"kind": type(event).__name__}
     for name in event.__struct_fields__:
         document[name] = _plain(getattr(event, name))
+    if isinstance(event, events.StepCommitted | events.ReplicaDropped | events.RunResumed):
+        document["step_number"] = event.step + 1
     document["at"] = rfc3339(event.at)
     document["at_seconds"] = event.at
     return document
@@ -595,5 +589,7 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case events.CapacityMeasured():
             return capacity_document(value)
+        case events.Standing():
+            return standing_document(value)
         case _:
             return value

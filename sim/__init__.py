@@ -13,7 +13,7 @@ __all__ = ["Result", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # Whoever wants a seed or an engine should not have to load what an experiment needs (PEP 562).
+    # Code that imports a seed or an engine should not have to load what an experiment needs (PEP 562).
     if name not in __all__:
         raise AttributeError(f"module 'sim' has no attribute '{name}'")
     from sim import experiment

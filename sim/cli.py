@@ -92,7 +92,17 @@ def main(
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; the exit code. Raises nothing."""
-    return dispatch(app, arguments, PROGRAM)
+    chosen, rest, program = _chosen(arguments, PROGRAM)
+    return dispatch(chosen, rest, program)
+
+
+def _chosen(arguments: Sequence[str], program: str) -> tuple[typer.Typer, list[str], str]:
+    """Return the command line that is meant, its arguments and its name: `replay` is no scenario."""
+    if arguments and arguments[0] == "replay":
+        from sim.replay.cli import app as replaying
+
+        return replaying, list(arguments[1:]), f"{program} replay"
+    return app, list(arguments), program
 
 
 def call(arguments: Sequence[str], program: str) -> int:
@@ -101,7 +111,8 @@ def call(arguments: Sequence[str], program: str) -> int:
     Raises:
         PeerloomError: and typer's errors of usage.
     """
-    code = app(list(arguments), prog_name=program, standalone_mode=False)
+    chosen, rest, name = _chosen(arguments, program)
+    code = chosen(rest, prog_name=name, standalone_mode=False)
     return code if isinstance(code, int) else EXIT_DONE
 
 

@@ -426,7 +426,7 @@ class SimNetwork:
         if links.has_translators and not links.lets_in(sender, self._peer, due):
             return False
         self._medium.count("delivered")
-        # Who reaches us can be answered: the real transport has a session with it then.
+        # A peer that reaches us can be answered: the real transport has a session with it then.
         self._known[sender] = None
         return True
 
@@ -437,7 +437,7 @@ class SimNetwork:
         self._medium.post(sender, peer, protocol, message)
 
     def _refuse(self, number: int) -> None:
-        """So many datagrams came when nobody listened."""
+        """Count `number` datagrams that came when nobody listened."""
         if number:
             self._counters["messages_refused_protocol"] += number
             self._medium.count("missed", number)
@@ -476,7 +476,7 @@ class SimNetwork:
         self._counters["streams_broken"] += 1
 
     async def _meet_impostor(self, peer: PeerId) -> None:
-        """Who is not where it is said to be; somebody else may be."""
+        """Fail to meet `peer`, which is not at its known address; another peer may be there."""
         other = self._impostors.get(peer)
         if other is None:
             await trio.lowlevel.checkpoint()

@@ -157,7 +157,7 @@ class Death:
         return next((m.plan for m in members if m is not None and m.plan is not None), None)
 
     def victim(self, plan: Plan) -> PeerId:
-        """Who is to die."""
+        """Return the member that is to die."""
         raise AssertionError("each kind of death has a victim of its own")
 
     def awaits(self, peer: PeerId, step: int | None = None) -> bool:

@@ -17,6 +17,7 @@ from node.events import RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from partition.plan.chain import Chain
 from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
+from partition.plan.quorum import decides
 from sim.seams import SimClock
 from sim.seeds import seeded_rng
 from sim.worlds.scheduling import run_repeatably
@@ -320,7 +321,7 @@ def _planned_by_a_minority(world: World) -> list[str]:
             continue
         voters = committee(parent)
         here = [peer for peer in voters if _side(world, peer) == (name in world.minority)]
-        if 2 * len(here) <= len(voters):
+        if not decides(voters, here, world.run.tie_breaker):
             found.append(f"{name} has plan {event.height}, which its side could not decide")
     return found
 

@@ -26,6 +26,7 @@ from node.content.graphs import graph_name, values_name
 from node.events import Event, RunEnded
 from node.placement.admission import Machine, make_specification
 from node.protocols.manifest import Manifest, Run, make_run
+from node.recording.recorder import Recorder
 from node.runs.manifest_builder import make_batches
 from node.runtime import Node
 from node.services.capacity import Capacity
@@ -83,15 +84,18 @@ async def swarm(
     seed: int = 1,
     stage_seconds: float = STAGE_SECONDS,
     storages: Mapping[str, MemoryStorage] | None = None,
+    recorders: Mapping[str, Recorder] | None = None,
+    executors: Mapping[str, SimExecutor] | None = None,
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
-    their earlier lives."""
+    their earlier lives, `recorders` write down what they do, `executors` compute in their place."""
     group = Swarm(medium=SimNetworkFabric(Links(NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
-            disk = (storages or {}).get(name)
-            await nursery.start(_live, group, name, before, seed, stage_seconds, disk)
+            disk, recorder = (storages or {}).get(name), (recorders or {}).get(name)
+            own = (executors or {}).get(name)
+            await nursery.start(_live, group, name, before, seed, stage_seconds, disk, recorder, own)
             before = name
         with trio.fail_after(60):
             while any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -109,6 +113,8 @@ async def _live(
     seed: int,
     stage_seconds: float,
     storage: MemoryStorage | None = None,
+    recorder: Recorder | None = None,
+    executor: SimExecutor | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`storage` is that of an earlier life, None for an empty disk."""
@@ -125,10 +131,11 @@ async def _live(
         clock=SimClock(),
         rng=seeded_rng(seed, identity.peer),
         entropy=seeded_entropy(seed, identity.peer),
-        executor=SimExecutor(lambda request: stage_seconds if _computes(request) else 0.0),
+        executor=executor or SimExecutor(lambda request: stage_seconds if _computes(request) else 0.0),
         storage=storage,
         capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
         report=events.append,
+        recorder=recorder,
     )
     with trio.CancelScope() as scope:
         group.scopes[name] = scope

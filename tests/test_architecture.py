@@ -35,11 +35,11 @@ FLOORS = (
         "paths",
         "toml",
     ),
-    ("state", "transport", "storage"),
+    ("documents", "state", "transport", "storage", "recording"),
     ("services", "planning", "protocols", "stages"),
     ("content",),
     ("placement",),
-    ("checkpoints", "pipeline", "runs", "averaging"),
+    ("checkpoints", "pipeline", "runs", "averaging", "local"),
     ("control", "executor", "commands", "library", "optimizer", "runtime", "alerts", "web", "process"),
     ("cli", "__main__"),
 )
@@ -59,7 +59,7 @@ COMPUTING = {
     "node/optimizer/": "the optimizer wrapper, in a user's own process",
     "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
 }
-# Who may import it, in a function, once it runs in such a process.
+# Modules that may import it, in a function, once they run in such a process.
 COMPUTERS = {
     "node.stages.process": "the stage's process",
     "node.library.sync": "me.optimizer, which a script calls that has torch",
@@ -72,7 +72,7 @@ COMPUTERS = {
 UNPICKLERS = {"cloudpickle", "code", "codeop", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 EVALUATORS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {"torch.load", "torch.export.load", "torch.jit.load"}
-# Whoever can name a file of code can run it.
+# Code that can name a file of code can run it.
 IMPORTERS = {"import_module", "exec_module", "load_module", "run_path", "run_module"}
 IMPORTING = {
     "partition/capture/": "a person's own file, on that person's machine, by their own command",

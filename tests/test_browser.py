@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from node.cli.client import GoneAway, request
-from node.cli.demo.capture_process import Capturing
+from node.cli.client import ask, request
 from node.cli.demo.processes import SwarmProcesses
 from node.cli.demo.scenario import run_text
 from tests.browser import opened, require
@@ -30,30 +29,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[SwarmProcesses]:
-    """Five nodes that train; the page is d's."""
+    """Five nodes; the page is d's."""
     require()
     swarm = SwarmProcesses(tmp_path, "browser", time.sleep, with_page="d")
-    run_file = tmp_path / "RUN.toml"
-    run_file.write_text(run_text(run_file, STEPS))
-    capturing = Capturing(run_file, tmp_path / "model.peerloom")
     try:
-        capturing.start()
         swarm.launch("abcde")
         before = None
         for name in "abcde":
             before = swarm.start(name, before).address
-        arguments = capturing.wait(lambda: None)
-        folder = swarm.nodes["e"].data_dir
-
-        def train() -> None:
-            with contextlib.suppress(GoneAway):
-                for _ in request(folder, "train", arguments):
-                    pass
-
-        threading.Thread(target=train, daemon=True).start()
         yield swarm
     finally:
-        capturing.close()
         swarm.close()
 
 
@@ -62,6 +47,12 @@ def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcess
         address = training.status("d")["page"]
         OUT.mkdir(exist_ok=True)
         page.goto(f"{address}/run")
+        page.wait_for_selector("text=To act, open the line of")
+        page.goto(ask(training.nodes["d"].data_dir, "page")["link"])
+        page.wait_for_selector("h1:has-text('Swarm')")
+        page.click("nav >> text=Run")
+        page.fill("textarea", run_text(Path("RUN.toml"), STEPS))
+        page.click("text=Start the run")
         page.wait_for_function("document.querySelectorAll('.chart canvas').length >= 3", timeout=120_000)
         plan = training.status("d")["runs"][0]["plan"]
         names = {node.peer: node.name for node in training.nodes.values()}
@@ -78,6 +69,10 @@ def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcess
             page.wait_for_function("!document.body.textContent.includes('Loading')")
             page.screenshot(path=str(OUT / f"page{path.replace('/', '-')}.png"), full_page=True)
             assert faults(page) == [], path
+        page.goto(f"{address}/plan")
+        page.click("fieldset label >> nth=0")
+        page.wait_for_selector("h2:has-text('A new plan')", timeout=60_000)
+        page.screenshot(path=str(OUT / "page-plan-without.png"), full_page=True)
         page.goto(f"{address}/")
         page.wait_for_selector("span.dead")
         for scheme in ("dark", "light"):

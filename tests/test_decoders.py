@@ -31,7 +31,7 @@ from node.averaging import transfer
 from node.averaging.runner import read_message
 from node.protocols import runs as wire
 from node.protocols.manifest import check_run
-from node.services.membership import read_metadata
+from node.services.metadata import read_metadata
 from partition import codec
 from partition import stage as api
 from partition.model.graph import decode_graph

@@ -150,6 +150,23 @@ def test_without_a_terminal_only_finished_lines_are_written() -> None:
     ]
 
 
+def test_a_narrow_terminal_shows_where_the_page_is_while_it_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = _Terminal()
+    screen = DemoScreen(stream)
+    screen.link("http://127.0.0.1:40000")
+    screen.update(1, "starting", "one of them is on its way, " * 4)
+    screen.close()
+    assert "watch: http://127.0.0.1:40000" in stream.getvalue()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 # The weights
 
 

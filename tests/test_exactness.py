@@ -132,7 +132,7 @@ def trained(
 
 
 async def until_ended(group: Swarm, name: str) -> None:
-    """Whoever commits is the last to end; of the others some have the result before the rest."""
+    """Wait until `name` has ended. The committer ends last; some others have the result before the rest."""
     with trio.fail_after(60):
         while not any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
             isinstance(event, RunEnded) for event in group.events[name]

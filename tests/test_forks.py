@@ -38,7 +38,7 @@ def committer(group: Swarm, world: World) -> str:
 
 
 def given_up(world: World) -> set[str]:
-    """Who has said that its branch is given up."""
+    """Return the nodes that have said that their branch is given up."""
     return {
         name
         for name, events in world.group.events.items()

@@ -375,7 +375,7 @@ def test_whatever_a_stranger_says_in_a_step_is_refused_and_the_result_is_exact(
 
 
 def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
-    """Whoever asked for the run has died and come back: it is on the roster, and has nothing to do."""
+    """The requester has died and come back: it is on the roster, and has nothing to do."""
     counted: list[int] = []
     spoken: list[Sent] = []
 

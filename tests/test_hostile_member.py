@@ -111,7 +111,7 @@ async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
 
 
 async def ended(group: Swarm, run: Run) -> str:
-    """Whoever is the first to say that a run is done."""
+    """Return the first node to say that a run is done."""
     with trio.fail_after(600):
         while True:
             for name, events in group.events.items():

@@ -17,7 +17,7 @@ from gossip.swim import PROTOCOL
 from node.errors import PayloadRefused
 from node.events import Event, ReplicaDropped, StepCommitted
 from node.runtime import Node
-from node.services.membership import encode_metadata
+from node.services.metadata import encode_metadata
 from partition import stage as api
 from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
 from tests.test_hostile_frames import in_force, outcome, the_run
@@ -59,7 +59,7 @@ def holder(group: Swarm, stage: int, replica: int) -> Node:
 
 
 def disturbed(stage: int, replica: int, disturb: Callable[[Node], None]) -> list[str]:
-    """Whom an exact run of five steps loses, where one of its members goes wrong after the second."""
+    """Return the members an exact run of five steps loses when one of them goes wrong after the second."""
     lost: list[str] = []
 
     async def scenario() -> None:

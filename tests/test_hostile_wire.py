@@ -42,7 +42,7 @@ ELSEWHERE = {
     "node.transport.router": "hellos: tests.hostile.guests",
     "node.transport.beacon": "beacons: tests.hostile.packets",
 }
-SAMPLES = 40
+SAMPLES = 100
 LET_IN_MIN = 0.6
 """Of what is made of a kind, at least so much passes its decoder."""
 

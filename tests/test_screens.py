@@ -1,18 +1,21 @@
 """Screens as text snapshots: what a person sees, word for word."""
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from textwrap import dedent
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from crypto.identity import Identity, PeerId
 from node import events
 from node.cli.peers import peers_lines
 from node.cli.render import error_lines, seconds_text, short_address, show
 from node.cli.runs import runs_lines
-from node.cli.screen import EventScreen
+from node.cli.screen import EventScreen, rate_text
 from node.cli.status import status_lines
 from node.errors import UsageError
 from node.state import State, apply, event_document, peers_document, status_document
@@ -121,6 +124,24 @@ HISTORY: list[events.Event] = [
         addresses=("/ip6/::3/tcp/9747",),
         found_through="lab-2",
     ),
+    events.MemberChanged(
+        at=NOW - 5_000,
+        peer=peer(2),
+        name="lab-2",
+        addresses=("/ip4/10.0.0.2/tcp/97",),
+        capacity=capacity(),
+        standing=events.Standing(
+            capabilities=("stages", "fenced"),
+            load_percent=50,
+            memory_available_bytes=12_000_000_000,
+            slots_free=0,
+            stages=(("01234567", 0),),
+        ),
+    ),
+    events.MemberDegraded(
+        at=NOW - 4_000, peer=peer(3), condition="late", rate=0.375, seconds=0.62, reason="5 of 8 late"
+    ),
+    events.MemberDegraded(at=NOW - 3_990, peer=peer(3), condition=""),
     events.RunAccepted(
         at=NOW - 100, run="0123456789abcdef", model="simple-cnn", data="digits", steps=200, requester=peer(2)
     ),
@@ -134,6 +155,14 @@ HISTORY: list[events.Event] = [
         layers=((0, 3), (3, 4)),
         stages=((peer(1), peer(2)), (peer(3),)),
         trainers=(peer(1),),
+    ),
+    events.StageDegraded(
+        at=NOW - 99,
+        run="0123456789abcdef",
+        stage=1,
+        peer=peer(3),
+        rate=0.4,
+        reason="computes at 40% of what was promised",
     ),
     events.StageLeased(at=NOW - 99, run="0123456789abcdef", stage=0, layers=(0, 3)),
     *(
@@ -169,6 +198,7 @@ HISTORY: list[events.Event] = [
         filled=(),
         seconds=1.25,
     ),
+    events.CheckpointFailed(at=NOW - 40, run="0123456789abcdef", step=20, reason="this disk is full"),
     events.CheckpointKept(
         at=NOW - 40, run="0123456789abcdef", step=12, checkpoint="ab" * 32, copies=3, size_bytes=4_200_000
     ),
@@ -248,11 +278,14 @@ def test_the_screen_of_a_node() -> None:
         20:16:40   lab-2 ...2NASuq joined (found through join)
         join  ok         10.0.0.2:97   lab-2 ...2NASuq  1.2 ms
         20:33:20   e?[2J ...3ANaba joined (found through lab-2)
+        21:06:40   e?[2J is degraded, late: 5 of 8 late
+        21:06:50   e?[2J answers in time again
         22:11:40   run 01234567 accepted: simple-cnn on digits, 200 steps, from lab-2
         22:11:41   run 01234567 planned: plan fedcba98, height 0
           stage 1   layers 0-2   lab-1, lab-2
           stage 2   layer 3   e?[2J
           trainer   lab-1
+        22:11:41   run 01234567 stage 2: e?[2J computes at 40% of what was promised
         22:11:41   leased to run 01234567: stage 1
         step     1  loss 2.3000  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 40 s left
         step     2  loss 1.1500  256 samples/s  replicas 3  bubble 15 %  rounding 6.0e-03  1 min 39 s left
@@ -267,6 +300,7 @@ def test_the_screen_of_a_node() -> None:
         22:12:38   e?[2J lost from stage 2 at step 13; 3 microbatches replayed
         22:12:39   run 01234567 degraded: fewer replicas
         22:12:39   run 01234567 goes on at step 13 after 1.2 s: 3 microbatches replayed, 0 steps lost
+        22:12:40   run 01234567 no checkpoint of step 20: this disk is full
         22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
@@ -328,6 +362,24 @@ def test_the_screen_of_peers() -> None:
     assert "no other member yet" in peers_lines(peers_document(State(), NOW))[0]
 
 
+def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
+    late = events.MemberDegraded(
+        at=NOW, peer=peer(2), condition="no path", rate=0.0, seconds=0.5, reason="others reach it"
+    )
+    joined = events.MemberJoined(at=NOW, peer=peer(2), name="b", addresses=(), found_through="")
+    held = apply(apply(State(), joined), late)
+    document = peers_document(held, NOW)
+    assert document["peers"][0]["degraded"] == {
+        "condition": "no path",
+        "rate": 0.0,
+        "seconds": 0.5,
+        "reason": "others reach it",
+    }
+    assert "alive, no path: others reach it" in peers_lines(document)[1]
+    held = apply(held, events.MemberLost(at=NOW, peer=peer(2), reason="no ack"))
+    assert peers_document(held, NOW)["peers"][0]["degraded"] is None
+
+
 def test_the_screen_of_runs() -> None:
     document = status_document(state(), NOW, {})
     assert shown(runs_lines(document)) == snapshot(
@@ -351,6 +403,23 @@ def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
     text = "\n".join(EventScreen().lines(event))
     assert "[fd00::1]:40123   (port 9747 was taken)" in text
     assert "python -m node --join [fd00::1]:40123 --swarm lab" in text
+
+
+def test_a_node_that_listens_everywhere_says_that_it_is_open() -> None:
+    event = event_document(STARTED) | {"is_open": True}
+    text = "\n".join(EventScreen().lines(event))
+    assert "open to the network: anybody may connect" in text
+    assert "--listen 127.0.0.1:9747" in text
+    private = "\n".join(EventScreen().lines(event | {"is_private": True}))
+    assert "open to the network: members of the swarm may connect" in private
+
+
+def test_what_the_death_of_one_machine_does_is_said_with_the_plan() -> None:
+    planned = next(event for event in HISTORY if isinstance(event, events.RunPlanned))
+    document = event_document(replace(planned, witnesses=(peer(4),), pauses_without=(peer(1), peer(2))))
+    text = "\n".join(EventScreen().lines(document))
+    assert "witness   " in text
+    assert "stops, the run pauses until it is back" in text
 
 
 def test_a_private_swarm_is_called_so_and_its_join_line_asks_for_the_key() -> None:
@@ -395,6 +464,21 @@ def test_small_words() -> None:
     assert short_address("10.0.0.5:9747") == "10.0.0.5:9747"
 
 
+def test_json_has_the_number_of_a_step_that_screens_show() -> None:
+    screen, wanted = EventScreen(), (events.StepCommitted, events.ReplicaDropped, events.RunResumed)
+    found = set()
+    for event in HISTORY:
+        lines = screen.lines(event_document(event))
+        if isinstance(event, wanted) and lines:
+            number = event_document(event)["step_number"]
+            assert re.search(rf"step +{number}\b", lines[0]), lines[0]
+            assert number == event_document(event)["step"] + 1
+            found.add(type(event))
+    assert found == set(wanted)
+    rows = [row for row in status_document(state(), NOW, {})["runs"] if row["last_step"]]
+    assert [row["last_step"]["step_number"] == row["step"] for row in rows] == [True]
+
+
 def test_the_time_left_follows_the_mean_pace_and_not_the_last_step() -> None:
     screen = EventScreen()
     asked = events.RunAccepted(at=NOW, run="r", model="m", data="digits", steps=11, requester=peer(1))
@@ -408,6 +492,13 @@ def test_the_time_left_follows_the_mean_pace_and_not_the_last_step() -> None:
     assert lines[0].endswith("  18 s left")
 
 
+def test_a_rate_is_of_samples_and_of_tokens_where_the_loss_counts_those() -> None:
+    step = {"samples": 32, "counted": 2_048, "seconds": 2.0}
+    assert rate_text(step) == "16 samples/s  1024 tokens/s"
+    assert rate_text(step | {"counted": 32}) == "16 samples/s"
+    assert rate_text(step | {"seconds": 0.0}) == "0 samples/s"
+
+
 def test_connections_used_again_are_traffic_and_broken_streams_no_refusals() -> None:
     counters = {"connections_used_again": 2, "streams_broken": 3, "streams_refused_busy": 4}
     lines = status_lines(status_document(state(), NOW, counters))
@@ -416,3 +507,14 @@ def test_connections_used_again_are_traffic_and_broken_streams_no_refusals() -> 
         "broken streams broken 3",
         "refused streams refused busy 4",
     ]
+
+
+def test_moved_layers_are_told_from_a_way_back_to_a_checkpoint() -> None:
+    screen = EventScreen()
+    first = next(event for event in HISTORY if isinstance(event, events.RunPlanned))
+    screen.lines(event_document(first))
+    back = msgspec.structs.replace(first, height=1, restored_step=40)
+    moved = msgspec.structs.replace(back, height=2, layers=((0, 2), (2, 4)))
+    assert "height 1, back to the checkpoint of step 40" in shown(screen.lines(event_document(back)))
+    assert "height 2, layers moved after step 40" in shown(screen.lines(event_document(moved)))
+    assert "layers moved" not in shown(EventScreen().lines(event_document(moved)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from crypto.identity import Identity
+from crypto.identity import Identity, PeerId
 from node.errors import StageFailed
 from node.events import (
     CheckpointKept,
@@ -24,6 +24,7 @@ from node.events import (
     StepCommitted,
 )
 from node.protocols.manifest import Manifest
+from node.protocols.runs import Prepare
 from node.seams import Stage
 from partition.plan.quorum import FORK_SECONDS
 from partition.run.timeouts import LOST_SECONDS_MAX
@@ -85,7 +86,7 @@ def said(world: World, kind: type[Event]) -> list[Any]:
 
 
 def holders(world: World) -> list[str]:
-    """Who holds a stage by the newest plan."""
+    """Return the nodes that hold a stage by the newest plan."""
     return [world.group.name_of(peer) for stage in newest(world).stages for peer in stage]
 
 
@@ -245,6 +246,41 @@ def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None
     states = [event.state for event in said(world, RunChanged)]
     assert "degraded" in states
     assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
+
+
+def test_what_a_newcomer_holds_for_a_planner_that_died_is_given_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planner has the newcomer open a stage, and dies before the plan is decided."""
+    died: list[float] = []
+
+    async def scenario(world: World) -> None:
+        await world.reached(2)
+        for name, node in world.group.nodes.items():
+            monkeypatch.setattr(node.runs, "ask", dying_once(world, name, node.runs.ask, died))
+        world.crash(other(world, "e"))
+        await world.reached(4)
+        await spare(world, "x")
+        with trio.fail_after(120):
+            while not died or "x" not in holders(world):  # noqa: ASYNC110
+                await trio.sleep(0.2)
+        assert world.now - died[0] < 15
+
+    play("abcde", small(stages=2, replicas=2, steps=60), scenario)
+
+
+def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
+    """As `ask` of a node, which dies when somebody has opened a stage for it; the first only."""
+
+    async def ask_then_die(peer: PeerId, request: Any, seconds: float) -> Any:
+        reply = await ask(peer, request, seconds)
+        if isinstance(request, Prepare) and not died:
+            died.append(world.now)
+            world.crash(name)
+            await trio.sleep_forever()
+        return reply
+
+    return ask_then_die
 
 
 def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_ended() -> None:

@@ -3,7 +3,6 @@
 What happens when is decided in `table`; here is what is so.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from crypto.identity import PeerId
@@ -70,7 +69,8 @@ class PeerState:
     next_source: Source | None = None
     prefer_next_until: float = 0.0
     attempt: Attempt | None = None
-    queue: deque[Request] = field(default_factory=deque)
+    queue: list[Request] = field(default_factory=list)
+    """Oldest first. Short, and empty with nearly all peers: an empty deque would hold 600 bytes."""
     cookie: bytes = b""
     cookie_until: float = 0.0
     proven: Source | None = None
@@ -121,7 +121,7 @@ class PeerState:
         self.forget_at = now + FORGET_SECONDS
 
     def prove(self, source: Source) -> None:
-        """Whoever answers from `source` received what we sent there."""
+        """Mark `source` as proven: the peer that answers from it received what we sent there."""
         self.proven = source
         if self.unproven == source:
             self.unproven = None

@@ -9,7 +9,6 @@ expense of the greediest source, if one takes more room than its own (`crowds`),
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import count
 
 from crypto.crowds import Crowd
 from crypto.identity import PeerId
@@ -59,8 +58,8 @@ class Table:
         self._wanted: OrderedDict[PeerId, None] = OrderedDict()
         self._settled: Crowd[PeerId] = Crowd()
         self._memories = Memories(self.peers.__contains__)
-        self._alarms: list[tuple[float, int, PeerState]] = []
-        self._numbers = count()
+        self._alarms: list[tuple[float, PeerId]] = []
+        # Peers, and not what is known of them: of one that was dropped nothing may stay until then.
         self._queued_bytes = 0
 
     def meet(self, now: float, peer: PeerId) -> PeerState:
@@ -131,9 +130,8 @@ class Table:
             self.sessions.pop(session.index, None)
         while state.queue:
             self.drop_oldest(state)
-        # An alarm may name it for minutes yet: let no more stay than that.
+        # A caller that still holds the state finds no session to send with.
         state.attempt = state.current = state.previous = state.next = None
-        state.alarm_at = NEVER
 
     # --- what waits --------------------------------------------------------------------------------
 
@@ -147,7 +145,7 @@ class Table:
 
     def take(self, state: PeerState) -> None:
         """The oldest waits no more."""
-        self._queued_bytes -= state.queue.popleft().size_bytes
+        self._queued_bytes -= state.queue.pop(0).size_bytes
 
     def drop_oldest(self, state: PeerState) -> None:
         """It will not be sent."""
@@ -181,19 +179,24 @@ class Table:
         if at >= state.alarm_at:
             return
         state.alarm_at = at
-        heapq.heappush(self._alarms, (at, next(self._numbers), state))
+        heapq.heappush(self._alarms, (at, state.peer))
         if len(self._alarms) > 4 * len(self.peers) + _ALARMS_SPARE:
             # Those that were overtaken by an earlier one.
-            self._alarms = [alarm for alarm in self._alarms if alarm[0] == alarm[2].alarm_at]
+            self._alarms = [alarm for alarm in self._alarms if self._named(alarm) is not None]
             heapq.heapify(self._alarms)
 
     def due(self, now: float) -> Iterator[PeerState]:
         """The peers whose alarm has come; each needs a new one."""
         while self._alarms and self._alarms[0][0] <= now:
-            at, _, state = heapq.heappop(self._alarms)
-            if at == state.alarm_at:
+            state = self._named(heapq.heappop(self._alarms))
+            if state is not None:
                 state.alarm_at = NEVER
                 yield state
+
+    def _named(self, alarm: tuple[float, PeerId]) -> PeerState | None:
+        """Return whom an alarm is for; None if an earlier one overtook it, or the peer was dropped."""
+        state = self.peers.get(alarm[1])
+        return state if state is not None and alarm[0] == state.alarm_at else None
 
 
 def _used_at(state: PeerState) -> float:

@@ -4,11 +4,10 @@
 |---|---|
 | group | `Group`: everything that the members of one attempt agree on; its hash is the attempt's name |
 | messages | the wire: every message, its limits, `PROTOCOL`, `MESSAGE_BYTES_MAX` |
-| rounds | `Round`: forms a group, attempts, and attempts again without those who failed |
-| formation | how peers agree on the group of one attempt |
 | attempt | `Attempt`: one all-reduce that survives its members; parts, scatter and gather are its halves |
 | outcome | `Averaged`, `Failed`, `Patience` |
 | grid | Moshpit's grid: who averages with whom in which round; pairs |
+| catalogue | the strategies by name |
 | strategies | what peers do between rounds: each paper's arithmetic in one small class |
 | feedback | error feedback for lossy codecs |
 | pace | adaptive deadlines: from measured attempts to a `Patience` |
@@ -16,12 +15,13 @@
 | reduction | from several parts to one: `weighted_mean`, and the interface that robust rules share |
 | codecs | how a chunk is written down |
 
-How a shell drives a round (an attempt in a known group has the same shape):
+How a shell drives an attempt, once `gossip.matchmaking` has formed its group; where it fails, the members
+that are left form another (`node.averaging.participation`):
 
     layout = layout_of(tensors)
     terms = Terms("butterfly", "float32", layout.signature, layout.items, layout.dtype)
     vector = layout.flatten(tensors)
-    core = Round(signer, name, number, terms, vector, weight, rate, expected, entropy, now, pace)
+    core = Attempt(signer, group, vector, weight, now, pace.patience(size_bytes))
     send(core.start(now))
     # on a message, already decoded with `decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)`:
     send(core.receive(now, sender, message))     # RemoteProtocolError: count it and drop the message
@@ -34,9 +34,8 @@ How a shell drives a round (an attempt in a known group has the same shape):
     # once core.result is set: Averaged, or Failed with a reason
     layout.unflatten(result.vector, tensors)
 
-`send` takes a list of (peer, message), which may name any peer. Messages to one peer go in order. Join,
-Roster and Finished name their round (`name`, `round`; a roster has them in its group), all others the
-attempt: a shell with several rounds finds theirs by that, and may answer nothing to what belongs to none.
+`send` takes a list of (peer, message), which may name any member. Messages to one peer go in order. Each
+names its attempt: a shell with several finds theirs by that, and may answer nothing to what belongs to none.
 The data of a chunk is a view: encode it before the next call into the core, and never write to the bytes a
 message was decoded from. Once `result` is set, it stays; keep on driving until `is_closed`, since others
 may miss what this member holds. `vector` must not change before there is a result: average a copy, and the

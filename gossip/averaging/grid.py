@@ -10,7 +10,7 @@ all peers compute its axes and their cells anew, from the epoch's number and the
 Peers whose lists differ a little stand in cells that others hold too, which costs some rounds and is not
 wrong.
 
-Not here: who is a member, and the rounds themselves (`gossip.averaging.rounds`).
+Not here: who is a member, and the rounds themselves (`node.averaging.participation`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

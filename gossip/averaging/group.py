@@ -4,7 +4,7 @@ Every member of an attempt holds the same `Group`, to the byte: its hash names t
 disagree about anything in it never mix their numbers. A peer draws a new nonce for each attempt that it
 joins. A process that restarts has forgotten its nonce and can never answer for the attempt it was killed in.
 
-Not here: how peers agree on a group (`gossip.averaging.formation`), and who is drawn into which group
+Not here: how peers agree on a group (`gossip.matchmaking`), and who is drawn into which group
 (`gossip.averaging.grid`).
 """
 

@@ -18,11 +18,7 @@ from gossip.averaging.group import (
     HASH_BYTES,
     ITEMS_MAX,
     NAME_BYTES_MAX,
-    Group,
     Hash,
-    Member,
-    Number,
-    Terms,
 )
 
 PROTOCOL = "/peerloom/averaging/1"
@@ -119,31 +115,8 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     attempt: Hash
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """I want to take part in this attempt of this round, with this entry and under these terms."""
-
-    name: RoundName
-    round: Number
-    number: Number
-    member: Member
-    terms: Terms
-
-
-class Roster(msgspec.Struct, frozen=True, array_like=True, tag="roster"):
-    """This is the group of the attempt. Whoever accepts it sends it to all members before anything else."""
-
-    group: Group
-
-
-class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """This round is over for me: do not wait for me."""
-
-    name: RoundName
-    round: Number
-
-
 AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw
-Message = Join | Roster | Finished | AttemptMessage
+Message = AttemptMessage
 
 
 def checked_chunk(message: Chunk) -> memoryview:

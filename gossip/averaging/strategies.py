@@ -88,7 +88,10 @@ class GradientMean(_Stateless):
 
 
 class ParameterMean(_Stateless):
-    """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017)."""
+    """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017).
+
+    What an int8 or int4 codec rounds off is sent with the next round (error feedback), so it does not add up.
+    """
 
     averages: Literal["parameters", "gradients"] = "parameters"
     mode: Mode = "butterfly"
@@ -97,11 +100,14 @@ class ParameterMean(_Stateless):
         self.local_steps = local_steps
         self.grouping = grouping
         self.codec = codec
+        self._feedback = ErrorFeedback(codec_of(codec, "float32")) if codec in ("int8", "int4") else None
 
     def offer(self, theta: Vector) -> Vector:
-        return theta.copy()
+        return theta.copy() if self._feedback is None else self._feedback.add(theta)
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
+        if self._feedback is not None:
+            self._feedback.settle(is_included=mean is not None and mean.is_included)
         return (theta if mean is None else mean.vector).copy()
 
 

@@ -22,7 +22,7 @@ LOSS_RISE = 1.5
 STEPS_REMEMBERED = 50
 SLOW_STEPS = 5
 SLOW_FACTOR = 3.0
-"""So many steps in a row, each so many times as long as the median of those before."""
+"""A run is slow after SLOW_STEPS steps in a row that each took over SLOW_FACTOR times the median before."""
 DEGRADED_SECONDS = 30.0
 """A run that refills a stage is degraded for some seconds."""
 DISK_FREE_BYTES_MIN = 1 << 30

@@ -4,11 +4,12 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+import numpy as np
 import trio
 from blake3 import blake3
 
@@ -16,8 +17,10 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
+from gossip.averaging.codecs import Codec, codec_of, roundtrip
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
-from gossip.averaging.outcome import Averaged, Patience
+from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
+from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
 from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
 from gossip.matchmaking import Sends as MatchSends
@@ -39,6 +42,16 @@ SNAPSHOT_SECONDS = 10.0
 
 MET_KEPT_MAX = 4
 """Wishes that were met and are kept: whoever comes late under one of them is told so."""
+
+ATTEMPTS_MAX = 3
+"""In one round: a member that dies while it reduces costs an attempt, and the others meet again."""
+PACE_FLOOR_SECONDS = 5.0
+"""No attempt is given less time, however fast earlier ones were: another process may be busy."""
+AGAIN_SECONDS = 4.0
+"""Beyond its window, how long another attempt of a round waits for anybody."""
+FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
+SAMPLE_ITEMS = 1 << 14
+"""A codec's rounding error is estimated from this many numbers."""
 
 Mode = Literal["butterfly", "exchange"]
 T = TypeVar("T")
@@ -93,6 +106,10 @@ class Round:
     received_bytes: int
     digest: bytes
     error: str = ""
+    rounding: float = 0.0
+    """The relative error that a codec added to what this peer sent."""
+    attempt: bytes = b""
+    """The name of the attempt that succeeded: all that name it hold the same bytes."""
 
     @property
     def is_averaged(self) -> bool:
@@ -117,7 +134,10 @@ class Wanted:
     size_min: int = 2
     size_max: int = GROUP_MEMBERS_MAX
     rate: int = RATE_USUAL
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience | None = None
+    """None: by what earlier attempts took here."""
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    """Those of this process's own, by name."""
 
 
 class Participation:
@@ -136,10 +156,16 @@ class Participation:
         self._items = 1
         self._dtype: Dtype = "float32"
         self._met: list[bytes] = []
+        self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
         self.is_state_wanted = False
         self.counters: Counter[str] = Counter()
+
+    @property
+    def peer(self) -> PeerId:
+        """This peer."""
+        return self._service.seams.network.peer
 
     async def compute(self, function: Callable[[], T]) -> T:
         """Run a function where computing is allowed."""
@@ -226,18 +252,56 @@ class Participation:
     # Rounds
 
     async def average(self, vector: Vector | None, weight: float, wanted: Wanted) -> Round:
-        """Find a group and average with it. The vector must not change before this returns."""
+        """Find a group and average with it; where that fails, once more with those that are left. The vector
+        must not change before this returns."""
         clock = self._service.seams.clock
         begun = clock.monotonic()
-        found = await self._find_group(vector, wanted)
-        if isinstance(found, str):
-            return self._told(Round(None, {}, 0, clock.monotonic() - begun, 0, 0, b"", found))
-        self.status = f"averaging with {len(found.members) - 1} peers"
-        attempt = await self._service.seams.executor.run(
-            partial(Attempt, self._service.signer, found, vector, weight, clock.monotonic(), wanted.patience)
-        )
+        members = sent = received = 0
+        error = ""
+        for number in range(ATTEMPTS_MAX):
+            found = await self._find_group(vector, wanted, number)
+            if isinstance(found, str):
+                error = error or found
+                break
+            members = len(found.members)
+            attempt, result = await self._attempt(found, vector, weight, wanted)
+            sent, received = sent + attempt.sent_bytes, received + attempt.received_bytes
+            if isinstance(result, Averaged):
+                seconds = clock.monotonic() - begun
+                shares, error_of = dict(result.shares), await self._rounding(vector, wanted)
+                made = Round(
+                    result.vector,
+                    shares,
+                    members,
+                    seconds,
+                    sent,
+                    received,
+                    result.digest,
+                    rounding=error_of,
+                    attempt=found.id,
+                )
+                return self._told(made)
+            error = str(result)
+            if result.reason in (Reason.CANCELLED, Reason.NOT_FINITE):
+                break
+        return self._told(Round(None, {}, members, clock.monotonic() - begun, sent, received, b"", error))
+
+    async def _attempt(
+        self, group: Group, vector: Vector | None, weight: float, wanted: Wanted
+    ) -> tuple[Attempt, Averaged | Failed]:
+        """One attempt of a group, and what came of it."""
         seams = self._service.seams
-        runner = Runner(attempt, seams.network, clock, seams.executor, self._service.refuse)
+        self.status = f"averaging with {len(group.members) - 1} peers"
+        size, begun = (
+            group.terms.items * (8 if group.terms.dtype == "float64" else 4),
+            seams.clock.monotonic(),
+        )
+        patience = wanted.patience or self._pace.patience(size)
+        make = partial(
+            Attempt, self._service.signer, group, vector, weight, begun, patience, codecs=wanted.codecs
+        )
+        attempt = await seams.executor.run(make)
+        runner = Runner(attempt, seams.network, seams.clock, seams.executor, self._service.refuse)
         self._service.start(runner)
         try:
             result = await runner.result()
@@ -245,14 +309,22 @@ class Participation:
             with trio.CancelScope(shield=True):
                 await runner.cancel()
             raise
-        seconds = clock.monotonic() - begun
-        sent, received = attempt.sent_bytes, attempt.received_bytes
         if isinstance(result, Averaged):
-            shares = dict(result.shares)
-            made = Round(result.vector, shares, len(found.members), seconds, sent, received, result.digest)
-        else:
-            made = Round(None, {}, len(found.members), seconds, sent, received, b"", str(result))
-        return self._told(made)
+            self._pace.succeeded(size, seams.clock.monotonic() - begun)
+        elif result.reason in FOR_WANT_OF_TIME:
+            self._pace.failed()
+        return attempt, result
+
+    async def _rounding(self, vector: Vector | None, wanted: Wanted) -> float:
+        """The relative error that the codec added to what this peer sent, from a sample of it."""
+        if vector is None or not vector.size:
+            return 0.0
+        codec = codec_of(wanted.codec, str(vector.dtype), wanted.codecs)
+        if codec.is_exact:
+            return 0.0
+        sample = vector[:SAMPLE_ITEMS]
+        coded = await self._service.seams.executor.run(partial(roundtrip, codec, sample))
+        return float(np.linalg.norm(coded - sample) / max(float(np.linalg.norm(sample)), 1e-30))
 
     def _told(self, made: Round) -> Round:
         """Tell of a round on screens, and count it."""
@@ -270,26 +342,34 @@ class Participation:
                 seconds=made.seconds,
                 sent_bytes=made.sent_bytes,
                 received_bytes=made.received_bytes,
+                rounding=made.rounding,
             )
         )
         return made
 
-    async def _find_group(self, vector: Vector | None, wanted: Wanted) -> Group | str:
-        """The group that forms, or why none does."""
+    async def _find_group(self, vector: Vector | None, wanted: Wanted, attempt: int) -> Group | str:
+        """The group that forms for an attempt of a round, or why none does. Members of one that failed are
+        still expected, but for those that are known to be gone: most only waited for another."""
         service = self._service
         items, dtype = self._shape(vector)
         me = Member(
             service.seams.network.peer, service.seams.entropy(NONCE_BYTES), wanted.rate, vector is not None
         )
         number = -1 if wanted.round is None else wanted.round
-        key = blake3(self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)).digest()
+        name = self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)
+        if wanted.round is not None and attempt:  # late ones cannot enter the group of the first
+            name += attempt.to_bytes(1, "big")
+        key = blake3(name).digest()
 
         terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype)
 
         def make(members: tuple[Member, ...]) -> Group:
-            return Group(self.key, max(0, number), 0, terms, members)
+            return Group(self.key, max(0, number), attempt, terms, members)
 
         expected = self._expected(wanted.round)
+        patience = wanted.patience_seconds
+        if attempt:  # members that succeeded in the last one come to no other
+            patience = min(patience, wanted.window_seconds + AGAIN_SECONDS)
         now = service.seams.clock.monotonic()
         wish = Wish(
             me,
@@ -298,7 +378,7 @@ class Participation:
             make,
             now,
             window_seconds=wanted.window_seconds,
-            patience_seconds=wanted.patience_seconds,
+            patience_seconds=patience,
             size_min=wanted.size_min,
             size_max=wanted.size_max,
             is_exclusive=wanted.round is not None,
@@ -335,7 +415,13 @@ class Participation:
         """Return who should come: in a numbered round all who are as far as this peer, or were so one step
         ago, for what they say travels no faster than their wish."""
         reports = self.roster.reports.items()
-        return tuple(peer for peer, report in reports if round is None or report.step >= round - 1)
+        # A peer without state only follows, unless no peer here has one: then all just average.
+        trains = self.roster.own.has_state
+        return tuple(
+            peer
+            for peer, report in reports
+            if (round is None or report.step >= round - 1) and (report.has_state or not trains)
+        )
 
     def matched(self, event: object) -> None:
         """What the matchmaking of this node learnt; of this run or of another."""
@@ -372,12 +458,14 @@ class Participation:
                 await self._offered.wait()
         return "this peer made no copy of its state in time"
 
-    async def fetch(self, step: int, *, bytes_max: int) -> Snapshot:
-        """The newest state at this step or later, from those that have it. Raises Unreachable."""
+    async def fetch(self, step: int, step_max: int | None = None, *, bytes_max: int) -> Snapshot:
+        """Fetch the newest state from `step` to `step_max` from those that have it. Raises Unreachable."""
         donors = [
             peer
             for peer, report in sorted(self.roster.reports.items(), key=lambda item: (-item[1].step, item[0]))
-            if report.has_state and report.step >= step
+            if report.has_state
+            and report.step >= step
+            and not (step_max is not None and report.step > step_max)
         ]
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")

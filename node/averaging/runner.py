@@ -106,9 +106,11 @@ class Runner:
         except RemoteProtocolError as error:
             self._refuse(sender, error)
 
-    async def _call(self, function: Callable[..., Sends], *arguments: object) -> None:
+    async def _call(
+        self, function: Callable[..., Sends], *arguments: object, not_before: float = 0.0
+    ) -> None:
         async with self._turn:
-            now = self._clock.monotonic()
+            now = max(self._clock.monotonic(), not_before)
             sends = await self._executor.run(partial(function, now, *arguments))
             self._pass_on(sends)
 
@@ -132,12 +134,13 @@ class Runner:
 
     async def _wake(self) -> None:
         while True:
-            self._moved = trio.Event()
-            pause = self.attempt.deadline - self._clock.monotonic()
-            with trio.move_on_after(max(0.0, pause) if pause < inf else inf):
+            self._moved, due = trio.Event(), self.attempt.deadline
+            pause = due - self._clock.monotonic()
+            with trio.move_on_after(max(0.0, pause) if pause < inf else inf) as waiting:
                 await self._moved.wait()
-            if self.attempt.deadline <= self._clock.monotonic():
-                await self._call(self.attempt.wake)
+            # Whatever the clock rounds to, the time has come where nothing else woke this task.
+            if waiting.cancelled_caught or self.attempt.deadline <= self._clock.monotonic():
+                await self._call(self.attempt.wake, not_before=due if waiting.cancelled_caught else 0.0)
 
     async def _send_to(self, peer: PeerId) -> None:
         """Send what there is, on one stream. Once there is a result, a stream with nothing to do is closed,

@@ -147,7 +147,7 @@ class Averaging:
         self._runs.pop(key, None)
         scope.cancel()
 
-    # Who takes part
+    # Participants
 
     async def _look_for_others(self, run: Participation, scope: trio.CancelScope) -> None:
         """Greet the members of the swarm, and those whom the DHT knows, more and more seldom."""

@@ -30,6 +30,9 @@ TABLE_BYTES_MAX = 16 << 20
 STREAMS = StreamLimits(message_bytes_max=1_024, streams_per_peer_max=4)
 ASKED_AT_ONCE = 8
 """Chunks that one request asks for: enough that the link never waits for the next request."""
+SPANS_AHEAD = 2
+"""Requests that a holder has at once."""
+SPANS_PER_HOLDER = 4
 OFFER_SECONDS_MAX = 30.0
 """A training loop makes its copy between two steps, and a step may take a while."""
 CHUNK_SECONDS_MAX = 8.0
@@ -183,27 +186,31 @@ async def _fetch(
 ) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     data = np.empty(table.size_bytes, np.uint8)
     count = len(table.chunks)
+    # Cut enough spans for every holder to get several, however small the state is.
+    span_chunks = max(1, min(ASKED_AT_ONCE, count // (SPANS_PER_HOLDER * len(holders))))
     left: deque[tuple[int, int]] = deque(
-        (first, min(ASKED_AT_ONCE, count - first)) for first in range(0, count, ASKED_AT_ONCE)
+        (first, min(span_chunks, count - first)) for first in range(0, count, span_chunks)
     )
     reasons: list[str] = []
 
     async def fetch_from(holder: PeerId) -> None:
-        span: tuple[int, int] | None = None
+        asked: deque[tuple[int, int]] = deque()
         try:
             stream = await network.open(holder, PROTOCOL)
             try:
-                while left:
-                    span = left.popleft()
-                    await stream.send(encode(Fetch(run, table.digest, *span)))
-                    for number in range(span[0], span[0] + span[1]):
+                while left or asked:
+                    while left and len(asked) < SPANS_AHEAD:  # the link never waits for the next question
+                        asked.append(left.popleft())
+                        await stream.send(encode(Fetch(run, table.digest, *asked[-1])))
+                    first, length = asked[0]
+                    for number in range(first, first + length):
                         with trio.fail_after(CHUNK_SECONDS_MAX):
                             message, payload = await stream.receive_with_payload(CHUNK_BYTES)
                         answer: Answer = decode(message, Answer, bytes_max=1_024)
                         if not isinstance(answer, Sent) or answer.number != number:
                             raise StreamClosed("this state is no longer kept")
                         await executor.run(partial(_put, data, table, number, payload))
-                    span = None
+                    asked.popleft()
             finally:
                 await stream.aclose()
         except RemoteProtocolError as error:
@@ -212,8 +219,7 @@ async def _fetch(
         except (Unreachable, StreamClosed, trio.TooSlowError) as error:
             reasons.append(str(error) or "a chunk did not come in time")
         finally:
-            if span is not None:
-                left.appendleft(span)
+            left.extendleft(asked)
 
     while left:
         before = len(left)

@@ -1,4 +1,4 @@
-"""Who keeps copies of a checkpoint, and how they get them: asked to keep, a peer pulls what it lacks.
+"""Replication of checkpoints: the choice of keepers, and how each, asked to keep, pulls what it lacks.
 
 `/peerloom/copies/1`, a stream per request:
 
@@ -267,7 +267,7 @@ class CheckpointReplicator:
         order = sorted(offers, key=lambda offer: (2 * len(offers[offer]) < best, -offer.step))
         reasons = []
         for offer in [offer for offer in order if step in (None, offer.step)][:CANDIDATES_MAX]:
-            # Who does not know this name may still have some of its chunks.
+            # A holder that does not know this name may still have some of its chunks.
             known = [*offers[offer], *(peer for peer in holders if peer not in offers[offer])]
             try:
                 kept = await self._fetch(run, offer, known)
@@ -387,7 +387,7 @@ class CheckpointReplicator:
                 )
                 is_whole = True
         except RemoteProtocolError as error:
-            # Whoever asks passes on what a replica says of itself, and may not know better.
+            # The requester only relays a replica's claim about itself, and may not know better.
             return Declined(str(error)[:REASON_LENGTH_MAX])
         finally:
             if not is_whole:

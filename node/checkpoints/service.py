@@ -18,6 +18,7 @@ from crypto.errors import LocalProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.checkpoints.chunks import cutting, finish, restoring, verifying
+from node.checkpoints.recut import chunks_of, copies_between, recutting
 from node.checkpoints.store import CheckpointStore, Kept
 from node.content.blobs import BlobSink, BlobsMissing, Refuse, fetch_all
 from node.protocols.checkpoint import (
@@ -27,6 +28,7 @@ from node.protocols.checkpoint import (
     StageState,
     StatePart,
     check_checkpoint,
+    check_part,
     decode_part,
     sign_checkpoint,
 )
@@ -101,6 +103,37 @@ class Checkpoints:
 
     async def _restore(self, part: StatePart, parameters: memoryview, moments: memoryview) -> None:
         await finish(self._seams.executor, restoring(part, self._blobs.get, parameters, moments))
+
+    async def restore_layers(
+        self,
+        checkpoint: Checkpoint,
+        run: Run,
+        graph: Graph,
+        wanted: tuple[Sequence[tuple[int, int]], int],
+        arenas: tuple[memoryview, memoryview],
+        holders: Sequence[PeerId],
+    ) -> None:
+        """Put a stage's state into its arenas from a checkpoint that was cut elsewhere: `wanted` are the
+        layers of all stages, and which of them it is. Only chunks that hold something of it are brought.
+
+        Raises as `restore`.
+        """
+        work = partial(copies_between, checkpoint, run.manifest, graph, *wanted)
+        copies = await self._seams.executor.run(work, apart=True)
+        with self._blobs.hold():
+            parts = {}
+            for stage in sorted({copy.stage for copy in copies}):
+                state = checkpoint.stages[stage]
+                parts[stage] = decode_part(await self._part_data(state, holders))
+                check_part(parts[stage], state)
+            chunks = chunks_of(parts, copies)
+            await self._bring(chunks, holders)
+            try:
+                await finish(self._seams.executor, recutting(parts, copies, self._blobs.get, arenas))
+            except BlobsMissing:
+                await self._verify(chunks)
+                await self._bring(chunks, holders)
+                await finish(self._seams.executor, recutting(parts, copies, self._blobs.get, arenas))
 
     # The whole of a run
 

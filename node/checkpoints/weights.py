@@ -31,7 +31,7 @@ EXPORT_ROW_BYTES = 512
 """A row of the header: name, type, shape and place."""
 FETCH_SECONDS_MAX = 300.0
 HASHED_BYTES = 4 << 20
-"""So much of a file is read at once."""
+"""Bytes of a file read at once."""
 
 
 def weights_name(run: str) -> str:
@@ -60,7 +60,7 @@ async def collect(
         else:
             replicas = [PeerId(peer) for peer in stage.replicas if peer in live]
             parts.append(await _collect_stage(number, plan, replicas, seams.network, bytes_max))
-    return await seams.executor.run(partial(_join, run, graph, parts))
+    return await seams.executor.run(partial(join_stages, run, graph, parts))
 
 
 def export_bytes_max(graph: Graph) -> int:
@@ -91,7 +91,9 @@ async def _collect_stage(
     raise Unreachable("refused", f"stage {number + 1} handed over no parameters: {'; '.join(reasons)}")
 
 
-def _join(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
+def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
+    """One safetensors file of the whole model from the exports of its stages. Raises Unreachable: of which
+    one cannot be read, or a parameter is missing."""
     found: dict[str, tuple[str, list[int], bytes]] = {}
     for part in parts:
         try:

@@ -4,14 +4,17 @@ The only part of a run that needs torch in the command's own process, which load
 for a person's own factory; a FILE.peerloom that was captured before is only named.
 """
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from crypto.errors import RemoteProtocolError
 from node.cli.options import GRAPH_SUFFIX, VALUES_SUFFIX
+from node.cli.temporary import command_folder
 from node.content import datasets as datasets
+from node.content.samples import write_samples
+from node.content.sources import convert, is_source
+from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
 from node.protocols.manifest import RunFile
 from node.runs.manifest_builder import WINDOW
@@ -19,7 +22,38 @@ from node.suggest import did_you_mean
 from partition.model.graph import decode_graph, encode_graph
 from partition.model.groups import with_groups
 
+DATA_SEED = 20
+"""What a person's own data draws, such as an augmentation, is drawn the same again."""
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
+
+
+def prepare_data(run_file: RunFile, base: Path, folder: Path, name: str) -> bool:
+    """Turn the data of a run into arrays in `folder`; False where it is of a form that a run takes as it is.
+
+    `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
+    """
+    if ".py:" in run_file.data:
+        _run_own_data(str(base / Path(run_file.data).expanduser()), folder, f"{name}: data")
+    elif run_file.tokenizer:
+        text, tokenizer = (base / Path(each).expanduser() for each in (run_file.data, run_file.tokenizer))
+        tokenize(text, tokenizer, run_file.train.window or WINDOW, folder)
+    elif is_source(run_file.data, base):
+        convert(run_file.data, base, folder)
+    else:
+        return False
+    return True
+
+
+def _run_own_data(reference: str, folder: Path, where: str) -> None:
+    """Samples of what a person's own function returns. Raises UsageError."""
+    from partition.capture.errors import CaptureRefused
+    from partition.capture.task import call_seeded, load_factory
+
+    try:
+        source = call_seeded(load_factory(reference), DATA_SEED)
+    except CaptureRefused as error:
+        raise UsageError(f"{where}: {error}") from None
+    write_samples(source, folder, where)
 
 
 @contextmanager
@@ -37,13 +71,13 @@ def captured(run_file: RunFile, path: Path, name: str) -> Iterator[dict[str, str
             raise UsageError(
                 f"{name}: model: there is no file {graph}", "make it: python -m node model capture"
             )
-        with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
-            yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
+        with command_folder() as folder:
+            yield _arguments(graph) | _regrouped(graph, run_file, folder, name)
         return
-    with tempfile.TemporaryDirectory(prefix="peerloom-model-") as folder:
-        graph = Path(folder) / _GRAPH_NAME
+    with command_folder() as folder:
+        graph = folder / _GRAPH_NAME
         capture_to(graph, run_file, path, name)
-        yield _arguments(graph) | _regrouped(graph, run_file, Path(folder), name)
+        yield _arguments(graph) | _regrouped(graph, run_file, folder, name)
 
 
 def _arguments(graph: Path) -> dict[str, str]:
@@ -85,10 +119,11 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str) -> None:
             found = capture_own(str(own), dtype=train.dtype, options=run_file.options)
         elif run_file.model in BUILTIN:
             dataset = datasets.load(run_file.data, path.parent, window=train.window or WINDOW)
+            tokenizer = path.parent / Path(run_file.tokenizer).expanduser() if run_file.tokenizer else None
             found = capture_built_in(
                 run_file.model,
                 dataset.sample_shape,
-                dataset.classes,
+                dataset.classes if not tokenizer else vocabulary_of(tokenizer),
                 dtype=train.dtype,
                 options=run_file.options,
             )

@@ -77,7 +77,9 @@ def main(
     name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
     data_dir: DataDir = "",
     swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,
-    preset: Annotated[Text, typer.Option(metavar="lan|wan|local", help="Timers for this network.")] = None,
+    preset: Annotated[
+        Text, typer.Option(metavar="lan|wan|host|local", help="Timers for this network.")
+    ] = None,
     device: Annotated[Text, typer.Option(metavar="auto|cpu|cuda:0|mps", help="Where to compute.")] = None,
     memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
     cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
@@ -85,6 +87,9 @@ def main(
     web: Annotated[Text, typer.Option(metavar="ADDR|off", help="Where this machine sees its page.")] = None,
     log: Annotated[Text, typer.Option(metavar="off|text|json", help="Write events to events.log.")] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
+    record: Annotated[
+        Text, typer.Option("--record", metavar="FILE", help="Write down what comes in, for `sim replay`.")
+    ] = None,
     require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
     as_json: AsJson = False,
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,  # noqa: ARG001 - see dispatch
@@ -113,11 +118,12 @@ def main(
         _show_version()
     elif context.invoked_subcommand is not None:
         context.obj = {key: flags[key] for key in _ALSO_BEFORE_A_COMMAND}
-        _refuse_start_flags({**flags, "require_join": require_join, "json": as_json or None}, context)
+        others = {"record": record, "require_join": require_join, "json": as_json or None}
+        _refuse_start_flags(flags | others, context)
     else:
         from node.cli.start import start
 
-        raise typer.Exit(start(flags, require_join=require_join, as_json=as_json))
+        raise typer.Exit(start(flags, require_join=require_join, record=record, as_json=as_json))
 
 
 def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:

@@ -5,6 +5,7 @@ file beside it. `show` needs neither torch nor the model's code. `capture` and `
 the code of the model that the person at this machine names: never code that came from elsewhere.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,11 +63,19 @@ def capture(
     proof: Annotated[
         bool, typer.Option("--proof/--no-proof", help="Compare it with the model before it is written.")
     ] = True,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Say what becomes of it, or all that is in the way; write nothing."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Capture a model with its loss: a graph that any peer can check, cut and run."""
     if dtype not in ("float32", "float64"):
         raise UsageError(f"--dtype {dtype}: want float32 or float64")
+    if explain:
+        chosen_type: Literal["float32", "float64"] = "float64" if dtype == "float64" else "float32"
+        _explain(_Wanted(source, sample, classes, tuple(settings or ()), chosen_type), as_json=as_json)
+        return
     target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
     if target.suffix != GRAPH_SUFFIX:
         raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
@@ -75,7 +84,7 @@ def capture(
         source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
     )
     with _told():
-        from partition.capture.task import capture_task, captured_and_proved
+        from partition.capture.task import capture_task, captured_and_proved, check_admission
         from partition.capture.weights import write_weights
 
         show([f"capturing {source}"], sys.stderr)
@@ -91,6 +100,7 @@ def capture(
                 captured, proven = captured_and_proved(chosen)
             else:
                 captured = capture_task(chosen)
+                check_admission(chosen, captured)
         if captured.stored:
             _check_free(target)
             write_weights(target.with_suffix(VALUES_SUFFIX), captured)
@@ -106,6 +116,29 @@ def capture(
     if proven is not None:
         show([_proof_text(proven)], sys.stderr)
     show([*portrait_lines(document), "", f"written to {target}; look: python -m node model show {target}"])
+
+
+def _explain(wanted: "_Wanted", *, as_json: bool) -> None:
+    """Show what a capture makes of a model. Raises UsageError: nothing, with every reason."""
+    with _told():
+        from partition.capture.explain import explain
+
+        show([f"tracing {wanted.source}"], sys.stderr)
+        with wanted.task() as task:
+            found = explain(task, name=task.name or _stem(wanted.source))
+    if as_json:
+        facts = dict(found.facts)
+        document = {"source": wanted.source, "seconds": found.seconds, "refusals": list(found.refusals)}
+        show_json({"schema": "peerloom/model-explain/1", **document, "facts": facts})
+    if found.refusals:
+        count = len(found.refusals)
+        lines = [f"{number + 1}. {line}" for number, line in enumerate(found.refusals)]
+        if not as_json:
+            show(lines, sys.stderr)
+        raise UsageError(f"{wanted.source} cannot be captured, for {count} reason{'s' if count > 1 else ''}")
+    if not as_json:
+        show([f"{wanted.source} can be captured ({seconds_text(found.seconds)}, nothing proved yet)"])
+        show([labelled(what, how) for what, how in found.facts])
 
 
 @app.command("show")
@@ -332,12 +365,19 @@ class _Named:
 
 
 def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
-    from partition.capture.proof import prove
+    from partition.capture.errors import CaptureRefused
+    from partition.capture.proof import Provable, prove
+    from partition.capture.task import capture_task
 
     show(["comparing it with the model"], sys.stderr)
+    # Captured again, it also says which outputs and draws of the model a graph leaves out.
+    found: Provable = _Named(graph, name)
+    with contextlib.suppress(CaptureRefused):
+        again = capture_task(task, unproved=True)
+        found = again if again.hash == name else found
     return prove(
         task.model,
-        _Named(graph, name),
+        found,
         task.example_inputs,
         task.labels,
         loss=task.loss,

@@ -32,12 +32,19 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         member["name"] or "-",
         short_id(member["peer"]),
-        f"{status}: {reason}" if reason not in ("", status) else status,
+        _status(status, reason, member.get("degraded")),
         seconds_text(member["since_seconds"]),
         member["found_through"] or "-",
         short_address(member["addresses"][0]) if member["addresses"] else "-",
         _brief(capacity) if capacity is not None else "-",
     )
+
+
+def _status(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
+    """What is held of a member, and why it is not simply alive."""
+    if degraded is not None:
+        return f"{status}, {degraded['condition']}: {degraded['reason']}"
+    return f"{status}: {reason}" if reason not in ("", status) else status
 
 
 def _brief(capacity: Mapping[str, Any]) -> str:

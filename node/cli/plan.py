@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,18 +15,6 @@ from node.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from partition.model.graph import Graph
-
-MODELS: dict[str, tuple[str, tuple[int, ...], int, dict[str, int]]] = {
-    "simple-cnn": ("simple-cnn", (3, 32, 32), 10, {}),
-    "resnet18": ("resnet18", (3, 224, 224), 1000, {}),
-    "gpt": ("gpt", (256,), 256, {}),
-    "gpt2": ("gpt", (1024,), 50_257, {"layers": 12, "heads": 12, "width": 768}),
-    "gpt2-medium": ("gpt", (1024,), 50_257, {"layers": 24, "heads": 16, "width": 1024}),
-    "gpt2-large": ("gpt", (1024,), 50_257, {"layers": 36, "heads": 20, "width": 1280}),
-    "gpt2-xl": ("gpt", (1024,), 50_257, {"layers": 48, "heads": 25, "width": 1600}),
-}
-"""A built-in model, a sample of it without the batch, its classes, and further options."""
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
 def plan(
@@ -58,14 +46,11 @@ def plan(
     from node.planning.document import plan_document
     from node.planning.peers import live_peers, read_peers
     from node.planning.peers import what_if as changed
-    from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
-    from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
+    from node.planning.planner import plan_model
+    from node.planning.request import wishes
+    from partition.plan.problem import Infeasible
 
-    _among("--objective", objective, get_args(Objective))
-    _among("--pipeline", pipeline, get_args(Pipeline))
-    _among("--optimizer", optimizer, OPTIMIZERS)
-    if min(batch, microbatch + 1, stages + 1, replicas + 1) < 1:
-        raise UsageError("--batch, --microbatch, --stages, --replicas: want numbers from 1")
+    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline)
     if svg:
         output_path(svg, "--svg")
     if peers == "live":
@@ -73,15 +58,6 @@ def plan(
         offered = live_peers(ask(folder, "status"), ask(folder, "peers"))
     else:
         offered = read_peers(peers)
-    wanted = Wanted(
-        batch=batch,
-        objective=objective,  # type: ignore[arg-type]  # looked at above
-        microbatch=microbatch,
-        pipeline=pipeline,  # type: ignore[arg-type]  # looked at above
-        optimizer=optimizer,
-        optimizer_moments=OPTIMIZERS[optimizer],
-        constraints=Constraints(stages=stages, replicas=replicas, frame_bytes_max=FRAME_BYTES_MAX),
-    )
     graph = read_model(model)
     try:
         document = plan_document(plan_model(graph, offered, wanted, name=model))
@@ -122,12 +98,6 @@ def _tell(
     show(lines)
 
 
-def _among(option: str, value: str, known: Any) -> None:
-    names = sorted(known)
-    if value not in names:
-        raise UsageError(f"{option} {value[:40]}{did_you_mean(value, names)}", ", ".join(names))
-
-
 def read_model(model: str) -> "Graph":
     """The graph of a built-in model, of a captured file, or of what a person's own function makes.
 
@@ -135,6 +105,7 @@ def read_model(model: str) -> "Graph":
         UsageError: no such model, or one that cannot be captured.
     """
     from node.cli.model_summary import read_graph
+    from node.planning.request import MODELS
 
     if model.endswith(GRAPH_SUFFIX):
         return read_graph(Path(model).expanduser())[0]
@@ -145,8 +116,9 @@ def read_model(model: str) -> "Graph":
         if ".py:" in model:
             return capture_own(model).graph
         if model in MODELS:
-            name, sample, classes, options = MODELS[model]
-            return capture_built_in(name, sample, classes, options=options).graph
+            found = MODELS[model]
+            options = dict(found.options)
+            return capture_built_in(found.name, found.sample, found.classes, options=options).graph
     except (CaptureRefused, OSError) as error:
         raise UsageError(f"{model}: {error}") from None
     known = sorted(MODELS)

@@ -30,6 +30,16 @@ PACE_STEPS = 20
 STEPS_APART = 10
 
 
+def rate_text(step: Mapping[str, Any]) -> str:
+    """Return how fast a committed step was: in samples, and in tokens where the loss counts those."""
+    if step["seconds"] <= 0:
+        return "0 samples/s"
+    text = f"{step['samples'] / step['seconds']:.0f} samples/s"
+    if step.get("counted", 0) > step["samples"]:
+        text += f"  {step['counted'] / step['seconds']:.0f} tokens/s"
+    return text
+
+
 class EventScreen:
     """Turns events, in their order, into lines. `seeds` is the number of addresses to join through."""
 
@@ -39,6 +49,7 @@ class EventScreen:
         self._names: dict[str, str] = {}
         self._outcomes: dict[str, str] = {}
         self._steps: dict[str, int] = {}
+        self._layers_of: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._seconds: dict[str, deque[float]] = {}
         self._capacity: Event | None = None
         self._fences: list[str] = []
@@ -65,6 +76,10 @@ class EventScreen:
             port = address.rpartition(":")[2]
             note = f"   (port {wanted[port]} was taken)" if port in wanted else ""
             lines.append(labelled("listening", address + note))
+        if event["is_open"]:
+            private = "members of the swarm" if event["is_private"] else "anybody"
+            text = f"open to the network: {private} may connect from any machine that reaches this one"
+            lines.append(labelled("", f"{text} (only this machine: --listen 127.0.0.1:9747)"))
         if self._capacity is not None:
             lines.append(labelled("compute", capacity_text(self._capacity)))
         lines += self._fences
@@ -132,6 +147,17 @@ class EventScreen:
         through = f" (found through {found})" if found not in ("", "itself") else ""
         return [_at(event, f"{event['name']} {short_id(event['peer'])} joined{through}")]
 
+    def _degraded(self, event: Event) -> list[str]:
+        name, condition = self._name(event["peer"]), event["condition"]
+        if not condition:
+            return [_at(event, f"{name} answers in time again")]
+        return [_at(event, f"{name} is degraded, {condition}: {event['reason']}")]
+
+    def _stage_degraded(self, event: Event) -> list[str]:
+        run, name = event["run"][:8], self._name(event["peer"])
+        text = event["reason"] or "is as fast as promised again"
+        return [_at(event, f"run {run} stage {event['stage'] + 1}: {name} {text}")]
+
     def _suspected(self, event: Event) -> list[str]:
         return [_at(event, f"{self._name(event['peer'])} suspected by {self._name(event['by'])}")]
 
@@ -151,14 +177,29 @@ class EventScreen:
 
     def _planned(self, event: Event) -> list[str]:
         plan = f"plan {event['plan'][:8]}, height {event['height']}"
-        if event["restored_step"] is not None:
+        before = self._layers_of.get(event["run"])
+        self._layers_of[event["run"]] = layers = tuple(map(tuple, event["layers"]))
+        if event["restored_step"] is not None and before not in (None, layers):
+            plan += f", layers moved after step {event['restored_step']}"
+        elif event["restored_step"] is not None:
             plan += f", back to the checkpoint of step {event['restored_step']}"
         lines = [_at(event, f"run {event['run'][:8]} planned: {plan}")]
         for stage, (layers, replicas) in enumerate(zip(event["layers"], event["stages"], strict=True)):
             names = ", ".join(self._name(peer) for peer in replicas)
             lines.append(f"  stage {stage + 1}   {_layers(layers)}   {names}")
         lines.append(f"  trainer   {', '.join(self._name(peer) for peer in event['trainers'])}")
+        if event["witnesses"]:
+            lines.append(f"  witness   {', '.join(self._name(peer) for peer in event['witnesses'])}")
+        if event["pauses_without"]:
+            lines.append(f"  note      {self._risk(event)}")
         return lines
+
+    def _risk(self, event: Event) -> str:
+        """Say what the death of one machine will do where the others could not decide how to go on."""
+        names = " or ".join(self._name(peer) for peer in event["pauses_without"])
+        if {*event["trainers"], *(peer for row in event["stages"] for peer in row)} <= {event["trainer"]}:
+            return f"nobody else takes part: while {names} is down, the run waits"
+        return f"if {names} stops, the run pauses until it is back; one more idle node would change that"
 
     def _changed(self, event: Event) -> list[str]:
         if event["state"] == "running":
@@ -183,6 +224,13 @@ class EventScreen:
     def _checkpoint_kept(self, event: Event) -> list[str]:
         size = bytes_text(event["size_bytes"])
         line = f"run {event['run'][:8]} checkpoint of step {event['step']}: {size} on {event['copies']} peers"
+        if event["next_steps"]:
+            again = seconds_text(event["next_seconds"]) if event["next_seconds"] else ""
+            line += f"; a lost stage costs up to {event['next_steps']} steps" + (again and f", {again}")
+        return [_at(event, line)]
+
+    def _checkpoint_failed(self, event: Event) -> list[str]:
+        line = f"run {event['run'][:8]} no checkpoint of step {event['step']}: {event['reason']}"
         return [_at(event, line)]
 
     def _leased(self, event: Event) -> list[str]:
@@ -202,8 +250,7 @@ class EventScreen:
             return []
         if event.get("diverged"):
             return [f"step {step:>5}  skipped: {event['diverged']}"]
-        rate = event["samples"] / event["seconds"] if event["seconds"] > 0 else 0.0
-        line = f"step {step:>5}  loss {event['loss']:.4f}  {rate:.0f} samples/s  replicas {event['replicas']}"
+        line = f"step {step:>5}  loss {event['loss']:.4f}  {rate_text(event)}  replicas {event['replicas']}"
         if event["utilisation"]:
             line += f"  bubble {100 * event['bubble']:.0f} %"
         if any(event["rounding"]):
@@ -218,6 +265,7 @@ class EventScreen:
 
     def _ended(self, event: Event) -> list[str]:
         self._seconds.pop(event["run"], None)
+        self._layers_of.pop(event["run"], None)
         detail = f": {event['detail']}" if event["detail"] else ""
         return [_at(event, f"run {event['run'][:8]} {event['outcome']}{detail}")]
 
@@ -238,7 +286,8 @@ class EventScreen:
             return [_at(event, f"{line}nothing averaged: {event['reason']}")]
         moved = bytes_text(event["sent_bytes"] + event["received_bytes"])
         whose = f"{len(event['averaged'])} of {event['members']} peers"
-        return [_at(event, f"{line}ok {seconds_text(event['seconds'])}  {whose}  {moved}")]
+        line += f"ok {seconds_text(event['seconds'])}  {whose}  {moved}"
+        return [_at(event, line + (f"  rounding {event['rounding']:.1e}" if event.get("rounding") else ""))]
 
     def _stepped(self, event: Event) -> list[str]:
         step = event["step"]
@@ -277,6 +326,7 @@ _RENDERERS = {
     "JoinTried": EventScreen._join_tried,
     "ReachabilityFound": EventScreen._reachability,
     "MemberJoined": EventScreen._joined,
+    "MemberDegraded": EventScreen._degraded,
     "MemberSuspected": EventScreen._suspected,
     "MemberRefuted": EventScreen._refuted,
     "MemberLost": EventScreen._lost,
@@ -286,7 +336,9 @@ _RENDERERS = {
     "RunChanged": EventScreen._changed,
     "RunResumed": EventScreen._resumed,
     "CheckpointKept": EventScreen._checkpoint_kept,
+    "CheckpointFailed": EventScreen._checkpoint_failed,
     "StageLeased": EventScreen._leased,
+    "StageDegraded": EventScreen._stage_degraded,
     "ReplicaDropped": EventScreen._dropped,
     "StepCommitted": EventScreen._committed,
     "RunEvaluated": EventScreen._evaluated,

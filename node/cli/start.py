@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from node.cli.render import show, show_json
@@ -10,10 +11,10 @@ from node.containment import write_log
 from node.eventlog import EventLog
 
 
-def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) -> int:
+def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | None, as_json: bool) -> int:
     """Run a node until it is told to stop; the exit code. Raises PeerloomError.
 
-    `flags` are the rules of `node.config` by name, as typed.
+    `record` is the file in which it is recorded. `flags` are the rules of `node.config` by name, as typed.
     """
     from node import config
 
@@ -41,4 +42,5 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, as_json: bool) 
         else:
             show(screen.lines(document))
 
-    return process.main(settings, require_join_seconds=seconds, report=report)
+    into = None if record is None else Path(record).expanduser()
+    return process.main(settings, require_join_seconds=seconds, report=report, record=into)

@@ -14,7 +14,7 @@ import typer
 from node.cli.client import ask, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import bytes_text, capacity_text, seconds_text, short_id, show, show_json, table
-from node.cli.screen import EventScreen
+from node.cli.screen import EventScreen, rate_text
 
 RUNS_SHOWN_MAX = 4
 EVENT_LINES_MAX = 8
@@ -96,7 +96,7 @@ def _run_lines(
 ) -> list[str]:
     loss = "-" if run["loss"] is None else f"{run['loss']:.4f}"
     step, last = f"step {run['step']} of {run['steps']}", run["last_step"]
-    rate = f"  {last['samples'] / last['seconds']:.0f} samples/s" if last and last["seconds"] else ""
+    rate = f"  {rate_text(last)}" if last and last["seconds"] else ""
     bubble = f"  bubble {last['bubble']:.0%}" if last else ""
     title = f"run {run['run'][:8]}  {run['model']} on {run['data'][:16]}  {run['status']}"
     lines = [f"{title}  {step}  loss {loss}{rate}{bubble}"]

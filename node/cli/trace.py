@@ -37,7 +37,7 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
                 "ts": round(span["begun_seconds"] * 1e6, 3),
                 "dur": round(span["seconds"] * 1e6, 3),
                 "args": {
-                    "step": span["step"],
+                    "step": span["step_number"],
                     "microbatch": span["microbatch"],
                     "busy_us": round(span["busy_seconds"] * 1e6, 3),
                     "trace": span["trace"],
@@ -105,7 +105,7 @@ def _otlp_span(run: str, peer: str, span: Mapping[str, Any]) -> dict[str, Any]:
         "endTimeUnixNano": str(begun + round(span["seconds"] * 1e9)),
         "attributes": [
             _attribute("peerloom.run", run),
-            _attribute("peerloom.step", span["step"]),
+            _attribute("peerloom.step", span["step_number"]),
             _attribute("peerloom.stage", span["stage"]),
             _attribute("peerloom.microbatch", span["microbatch"]),
         ],

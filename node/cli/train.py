@@ -1,7 +1,6 @@
 """`python -m node train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,18 +85,17 @@ def handed_over(text: str, path: Path, name: str) -> Iterator[dict[str, object]]
     from msgspec.structs import replace
 
     from node import toml
-    from node.cli.capture import captured
-    from node.content.sources import convert, is_source
+    from node.cli.capture import captured, prepare_data
+    from node.cli.temporary import command_folder
     from node.protocols.manifest import RunFile, check_run_file
 
     run_file = toml.parse(text, RunFile, name=name).value
     check_run_file(run_file, name)
-    with tempfile.TemporaryDirectory(prefix="peerloom-data-") as folder:
+    with command_folder() as folder:
         found: dict[str, object] = {}
-        if is_source(run_file.data, path.parent):
-            convert(run_file.data, path.parent, Path(folder))
-            run_file = replace(run_file, data=folder)
-            found = {"data": folder}
+        if prepare_data(run_file, path.parent, folder, name):
+            run_file = replace(run_file, data=str(folder))
+            found = {"data": str(folder)}
         with captured(run_file, path, name) as files:
             yield {"text": text, "path": str(path.absolute()), "name": name, **found, **files}
 

@@ -53,7 +53,7 @@ STALL_SECONDS_MAX = 30.0
 HEDGE_SECONDS = 2.0
 """What one holder has owed for so long is asked of another that has nothing else to do."""
 MISSES_MAX = 256
-"""So many questions for blobs that are not there, before any that is: it holds nothing of this."""
+"""Misses after which a holder that has delivered no blob yet is dropped."""
 _CLOSE_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Want(msgspec.Struct, frozen=True, tag="want", array_like=True):
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
-    """So many bytes are the next message: apart, so that neither end copies them."""
+    """The next message is this many bytes long: it goes separately, so that neither end copies it."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 

@@ -272,6 +272,15 @@ class Batches:
         """Inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
         return self._taken(self._dataset.train, self.rows(number, train=True))
 
+    def pick(self, rows: list[int]) -> tuple[list[Array], list[Array]]:
+        """Inputs and labels of these training samples."""
+        return self._taken(self._dataset.train, rows)
+
+    @property
+    def train_samples(self) -> int:
+        """How many samples there are to train on."""
+        return self._dataset.train_samples
+
     def rows(self, number: int, *, train: bool) -> list[int]:
         """Return which samples make a micro-batch, in its order."""
         positions = range(number * self._microbatch, (number + 1) * self._microbatch)

@@ -38,7 +38,7 @@ RATIO_MAX = 64
 """How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; what
 shrinks more holds little but one value, and is better generated."""
 RATIO_FREE_BYTES = 64 << 20
-"""So much is unpacked of any archive."""
+"""Bytes that any archive may unpack to, whatever its ratio."""
 CHUNK_BYTES = 1 << 20
 _ALIGNMENT = 64
 _READABLE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

@@ -4,7 +4,8 @@ The requester's own command does so, in its own process, with files that belong 
 what travels afterwards is arrays. Nothing here runs code or unpickles. Read are:
 
     TABLE.csv, TABLE.parquet    a row a sample: numbers, and one column of labels
-    ARRAYS.npz, .safetensors    `x` and `y`, or `train_x train_y test_x test_y`
+    ARRAYS.npz, .safetensors    `x` and `y`, or arrays named as the model's inputs and labels; or all of them
+                                as `train_NAME` and `test_NAME`
     a folder of images          a folder for each class, at the top or under `train` and `test`
     a folder of CIFAR-10        `data_batch_*.bin` and `test_batch.bin` (its binary version)
     http(s)://HOST/FILE         one of the files above
@@ -29,6 +30,7 @@ import safetensors.numpy
 from node.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = dict[str, Array]
 Split = tuple[Array, Array, Array, Array]
 """x and y for training, x and y held out."""
 
@@ -57,7 +59,7 @@ def is_source(data: str, base: Path) -> bool:
     path = base / Path(data).expanduser()
     if path.is_dir():
         return not (path / "train.npz").exists()
-    return path.suffix.lower() in _READERS
+    return path.suffix.lower() in {*_READERS, *_ARCHIVES}
 
 
 def convert(data: str, base: Path, folder: Path) -> None:
@@ -68,35 +70,49 @@ def convert(data: str, base: Path, folder: Path) -> None:
     """
     is_url = data.startswith(SCHEMES)
     path = _download(data, folder) if is_url else base / Path(data).expanduser()
-    train_x, train_y, test_x, test_y = _read(path)
-    for name, x, y in (("train.npz", train_x, train_y), ("test.npz", test_x, test_y)):
-        if len(x) != len(y):
-            raise UsageError(f"{path}: {len(x)} samples and {len(y)} labels")
+    for name, arrays in zip(("train.npz", "test.npz"), _read(path), strict=True):
         try:
-            np.savez(folder / name, x=x, y=y)
+            np.savez(folder / name, **arrays)  # type: ignore[arg-type]  # numpy's own
         except OSError as error:
             raise UsageError(f"{folder / name}: {error.strerror or error}") from None
 
 
-def _read(path: Path) -> Split:
+def _read(path: Path) -> tuple[Arrays, Arrays]:
+    """Arrays by name for training, and held out."""
     if path.is_dir():
-        return _read_cifar(path) if (path / _CIFAR_TEST).exists() else _read_images(path)
+        return _paired(_read_cifar(path) if (path / _CIFAR_TEST).exists() else _read_images(path), path)
     try:
-        return _READERS[path.suffix.lower()](path)
+        if path.suffix.lower() in _ARCHIVES:
+            return _from_named(_ARCHIVES[path.suffix.lower()](path), path)
+        return _paired(_READERS[path.suffix.lower()](path), path)
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _paired(found: Split, path: Path) -> tuple[Arrays, Arrays]:
+    parts = []
+    for x, y in (found[:2], found[2:]):
+        if len(x) != len(y):
+            raise UsageError(f"{path}: {len(x)} samples and {len(y)} labels")
+        parts.append({"x": x, "y": y})
+    return parts[0], parts[1]
 
 
 def split(x: Array, y: Array, where: str) -> Split:
     """Hold a fixed fifth out: x (N, ...) and y (N, ...) in a fixed order. Raises UsageError: too few."""
     if len(x) != len(y):
         raise UsageError(f"{where}: {len(x)} samples and {len(y)} labels")
-    if len(x) < SAMPLES_MIN:
-        raise UsageError(f"{where}: {len(x)} samples; at least {SAMPLES_MIN}, one of them to hold out")
-    order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))
-    held_out = max(1, len(x) // HELD_OUT)
-    test, train = order[:held_out], order[held_out:]
+    train, test = _rows(len(x), where)
     return x[train], y[train], x[test], y[test]
+
+
+def _rows(count: int, where: str) -> tuple[Array, Array]:
+    """Which samples are for training, and which are held out. Raises UsageError: too few."""
+    if count < SAMPLES_MIN:
+        raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
+    order = np.random.default_rng(_SPLIT_SEED).permutation(count)
+    held_out = max(1, count // HELD_OUT)
+    return order[held_out:], order[:held_out]
 
 
 # Tables
@@ -168,21 +184,19 @@ def _labels(column: Sequence[Any], name: str, path: Path) -> Array:
 # Arrays
 
 
-def _read_npz(path: Path) -> Split:
+def _read_npz(path: Path) -> Arrays:
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            return {name: file[name] for name in file.files}
     except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path}: no archive of plain arrays: {_first_line(error)}") from None
-    return _from_named(arrays, path)
 
 
-def _read_safetensors(path: Path) -> Split:
+def _read_safetensors(path: Path) -> Arrays:
     try:
-        arrays = safetensors.numpy.load_file(path)
+        return safetensors.numpy.load_file(path)
     except (safetensors.SafetensorError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: no safetensors file of numpy's types: {_first_line(error)}") from None
-    return _from_named(arrays, path)
 
 
 def _first_line(error: Exception) -> str:
@@ -191,15 +205,32 @@ def _first_line(error: Exception) -> str:
     return "it holds Python objects" if "pickle" in text.lower() else text[:200]
 
 
-def _from_named(arrays: dict[str, Array], path: Path) -> Split:
-    whole = ("train_x", "train_y", "test_x", "test_y")
-    if all(name in arrays for name in whole):
-        train_x, train_y, test_x, test_y = (arrays[name] for name in whole)
-        return train_x, train_y, test_x, test_y
-    if "x" in arrays and "y" in arrays:
-        return split(arrays["x"], arrays["y"], str(path))
-    names = ", ".join(sorted(arrays)[:8]) or "nothing"
-    raise UsageError(f"{path}: holds {names}; want x and y, or {', '.join(whole)}")
+def _from_named(arrays: Arrays, path: Path) -> tuple[Arrays, Arrays]:
+    """Arrays of one archive: split by their names, else a fixed fifth held out. Raises UsageError."""
+    parts = [
+        {name.removeprefix(head): array for name, array in arrays.items() if name.startswith(head)}
+        for head in ("train_", "test_")
+    ]
+    if all(parts) and parts[0].keys() == parts[1].keys() and sum(map(len, parts)) == len(arrays):
+        for part in parts:
+            _count(part, path)
+        return parts[0], parts[1]
+    if not arrays or any(not array.ndim for array in arrays.values()):
+        names = ", ".join(sorted(arrays)[:8]) or "nothing"
+        raise UsageError(f"{path}: holds {names}; want x and y, or arrays as the model's inputs are called")
+    train, test = _rows(_count(arrays, path), str(path))
+    return {name: array[train] for name, array in arrays.items()}, {
+        name: array[test] for name, array in arrays.items()
+    }
+
+
+def _count(arrays: Arrays, path: Path) -> int:
+    """How many samples they hold. Raises UsageError: each another number."""
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:8])
+        raise UsageError(f"{path}: arrays of different lengths: {told}")
+    return next(iter(lengths.values()))
 
 
 # Images
@@ -290,8 +321,8 @@ def _read_batch(path: Path) -> tuple[Array, Array]:
 def _download(url: str, folder: Path) -> Path:
     """Fetch a file of a known form into `folder`. Raises UsageError."""
     suffix = Path(urllib.parse.urlsplit(url).path).suffix.lower()
-    if suffix not in _READERS:
-        raise UsageError(f"{url}: want a file that ends in {', '.join(_READERS)}")
+    if suffix not in {*_READERS, *_ARCHIVES}:
+        raise UsageError(f"{url}: want a file that ends in {', '.join(sorted({*_READERS, *_ARCHIVES}))}")
     path = folder / f"download{suffix}"
     try:
         with (
@@ -308,9 +339,5 @@ def _download(url: str, folder: Path) -> Path:
     return path
 
 
-_READERS = {
-    ".csv": _read_csv,
-    ".npz": _read_npz,
-    ".parquet": _read_parquet,
-    ".safetensors": _read_safetensors,
-}
+_ARCHIVES = {".npz": _read_npz, ".safetensors": _read_safetensors}
+_READERS = {".csv": _read_csv, ".parquet": _read_parquet}

@@ -13,6 +13,9 @@ from node.events import Event, JoinTried
 from node.library.directory import Directory, Entry, FoundNode, StoredEntry
 from node.library.portal import Portal
 from node.library.surface import Surface
+from node.planning.planner import PlanReport
+from node.services.broadcasts import Broadcast
+from partition.model.graph import Graph
 
 
 class BlockingDirectory:
@@ -116,6 +119,19 @@ class BlockingSurface:
         """Return the peers that say they have the content with this hash (hexadecimal)."""
         return self._portal.run(self._of.providers, name)
 
+    def broadcast(self, topic: str, data: bytes) -> None:
+        """Tell all members `data` (512 bytes at most), in place of what this node told under `topic` before.
+
+        It reaches those that are members now, soon and most often, without a promise. What is told too fast
+        waits, and only the newest of a topic goes out. With neighbourhoods it stays in that of this node.
+        Raises UsageError: a topic (64 bytes) or data too long, or too many topics at once.
+        """
+        self._portal.call_sync(self._of.broadcast, topic, data)
+
+    def broadcasts(self, topic: str = "") -> Iterator[Broadcast]:
+        """Yield what other members tell from now on, under this topic (empty: all), until the node leaves."""
+        return self._portal.iterate(self._of.broadcasts, topic)
+
     def members(self) -> tuple[views.MemberView, ...]:
         """Return the other members believed alive, by peer id."""
         return self._portal.call_sync(self._of.members)
@@ -158,3 +174,24 @@ class BlockingSurface:
         the reason. Raises UsageError: what is given cannot be averaged.
         """
         return self._portal.run(self._of.average, tensors, group, weight, peers, timeout_seconds, codec)
+
+    def plan(
+        self,
+        model: Graph | str,
+        batch: int = 64,
+        objective: str = "throughput",
+        microbatch: int = 0,
+        optimizer: str = "adam",
+        stages: int = 0,
+        replicas: int = 0,
+        pipeline: str = "1f1b",
+        what_if: str = "",
+    ) -> PlanReport:
+        """Plan a model over this node and its living members; nothing is started.
+
+        `model` is a graph, a captured FILE.peerloom, a built-in name or PATH.py:FUNCTION; the rest is as for
+        `node.plan`. Raises RunFailed: nothing fits, with what to do; UsageError.
+        """
+        return self._portal.run(
+            self._of.plan, model, batch, objective, microbatch, optimizer, stages, replicas, pipeline, what_if
+        )

@@ -110,6 +110,9 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         body = f"self._portal.{kind}(self._of.{method.name}{call})"
         if returns != "None":
             body = f"return {body}"
+        if len(body) + 8 > LINE_LENGTH_MAX:
+            begin, arguments = body.removesuffix(")").split("(", 1)
+            body = f"{begin}(\n            {arguments}\n        )"
     lines = ["    @property"] if is_property else []
     lines += _signature(method.name, _parameters(method, taken), returns)
     lines += _docstring(method)

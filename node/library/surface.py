@@ -12,11 +12,13 @@ types and a docstring of its own, and nowhere else. Not here: what it takes to r
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import trio
 
 from crypto.contact import parse_address
+from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId, peer_text
 from node import state as views
 from node.averaging.once import Averaged, average_once
@@ -26,8 +28,14 @@ from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
 from node.library.directory import Directory, StoredEntry
+from node.planning.peers import live_peers
+from node.planning.planner import PlanReport
+from node.planning.request import plan as plan_for
 from node.seams import Seams
 from node.services.bootstrap import Joining
+from node.services.broadcasts import Broadcast
+from node.services.membership import Membership
+from partition.model.graph import Graph
 
 ADDRESSES_JOINED_MAX = 256
 """Addresses for one call of `join`. More would be a scan, not a join."""
@@ -40,6 +48,7 @@ class Surface:
     seams: Seams
     state: views.State
     joining: Joining
+    membership: Membership
     averaging: Averaging
     stopping: trio.Event
     counters: Any
@@ -73,6 +82,25 @@ class Surface:
     async def providers(self, name: str) -> tuple[str, ...]:
         """Return the peers that say they have the content with this hash (hexadecimal)."""
         return await self._directory.providers(name)
+
+    def broadcast(self, topic: str, data: bytes) -> None:
+        """Tell all members `data` (512 bytes at most), in place of what this node told under `topic` before.
+
+        It reaches those that are members now, soon and most often, without a promise. What is told too fast
+        waits, and only the newest of a topic goes out. With neighbourhoods it stays in that of this node.
+        Raises UsageError: a topic (64 bytes) or data too long, or too many topics at once.
+        """
+        try:
+            self.membership.broadcast(topic.encode(), data)
+        except LocalProtocolError as error:
+            raise UsageError(f"broadcast: {error}") from None
+
+    async def broadcasts(self, topic: str = "") -> AsyncIterator[Broadcast]:
+        """Yield what other members tell from now on, under this topic (empty: all), until the node leaves."""
+        with self.membership.listeners.listen() as heard:
+            async for told in heard:
+                if topic in ("", told.topic):
+                    yield told
 
     def members(self) -> tuple[views.MemberView, ...]:
         """Return the other members believed alive, by peer id."""
@@ -154,3 +182,25 @@ class Surface:
         return await average_once(
             self.averaging, tensors, group, weight, peers=peers, timeout_seconds=timeout_seconds, codec=codec
         )
+
+    async def plan(
+        self,
+        model: Graph | str,
+        batch: int = 64,
+        objective: str = "throughput",
+        microbatch: int = 0,
+        optimizer: str = "adam",
+        stages: int = 0,
+        replicas: int = 0,
+        pipeline: str = "1f1b",
+        what_if: str = "",
+    ) -> PlanReport:
+        """Plan a model over this node and its living members; nothing is started.
+
+        `model` is a graph, a captured FILE.peerloom, a built-in name or PATH.py:FUNCTION; the rest is as for
+        `node.plan`. Raises RunFailed: nothing fits, with what to do; UsageError.
+        """
+        now = self.seams.clock.wall()
+        peers = live_peers(self.status(), views.peers_document(self.state, now))
+        wanted = batch, objective, microbatch, optimizer, stages, replicas, pipeline, what_if
+        return await self.seams.executor.run(partial(plan_for, model, peers, *wanted), apart=True)

@@ -41,7 +41,9 @@ def kind_of(settings: Settings, optimizers: Sequence[Optimizer]) -> str:
     """Return what has to agree beside the tensors: how they are trained, and by which optimizers."""
     names = ",".join(type(each).__name__ for each in optimizers)
     if settings.local_steps is not None:
-        return f"local {names} {settings.codec}"
+        moments = " moments" if settings.average_moments else ""
+        own = "" if settings.strategy == "average" else f" {settings.strategy}"
+        return f"local {names} {settings.codec}{own}{moments}"
     return f"batch {settings.target_batch_size} {names} {settings.codec} {settings.clip_grad_norm}"
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gossip.averaging.reduction import Vector
+from gossip.averaging.strategies import Mean, Strategy
 from node.averaging.participation import Participation, Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
 from node.library.portal import Call, Portal, PortalClosed
@@ -26,6 +27,8 @@ class Exchanged:
 
     round: Round
     difference: Vector | None
+    taken: Vector | None
+    """What the tensors become where nothing was added to them meanwhile."""
 
 
 class Session:
@@ -39,7 +42,7 @@ class Session:
 
     @property
     def view(self) -> RunView:
-        """Who takes part, and how far all are."""
+        """The run's participants, and how far each has got."""
         return RunView() if self.error else self._run.view
 
     @property
@@ -63,15 +66,42 @@ class Session:
         """Begin a round. The vector must not change before it is over."""
         return Pending(self._begin(self._run.average, vector, weight, wanted), self._portal)
 
-    def exchange(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Exchanged]":
-        """Begin a round in the background, and take what it changes: the vector's memory is used for that."""
-        return Pending(self._begin(self._exchange, vector, weight, wanted), self._portal)
+    def exchange(
+        self,
+        vector: Vector,
+        weight: float,
+        wanted: Wanted,
+        strategy: Strategy | None,
+        stale_steps: Callable[[], int],
+    ) -> "Pending[Exchanged]":
+        """Begin a round in the background, and take what it changes: the vector's memory is used for that.
 
-    async def _exchange(self, vector: Vector, weight: float, wanted: Wanted) -> "Exchanged":
-        made = await self._run.average(vector, weight, wanted)
-        if made.vector is None:
-            return Exchanged(made, None)
-        return Exchanged(made, await self._run.compute(partial(np.subtract, made.vector, vector, out=vector)))
+        `strategy` None is the plain mean; `stale_steps` counts the local steps since now."""
+        begin = self._begin(self._exchange, vector, weight, wanted, strategy, stale_steps)
+        return Pending(begin, self._portal)
+
+    async def _exchange(
+        self,
+        vector: Vector,
+        weight: float,
+        wanted: Wanted,
+        strategy: Strategy | None,
+        stale_steps: Callable[[], int],
+    ) -> "Exchanged":
+        compute = self._run.compute
+        offered = vector if strategy is None else await compute(partial(strategy.offer, vector))
+        made = await self._run.average(offered, weight, wanted)
+        taken: Vector | None = made.vector
+        if strategy is not None:
+            mean = None
+            if made.vector is not None:
+                is_in = self._run.peer in made.shares
+                mean = Mean(made.vector, is_included=is_in, stale_steps=stale_steps())
+            kept = await compute(partial(strategy.take, vector, mean))
+            taken = None if mean is None else kept
+        if taken is None:
+            return Exchanged(made, None, None)
+        return Exchanged(made, await compute(partial(np.subtract, taken, vector, out=vector)), taken)
 
     def stepped(self, step: int, samples: int) -> None:
         """Tell screens of a global step."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from gossip.averaging.catalogue import OUTER
 from node.averaging.participation import Round
 
 
@@ -17,6 +18,10 @@ class Settings:
     equal. `window_seconds`: how long a round waits for peers that are not ready; `round_seconds_max`: how
     long a step waits for a round. `samples_per_step`: the batch size, where it cannot be seen. `only_sends`:
     this peer is behind a slow uplink and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
+
+    With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
+    sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
+    the optimizer remembers too, which strategies with outer steps leave alone.
     """
 
     run_id: str
@@ -30,12 +35,18 @@ class Settings:
     group_size_max: int = 64
     only_sends: bool = False
     clip_grad_norm: float | None = None
+    strategy: str = "average"
+    average_moments: bool = False
 
     def __post_init__(self) -> None:
         if (self.target_batch_size is None) == (self.local_steps is None):
             raise ValueError("give either target_batch_size= (gradients) or local_steps= (tensors)")
         if min(self.target_batch_size or 1, self.local_steps or 1, self.samples_per_step or 1) < 1:
             raise ValueError("target_batch_size, local_steps and samples_per_step are at least 1")
+        if self.local_steps is None and (self.strategy != "average" or self.average_moments):
+            raise ValueError("strategy= and average_moments= are for local_steps=")
+        if self.average_moments and self.strategy in OUTER:
+            raise ValueError(f"{self.strategy} makes outer steps of parameters alone: average_moments=False")
         if self.group_size_max < 2 or not self.run_id:
             raise ValueError("a run has a name, and a group two members at least")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from gossip.averaging.reduction import Vector
 from node.averaging.snapshot import Array, Row, Snapshot
 from node.optimizer.layout import Layout
 
@@ -101,6 +102,23 @@ def put_state(
                 memory[key] = _tensor(row, data).to("cpu" if not row.shape and before is None else device)
         if memory:
             owner.state[slot.tensor].update(memory)
+
+
+def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
+    """What a strategy hands to late joiners, as part of a state; copied."""
+    return {
+        f"outer/{name}": (str(vector.dtype), (vector.size,), vector.copy().view(np.uint8))
+        for name, vector in outer.items()
+    }
+
+
+def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
+    """What the strategy of others hands over, as far as it fits this model."""
+    return {
+        name.removeprefix("outer/"): data.view(layout.dtype).copy()
+        for name, (row, data) in snapshot.arrays().items()
+        if name.startswith("outer/") and row.shape == (layout.items,) and row.dtype == layout.dtype
+    }
 
 
 def size_of(layout: Layout) -> int:

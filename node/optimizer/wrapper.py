@@ -19,21 +19,25 @@ batch. A `GradScaler` unscales before `step` and skips batches that are not fini
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from blake3 import blake3
 
+from gossip.averaging.catalogue import EVERY_ROUND, group_size
 from gossip.averaging.reduction import Vector
+from gossip.averaging.strategies import Strategy
 from node.averaging.participation import RATE_USUAL, Round, Wanted
 from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
+from node.optimizer.moments import keep_above_zero, moments_of
+from node.optimizer.plugins import own_codecs, strategy_maker
 from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler
 from node.optimizer.session import Exchanged, Pending, Session
 from node.optimizer.settings import Settings, Stats, names_of
-from node.optimizer.state import check_state, copy_state, put_state, size_of
+from node.optimizer.state import check_state, copy_state, outer_arrays, outer_of, put_state, size_of
 
 log = logging.getLogger("peerloom")
 WINDOW_STEPS = 3.0
@@ -78,6 +82,11 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._gathered: Vector | None = None
         self._gathered_samples = 0
         self._pending: Pending[Exchanged] | None = None
+        self._make_strategy = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
+        self._codecs = own_codecs(settings.codec, self._tensors.dtype)
+        self._strategy: Strategy | None = None
+        self._sent: Layout = self._tensors
+        self._moments: list[tuple[str, torch.Tensor]] = []
         self._steps_since_copy = 0
         self._steps_since_round = 0
         self._samples_since_round = 0
@@ -235,8 +244,20 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._quietly(self._catch_up_if_behind)
         self._is_joined = True
         self._quietly(self._tell)
+        self._quietly(self._begin_strategy)
         if self._status == "joining":
             self._status = self._alone_or_not()
+
+    def _begin_strategy(self, state: Mapping[str, Vector] | None = None) -> None:
+        """Begin the strategy with the numbers that are here, and the state of others where they have one."""
+        lossy = self.settings.codec in ("int8", "int4")
+        if self.settings.local_steps is None or (self.settings.strategy == "average" and not lossy):
+            return
+        vector = self._tensors.empty()
+        self._tensors.copy_out(vector)
+        self._strategy = self._make_strategy(vector)
+        if state:
+            self._strategy.load(state)
 
     def _origin(self) -> bytes:
         """The hash of the parameters as they are: equal where two scripts began with the same seed."""
@@ -275,6 +296,9 @@ class PeerOptimizer(torch.optim.Optimizer):
             self._status = f"behind the run: {found}"
             return False
         put_state(found, self._tensors, self._inner, self._counts)
+        self._begin_strategy(outer_of(found, self._tensors))
+        if self.settings.strategy in EVERY_ROUND:
+            self._update(rounds=max(self._stats.rounds, found.table.rounds))
         self.global_step = max(found.table.step, 0)
         self._lineage = found.table.lineage
         self._update(
@@ -316,13 +340,19 @@ class PeerOptimizer(torch.optim.Optimizer):
             if self._steps_since_round % (self.settings.local_steps or 1) == 0:
                 self._update(rounds_skipped=self._stats.rounds_skipped + 1)
             return
-        if self._catch_up_if_behind():
+        if self._catch_up_if_behind() or (self._has_missed_a_round and self._catch_up(0)):
             return
-        vector = self._tensors.empty()
-        self._tensors.copy_out(vector)
+        self._sent = self._tensors
+        if self.settings.average_moments:
+            self._moments = moments_of(self._parameters, self._inner)
+            self._sent = Layout([*((slot.name, slot.tensor) for slot in self._tensors.slots), *self._moments])
+        vector = self._sent.empty()
+        self._sent.copy_out(vector)
         weight = float(max(1, self._samples_since_round)) if self.settings.weighting == "samples" else 1.0
         self._steps_since_copy = self._steps_since_round = self._samples_since_round = 0
-        self._pending = self._session.exchange(vector, weight, self._wanted(None))
+        self._pending = self._session.exchange(
+            vector, weight, self._wanted(None), self._strategy, lambda: self._steps_since_copy
+        )
         self._status = f"a round is under way, with {self._session.view.peers} peers in the run"
 
     def _use_finished(self) -> None:
@@ -335,11 +365,20 @@ class PeerOptimizer(torch.optim.Optimizer):
         elif outcome.difference is None:
             self._failed(outcome.round, outcome.round.error)
         else:
-            if self._steps_since_copy == 0 and outcome.round.vector is not None:
-                self._tensors.copy_in(outcome.round.vector)
+            if self._steps_since_copy == 0 and outcome.taken is not None:
+                self._sent.copy_in(outcome.taken)
             else:
-                self._tensors.add(outcome.difference)
+                self._sent.add(outcome.difference)
+            keep_above_zero(self._moments)
             self._averaged(outcome.round)
+
+    @property
+    def _has_missed_a_round(self) -> bool:
+        """Whether others held a round that this peer's strategy had to be in."""
+        assert self._session is not None
+        reports = self._session.view.reports
+        most = max((report.rounds for report in reports if report.has_state), default=0)
+        return self.settings.strategy in EVERY_ROUND and most > self._stats.rounds
 
     # A target batch
 
@@ -454,12 +493,16 @@ class PeerOptimizer(torch.optim.Optimizer):
     def _wanted(self, number: int | None) -> Wanted:
         window = self._window_seconds
         patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
+        grouping = None if self._strategy is None else self._strategy.grouping
+        size_max = self.settings.group_size_max
         return Wanted(
             round=number,
-            codec=self.settings.codec,
+            codec=self.settings.codec if self._strategy is None else self._strategy.codec,
+            mode="butterfly" if self._strategy is None else self._strategy.mode,
+            codecs=self._codecs,
             window_seconds=window,
             patience_seconds=patience,
-            size_max=self.settings.group_size_max,
+            size_max=size_max if grouping is None else min(size_max, group_size(grouping)),
             rate=0 if self.settings.only_sends else RATE_USUAL,
         )
 
@@ -501,7 +544,8 @@ class PeerOptimizer(torch.optim.Optimizer):
     def _share(self) -> None:
         """Copy the state out where somebody waits for it."""
         if self._session is not None and self._session.is_state_wanted:
-            arrays = copy_state(self._tensors, self._inner, self._counts)
+            outer = {} if self._strategy is None else self._strategy.state()
+            arrays = copy_state(self._tensors, self._inner, self._counts) | outer_arrays(outer)
             self._session.offer(self.global_step, self._stats.rounds, self._lineage, arrays)
 
     def _move_schedulers(self) -> None:

@@ -4,7 +4,7 @@ One plan's. Whoever is lost makes the next plan, and with it the next committer.
 """
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -22,6 +22,7 @@ from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
 from partition.steps.messages import BadFrame, Synced, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
+from partition.steps.save_interval import SaveInterval
 
 CORRECT = "correct"
 """The metric that counts right answers: over the samples it is the accuracy."""
@@ -48,12 +49,15 @@ class CommitterShell:
         saved: int,
         failures: Failures,
         lost_steps: int = 0,
+        stepped: Callable[[int, float, Mapping[PeerId, int]], None],
     ) -> None:
-        """`absent` is told whom the next plan must do without, `paused` that no step is open; `failures` is
+        """`absent` is told whom the next plan must do without, `paused` that no step is open, `stepped` the
+        seconds of a step and the nanoseconds of each replica for a micro-batch; `failures` is
         what went wrong under the plans before. Nothing was computed since `stalled_since`, `saved` is the
         step of the newest checkpoint, and `lost_steps` are to be computed again."""
         manifest = run.manifest
-        self.core = core.Committer(
+        self.core: core.Committer = service.seams.core(
+            core.Committer,
             service.signer.peer,
             plan,
             steps=manifest.steps,
@@ -71,6 +75,7 @@ class CommitterShell:
         self._publish = publish
         self._absent = absent
         self._paused = paused
+        self._stepped = stepped
         self._stalled_since = stalled_since
         self._failures = failures
         self._refuse = service.refuse
@@ -80,6 +85,7 @@ class CommitterShell:
         self.refused: tuple[int, bool] | None = None
         """The micro-batch, and whether it is one to train on, whose data ended the run."""
         self._lost_steps = lost_steps
+        self.saving = SaveInterval(manifest.save_every)
         self._synced: set[PeerId] = set()
         self._moved: Counter[PeerId] = Counter()
         self._events: deque[Any] = deque()
@@ -189,6 +195,15 @@ class CommitterShell:
         """Open nothing after this step."""
         self._pass_on(self.core.pause(self._clock.monotonic()))
 
+    def unpause(self) -> None:
+        """Open steps again."""
+        self._pass_on(self.core.unpause(self._clock.monotonic()))
+
+    def checkpoint_took(self, step: int, seconds: float) -> None:
+        """Note what a stage needed for the checkpoint of a step: the next one comes so much later."""
+        self.saving.checkpoint_took(step, seconds)
+        self.core.saves.every = self.saving.steps
+
     def save(self) -> None:
         """Have every stage copied after this step."""
         self._pass_on(self.core.save(self._clock.monotonic()))
@@ -226,7 +241,7 @@ class CommitterShell:
     def _step_applied(self, event: core.StepApplied) -> None:
         now = self._clock.monotonic()
         seconds = now - self._step_started
-        rows = event.work
+        rows, manifest = event.work, self._run.manifest
         is_known = all(work.busy_nanoseconds for row in rows for work in row)
         self._publish(
             StepCommitted(
@@ -234,7 +249,8 @@ class CommitterShell:
                 run=self._run.text,
                 step=event.step,
                 loss=event.loss,
-                samples=event.samples,
+                samples=0 if event.diverged else manifest.microbatches * manifest.microbatch,
+                counted=event.samples,
                 seconds=seconds,
                 replicas=event.replicas,
                 utilisation=tuple(_utilisation(row, seconds) for row in rows) if is_known else (),
@@ -249,6 +265,11 @@ class CommitterShell:
         )
         self._step_started = now
         self._moved.clear()
+        pace, stages = self.core.pace, self._plan.stages
+        peers = [PeerId(peer) for stage in stages for peer in stage.replicas]
+        self._stepped(event.step, seconds, {peer: pace.nanoseconds(peer) for peer in peers})
+        self.saving.step_took(seconds)
+        self.core.saves.every = self.saving.steps
 
     def _resumed(self, event: core.Resumed) -> None:
         now = self._clock.monotonic()

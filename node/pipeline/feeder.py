@@ -14,7 +14,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.content.datasets import Array, Batches
 from node.protocols.manifest import Run
-from node.seams import Executor
+from node.seams import Seams
 from partition.codec import Payload, pack, typed
 from partition.plan.plan import Plan
 from partition.steps import feeder as core
@@ -29,14 +29,14 @@ class FeederShell:
     """Feeds this trainer's share of one run under one plan."""
 
     def __init__(
-        self, signer: Signer, run: Run, plan: Plan, batches: Batches, executor: Executor, send: Send
+        self, signer: Signer, run: Run, plan: Plan, batches: Batches, seams: Seams, send: Send
     ) -> None:
-        self.core = core.Feeder(signer.peer, plan)
+        self.core: core.Feeder = seams.core(core.Feeder, signer.peer, plan)
         self._signer = signer
         self._run = run
         self._plan = plan
         self.batches = batches
-        self._executor = executor
+        self._executor = seams.executor
         self._send = send
         self._payloads: dict[tuple[int, bool], tuple[Payload, Payload]] = {}
         self._work: deque[Any] = deque()

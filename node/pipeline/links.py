@@ -181,7 +181,7 @@ class _Link:
         self.stream_scope.cancel()
 
     def measured(self, size_bytes: int, seconds: float) -> None:
-        """So many bytes went out in so long, while there was more to send or just enough."""
+        """Add `size_bytes` sent in `seconds` to the measured rate; there was data to send all that time."""
         self.bytes_measured += size_bytes
         self.seconds_measured += seconds
         if self.bytes_measured > 2 * RATE_BYTES:

@@ -44,8 +44,8 @@ Send = Callable[..., None]
 """As `node.runs.context.Service.send`."""
 Save = Callable[[Plan, int, int, Stage], Awaitable[None]]
 """Keep a copy of a stage: its plan, its number, the steps applied."""
-Restore = Callable[[bytes, int, int, Stage], Awaitable[None]]
-"""Bring a stage to a checkpoint: its name, the stage's number, the steps applied."""
+Restore = Callable[[Plan, bytes, int, Stage], Awaitable[None]]
+"""Bring this node's stage of a plan to a checkpoint: its name, the steps applied."""
 
 
 @dataclass
@@ -94,7 +94,8 @@ class ReplicaShell:
     ) -> None:
         """`save` keeps a copy of the stage as it is after a step, `restore` brings it back to one."""
         entry = specification.graph.entry(TRAIN)
-        self.core = core.Replica(
+        self.core: core.Replica = seams.core(
+            core.Replica,
             signer.peer,
             plan,
             step=step,
@@ -409,7 +410,7 @@ class ReplicaShell:
                     digest=work.digest,
                 )
             else:
-                await self._restore(work.checkpoint, self.core.stage, work.step, self._stage)
+                await self._restore(self.core.plan, work.checkpoint, work.step, self._stage)
         if self._filling.cancelled_caught:
             return  # a new plan names other sources, or another checkpoint
         await self._call(api.Restore(work.step))

@@ -1,1 +1,1 @@
-"""Who gets what: which peers to ask for a stage, and what this node takes on."""
+"""Placement of stages: which peers to ask for a stage, and which requests this node accepts."""

@@ -4,7 +4,7 @@ The requester makes it, for nobody has a vote before there is a roster. Leases a
 all or none.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,12 +42,15 @@ from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, S
 from partition.plan.rates import assumed
 from partition.plan.solver import solve
 from partition.run.decliners import Decliners
+from partition.run.next_change import choose_witnesses
 from partition.run.timeouts import LEASE_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
 PLACEMENT_SECONDS_MAX = 300.0
 """How long a placement goes on planning around providers that decline: ten that are silent. A number of
 refusals would let as many members that only decline stop every run."""
+WITNESS_SECONDS_MAX = 5.0
+"""A witness has nothing to fetch or check before it agrees; a silent one must not hold a placement up."""
 CLAIM_RATIO_MAX = 100
 """A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
 claims more is not dealt a plan of its own."""
@@ -89,18 +92,51 @@ class PlacementFailed(Exception):
     """No plan came about, and why, in words for a person."""
 
 
-def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
-    """The first plan of a run. The requester trains; it holds a stage only where peers are short.
+def make_plan(run: Run, graph: Graph, offers: Sequence[Offer], *, may_reduce: bool = False) -> Plan:
+    """The first plan of a run. The requester trains; it holds a stage only where peers are short. A run of
+    two members takes an idle one as a witness. With `may_reduce`, a run for which there are too few peers has
+    fewer replicas, then fewer stages.
 
     Raises:
-        PlacementFailed: with what is missing.
+        PlacementFailed: with what is missing for the run as it was asked for.
     """
     manifest = run.manifest
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
+    shape = manifest.stages, manifest.replicas
+    try:
+        return _plan_as(run, graph, providers, shape)
+    except PlacementFailed:
+        for smaller in smaller_shapes(shape, len(providers)) if may_reduce else ():
+            with suppress(PlacementFailed):
+                return _plan_as(run, graph, providers, smaller)
+        raise
+
+
+def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, int]]:
+    """Yield the stages and replicas that `peers` are enough for, instead of a shape that needs more of them:
+    as many stages as may be, each with as many replicas."""
+    stages, replicas = (max(1, number) for number in shape)
+    if stages * replicas > peers:
+        for fewer in range(min(stages, peers), 0, -1):
+            yield (fewer if shape[0] else 0), (min(replicas, peers // fewer) if shape[1] else 0)
+
+
+def reduction(manifest: Manifest, plan: Plan) -> str:
+    """Return how a plan falls short of what was asked for, in words for a person; "" where it does not."""
+    wanted = max(1, manifest.stages), max(1, manifest.replicas)
+    found = len(plan.stages), min(len(stage.replicas) for stage in plan.stages)
+    if found[0] >= wanted[0] and found[1] >= wanted[1]:
+        return ""
+    return "reduced to {} x {} for want of peers: {} stages x {} were asked for".format(*found, *wanted)
+
+
+def _plan_as(run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[int, int]) -> Plan:
+    """Return the first plan with this number of stages and of replicas, 0 for any. Raises PlacementFailed."""
+    manifest = run.manifest
     others = [offer for offer in providers if offer.peer != run.requester]
-    needed = max(1, manifest.stages) * max(1, manifest.replicas)
+    needed = max(1, shape[0]) * max(1, shape[1])
     # A trainer that computes no stage keeps feeding while stages compute.
-    spare = len(others) >= needed and (bool(manifest.stages) or len(others) >= 2)
+    spare = len(others) >= needed and (bool(shape[0]) or len(others) >= 2)
     chosen = others if spare else providers
     try:
         check_model(manifest, graph)
@@ -110,16 +146,21 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer]) -> Plan:
                 f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
-        split = solve(problem_of(manifest, graph, chosen))
+        problem = problem_of(manifest, graph, chosen)
+        rules = replace(problem.constraints, stages=shape[0], replicas=shape[1])
+        split = solve(replace(problem, constraints=rules))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
         raise PlacementFailed(f"{manifest.model}: {error}") from None
     stages = _stages(split, chosen)
     replicas = {peer for stage in stages for peer in stage.replicas}
+    members = replicas | {run.requester}
+    # By a hash that nobody chooses: among equals no node is every run's witness.
+    idle = sorted((offer.peer for offer in others), key=lambda peer: blake3(run.id + peer).digest())
     return Plan(
         run=run.id,
         parent=NO_HASH,
         height=0,
-        roster=tuple(sorted(replicas | {run.requester})),
+        roster=tuple(sorted(members.union(choose_witnesses(members, idle)))),
         trainers=_trainers(run, replicas),
         microbatches=manifest.microbatches,
         stages=stages,
@@ -188,9 +229,10 @@ async def place(
     *,
     decliners: Decliners,
     monotonic: Callable[[], float],
+    may_reduce: bool = False,
 ) -> Plan:
     """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
-    who are asked again only where the others are too few.
+    who are asked again only where the others are too few. `may_reduce`: as `make_plan` has it.
 
     Raises:
         PlacementFailed: no plan came about; every lease taken on the way was given back.
@@ -200,10 +242,12 @@ async def place(
     until = monotonic() + PLACEMENT_SECONDS_MAX
     while monotonic() < until:
         try:
-            plan = await _plan(run, graph, left, decliners.now(monotonic()), executor)
+            planning = partial(make_plan, run, graph, may_reduce=may_reduce)
+            plan = await _plan(planning, left, decliners.now(monotonic()), executor)
         except PlacementFailed as error:
             raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
-        rows = {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
+        rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)
+        rows |= {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
         refused = await lease_all(run, plan, rows, signer, ask)
         if refused is None:
             return plan
@@ -215,26 +259,30 @@ async def place(
 
 
 async def _plan(
-    run: Run, graph: Graph, offers: Sequence[Offer], last: Collection[PeerId], executor: Executor
+    planning: Callable[[Sequence[Offer]], Plan],
+    offers: Sequence[Offer],
+    last: Collection[PeerId],
+    executor: Executor,
 ) -> Plan:
     """Plan without those who come `last`, with them where that is not possible. Raises PlacementFailed."""
     first = [offer for offer in offers if offer.peer not in last]
     # Among many peers, an infeasible run takes the solver seconds to find out.
     if len(first) < len(offers):
         with suppress(PlacementFailed):
-            return await executor.run(partial(make_plan, run, graph, tuple(first)))
-    return await executor.run(partial(make_plan, run, graph, tuple(offers)))
+            return await executor.run(partial(planning, tuple(first)))
+    return await executor.run(partial(planning, tuple(offers)))
 
 
 async def lease_all(
     run: Run,
     plan: Plan,
-    rows: Mapping[PeerId, int],
+    rows: Mapping[PeerId, int | None],
     signer: Signer,
     ask: Ask,
     history: History | None = None,
 ) -> tuple[PeerId, str] | None:
-    """Lease the slots of `rows` (peer to stage) in provider-id order; None, or who declined and why."""
+    """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; None, or who
+    declined and why."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
@@ -250,8 +298,9 @@ async def lease_all(
 async def lease(
     peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
 ) -> str | None:
-    """Lease a stage of `plan`; None, or why that failed."""
-    reply = await _try(ask, peer, request, LEASE_SECONDS_MAX)
+    """Lease a stage of `plan`, or have `peer` agree to be a witness; None, or why that failed."""
+    seconds = WITNESS_SECONDS_MAX if request.stage is None else LEASE_SECONDS_MAX
+    reply = await _try(ask, peer, request, seconds)
     if isinstance(reply, Declined):
         return reply.reason
     if not isinstance(reply, Leased):

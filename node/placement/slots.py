@@ -63,6 +63,11 @@ class Slot:
         if promise is not None and promise.body.plan == plan and planner in (None, promise.planner):
             self._forget()
 
+    def release_run(self, run: bytes) -> None:
+        """Forget what was promised for any plan of this run."""
+        if self._promise is not None and self._promise.body.run == run:
+            self._forget()
+
     def release_all(self, planner: PeerId) -> None:
         """Forget what was promised to a peer that is gone; others' promises stand."""
         if self._promise is not None and self._promise.planner == planner:

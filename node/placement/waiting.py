@@ -17,7 +17,7 @@ SEARCH_SECONDS = 60.0
 
 
 async def place_in_time(
-    attempt: Callable[[Sequence[Offer]], Awaitable[Plan]],
+    attempt: Callable[[Sequence[Offer], bool], Awaitable[Plan]],
     offers: Callable[[], Sequence[Offer]],
     search: Callable[[], Awaitable[Sequence[Offer]]],
     *,
@@ -29,7 +29,8 @@ async def place_in_time(
     """Attempt to place among the `offers` until it succeeds, for `wait_seconds` or until the run `is_over`.
 
     `lacks` is told each new reason why it waits. Where the listed members do not do, a `search` looks for
-    others. Without waiting, an attempt is made again only where either has found new peers.
+    others. Without waiting, an attempt is made again only where either has found new peers. The last attempt,
+    with True, may make do with fewer peers than were asked for.
 
     Raises:
         PlacementFailed: of the last attempt.
@@ -39,7 +40,7 @@ async def place_in_time(
     while True:
         asked = merge_offers(offers(), found)
         try:
-            return await attempt(asked)
+            return await attempt(asked, False)
         except PlacementFailed as error:
             waits = clock.monotonic() < until and not is_over()
             if waits and str(error) != said:
@@ -54,4 +55,4 @@ async def place_in_time(
                 search_at = clock.monotonic() + SEARCH_SECONDS
                 found = [each for each in await search() if each.peer not in known]
             if not found and not waits:
-                raise
+                return await attempt(asked, True)

@@ -20,6 +20,14 @@ from node.errors import UsageError
 from partition.codecs.choice import Frames
 from partition.model.graph import SYMBOLS_MAX
 from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
+from partition.run.local_settings import (
+    EVALUATIONS_MAX,
+    LOCAL_STEPS_MAX,
+    CodecName,
+    LocalSettings,
+    StrategyName,
+    Weighting,
+)
 from partition.stage import (
     GROUPS_MAX,
     IN_FLIGHT_MAX,
@@ -55,6 +63,10 @@ class TrainTable(msgspec.Struct, frozen=True):
     is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
     whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
     and is counted as skipped ("continue"); more than ten such steps in a row end it too.
+
+    `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
+    whole model on its own shard, `steps` at most, and averages after `local_steps` of them: see
+    `partition.run.local_settings.LocalSettings` for the keys from there on.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
@@ -78,6 +90,14 @@ class TrainTable(msgspec.Struct, frozen=True):
     frames: Frames = "exact"
     on_divergence: Literal["stop", "continue"] = "stop"
     groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
+    mode: Literal["exact", "local"] = "exact"
+    local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
+    strategy: StrategyName = "average"
+    codec: CodecName = "float32"
+    weighting: Weighting = "samples"
+    evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
+    patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
+    improvement: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -86,7 +106,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
     work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
     steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
-    its last replica. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`.
+    its last replica. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`;
+    with `requester` half of the voters are enough where the requester is one of them, so of two members it
+    goes on alone.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -94,7 +116,7 @@ class PlanTable(msgspec.Struct, frozen=True):
     trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
-    on_lost_quorum: Literal["wait", "fork"] = "wait"
+    on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -103,7 +125,9 @@ class RunFile(msgspec.Struct, frozen=True):
     `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; `options` are further arguments
     of what makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and
     test.npz (arrays x and y, or as the model's inputs and labels are called), a file of text, or what
-    `node.content.sources` makes such a folder of: a table, arrays, images.
+    `node.content.sources` makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns
+    a Dataset, an iterator or arrays (`node.content.samples`). With `tokenizer`, a tokenizer.json, a text is
+    its tokens and `train.window` counts those.
     """
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
@@ -111,6 +135,7 @@ class RunFile(msgspec.Struct, frozen=True):
     options: dict[str, bool | int | float | str] = {}
     train: TrainTable = TrainTable()
     plan: PlanTable = PlanTable()
+    tokenizer: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
 
     @property
     def optimizer(self) -> OptimizerSettings:
@@ -124,6 +149,22 @@ class RunFile(msgspec.Struct, frozen=True):
             schedule=Schedule(train.schedule, train.warmup_steps, train.steps),
             clip_norm=train.clip_norm,
             groups=self._groups,
+        )
+
+    @property
+    def local(self) -> LocalSettings | None:
+        """How members train in local mode; None in exact mode."""
+        train = self.train
+        if train.mode == "exact":
+            return None
+        return LocalSettings(
+            train.local_steps,
+            train.strategy,
+            train.codec,
+            train.weighting,
+            train.evaluate_every,
+            train.patience,
+            train.improvement,
         )
 
     @property
@@ -151,6 +192,24 @@ def check_run_file(run: RunFile, where: str) -> None:
         )
     if train.schedule != "constant" and train.warmup_steps >= train.steps:
         raise UsageError(f"{where}: train.warmup_steps {train.warmup_steps} leaves no step to fall over")
+    _check_local(run, where)
+
+
+def _check_local(run: RunFile, where: str) -> None:
+    train = run.train
+    if train.mode == "exact":
+        return
+    if run.plan.stages > 1:
+        raise UsageError(
+            f"{where}: train.mode local: every member holds the whole model, not one of "
+            f"{run.plan.stages} stages",
+            'plan.stages = 1, or train.mode = "exact"',
+        )
+    if train.codec.startswith("topk") and train.strategy not in ("diloco", "sparseloco"):
+        raise UsageError(
+            f"{where}: train.codec {train.codec} keeps few numbers, and {train.strategy} averages all",
+            'train.strategy = "sparseloco"',
+        )
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
@@ -182,8 +241,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     save_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
-    on_lost_quorum: Literal["wait", "fork"] = "wait"
+    on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
     on_divergence: Literal["stop", "continue"] = "stop"
+    local: LocalSettings | None = None
 
     @property
     def graph_hash(self) -> bytes:
@@ -215,6 +275,7 @@ _NOT_ARITHMETIC = frozenset(
         "save_every",
         "on_lost_quorum",
         "on_divergence",
+        "local",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.
@@ -228,6 +289,11 @@ class Run(msgspec.Struct, frozen=True):
     requester: PeerId
     manifest: Manifest
     fact: Fact
+
+    @property
+    def tie_breaker(self) -> PeerId | None:
+        """The member with which half of the voters decide, if the run has one."""
+        return self.requester if self.manifest.on_lost_quorum == "requester" else None
 
     @property
     def random_key(self) -> bytes:

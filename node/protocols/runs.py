@@ -31,7 +31,7 @@ from partition.plan.plan import (
     StageNumber,
     StepNumber,
 )
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason
+from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
@@ -59,22 +59,30 @@ PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
-    """Who plans to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
+    """Planner to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
 
-    The first plan has no `history` yet: it is signed once it is in force.
+    A witness is asked for no stage and needs no slot. The first plan has no `history` yet: it is signed once
+    it is in force.
     """
 
     manifest: Fact
     plan: PlanBytes
-    stage: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+    stage: StageNumber | None
     history: History | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Whoever asked for a lease: the plan did not come about; the slot is free."""
+    """Planner to a provider it leased from: the plan did not come about; the slot is free."""
 
     run: Hash
     plan: Hash
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
+    or Declined."""
+
+    manifest: Fact
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -87,8 +95,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
-    """Whoever has leased a slot to its provider: open the stage, for this plan may soon be decided. Answered
-    by Done when it is open."""
+    """Planner to a provider it leased from: open the stage, for this plan may soon be decided. Answered by
+    Done when it is open."""
 
     manifest: Fact
     plan: PlanBytes
@@ -170,6 +178,7 @@ class FetchRange(msgspec.Struct, frozen=True, tag="range"):
 Request = (
     LeaseRequest
     | Release
+    | Join
     | Start
     | Prepare
     | Renew
@@ -201,7 +210,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Blob(msgspec.Struct, frozen=True, tag="blob"):
-    """So many bytes follow on the stream, in chunks."""
+    """This many bytes follow on the stream, in chunks."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
@@ -210,11 +219,12 @@ Reply = Leased | Declined | Done | Blob
 
 
 class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
-    """A provider's promise to hold `stage` of `plan` until it hears nothing of the run for so long."""
+    """A provider's promise to hold `stage` of `plan`, or to be a witness of it, until it hears nothing of the
+    run for so long."""
 
     run: Hash
     plan: Hash
-    stage: Count
+    stage: StageNumber | None
     silence_seconds_max: Count
 
 
@@ -271,12 +281,13 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """Replica to committer: my stage, as it was after `step` steps, is put away here."""
+    """Replica to committer: my stage, as it was after `step` steps, is put away here, which took so long."""
 
     plan: Hash
     step: StepNumber
     stage: StageNumber
     state: StageState
+    milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**32)] = 0
 
 
 PipelineMessage = (
@@ -284,6 +295,7 @@ PipelineMessage = (
     | Leaving
     | Saved
     | Checkpointed
+    | Recut
     | GivenUp
     | Frame
     | CommitterMessage

@@ -73,10 +73,19 @@ class ChainShell:
         entered: Entered,
         durable: bytes = b"",
         may_fork: bool,
+        tie_breaker: PeerId | None = None,
         on_event: Callable[[Any], None],
     ) -> None:
         seams, me = service.seams, service.signer.peer
-        self.core = PaxosChain(me, plan, own_rng(seams.rng), durable=durable, may_fork=may_fork)
+        self.core: PaxosChain = seams.core(
+            PaxosChain,
+            me,
+            plan,
+            own_rng(seams.rng),
+            durable=durable,
+            may_fork=may_fork,
+            tie_breaker=tie_breaker,
+        )
         self._signer = service.signer
         self._run = run.text
         self._entered = entered
@@ -108,7 +117,7 @@ class ChainShell:
         self._do(lambda now: self.core.wish(now, change, parent=parent))
 
     def reach(self, live: Collection[PeerId]) -> None:
-        """Who is believed to be alive has changed."""
+        """Tell the core which peers are now believed to be alive."""
         self._do(lambda now: self.core.reach(now, live))
 
     def tell(self, peer: PeerId) -> None:

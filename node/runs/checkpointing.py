@@ -8,6 +8,7 @@ replica goes back to.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import trio
 
@@ -16,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.checkpoints.replication import Offer, checkpoint_holders
 from node.errors import StageFailed, Unreachable
-from node.events import CheckpointKept
+from node.events import CheckpointFailed, CheckpointKept
 from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run
 from node.protocols.runs import Saved
@@ -24,7 +25,8 @@ from node.runs.context import Service
 from node.seams import Stage
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
-from partition.run.messages import Checkpointed
+from partition.run.messages import REASON_LENGTH_MAX, Checkpointed
+from partition.steps.save_interval import SaveInterval
 
 COPIES_MIN = 2
 """Of each stage: what is on one disk only goes with the replica that will be missed."""
@@ -37,17 +39,37 @@ def newest_name(run: str) -> str:
     return f"runs/{run}/newest"
 
 
-class Keeping:
-    """One member's part. `live` are the members, of now or before, that could hand something over."""
+class Paced(Protocol):
+    """What is needed of a `node.pipeline.committer.CommitterShell`."""
 
-    def __init__(self, service: Service, run: Run, live: Callable[[], list[PeerId]]) -> None:
+    saving: SaveInterval
+
+    def checkpoint_took(self, step: int, seconds: float) -> None: ...
+
+
+class Keeping:
+    """One member's part. `live` are the members, of now or before, that could hand something over; `learned`
+    is told that a newer checkpoint is whole."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        live: Callable[[], list[PeerId]],
+        committer: Callable[[], Paced | None] = lambda: None,
+        *,
+        learned: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`committer` is this node's, None where it does not commit."""
         self._service = service
         self._run = run
         self._checkpoints = service.checkpoints
         self._copies = service.copies
         self._live = live
+        self._learned = learned
+        self._committer = committer
         self._saved: dict[int, tuple[PeerId, StageState]] = {}
-        self._saving = -1
+        self._saving = -1, -1
         self._is_spreading = False
         self._is_writing = False
         self._newest = _read_newest(service, run.text)
@@ -56,6 +78,10 @@ class Keeping:
     def restorable(self) -> tuple[bytes, int] | None:
         """The newest checkpoint that is whole somewhere, and its step."""
         return None if self._newest is None else (self._newest.checkpoint, self._newest.step)
+
+    @property
+    def _now(self) -> float:
+        return self._service.seams.clock.monotonic()
 
     @property
     def _is_guest(self) -> bool:
@@ -70,16 +96,18 @@ class Keeping:
         """
         if plan.stages[number].replicas[0] != self._service.signer.peer:
             return
-        run = self._service.seams.executor.run
+        run, began = self._service.seams.executor.run, self._now
         copy = await run(
             lambda: [memoryview(bytes(stage.vector(name))) for name in ("parameters", "moments")]
         )
-        self._service.start_task(self._put_away, plan, number, step, *copy, of=self._run)
+        copied = self._now - began
+        self._service.start_task(self._put_away, plan, number, step, *copy, copied, of=self._run)
 
     async def _put_away(
-        self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview
+        self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview, copied: float
     ) -> None:
-        row = plan.stages[number]
+        """`copied` is what the copy took already, in seconds."""
+        row, began = plan.stages[number], self._now
         try:
             state = await self._checkpoints.snapshot(
                 self._run,
@@ -90,19 +118,32 @@ class Keeping:
                 moments,
                 is_guest=self._is_guest,
             )
-        except (NoRoom, OSError):
-            return  # the checkpoint before stays the newest
-        self._service.send(plan.committer, Saved(plan_hash(plan), step, number, state))
+        except (NoRoom, OSError) as error:
+            self._say_failed(step, error)
+            return
+        took = int(1_000 * (copied + self._now - began))
+        self._service.send(plan.committer, Saved(plan_hash(plan), step, number, state, took))
 
-    async def restore(self, name: bytes, number: int, step: int, stage: Stage) -> None:
-        """Bring a stage to where a checkpoint has it; while nobody has all of it, whoever has may come back.
+    def _say_failed(self, step: int, error: NoRoom | OSError) -> None:
+        """Say that this node keeps nothing of this step; the checkpoint before stays the newest."""
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"the disk of this node: {error.strerror or error}"
+        at = self._service.seams.clock.wall()
+        self._service.publish(
+            CheckpointFailed(at=at, run=self._run.text, step=step, reason=reason[:REASON_LENGTH_MAX])
+        )
+
+    async def restore(self, plan: Plan, name: bytes, step: int, stage: Stage) -> None:
+        """Bring this node's stage of a plan to where a checkpoint has its layers; while nobody has all of it,
+        whoever has may come back.
 
         Raises StageFailed: it is no state for this stage.
         """
         holders = self._live()
         while True:
             try:
-                await self._restore(name, number, step, stage, holders)
+                await self._restore(plan, name, step, stage, holders)
             except Unreachable:
                 await trio.sleep(RESTORE_AGAIN_SECONDS)
                 # A newcomer knows only whom it met: who was in the run before may still have it.
@@ -114,14 +155,20 @@ class Keeping:
                 return
 
     async def _restore(
-        self, name: bytes, number: int, step: int, stage: Stage, holders: Sequence[PeerId]
+        self, plan: Plan, name: bytes, step: int, stage: Stage, holders: Sequence[PeerId]
     ) -> None:
         _, run, checkpoint, _ = await self._checkpoints.read(name, holders)
-        if (run.id, checkpoint.step) != (self._run.id, step) or number >= len(checkpoint.stages):
+        number = plan.stage_of(self._service.signer.peer)
+        if (run.id, checkpoint.step) != (self._run.id, step) or number is None:
             raise StageFailed(f"the checkpoint {name.hex()[:8]} is not that of step {step} of this run")
-        await self._checkpoints.restore(
-            checkpoint.stages[number], stage.vector("parameters"), stage.vector("moments"), holders
-        )
+        arenas = stage.vector("parameters"), stage.vector("moments")
+        ranges = [(row.first_layer, row.last_layer) for row in plan.stages]
+        if ranges[number] in checkpoint.ranges:
+            same = checkpoint.stages[checkpoint.ranges.index(ranges[number])]
+            await self._checkpoints.restore(same, *arenas, holders)
+        else:
+            graph = await self._service.models.get(run.manifest.graph_hash, holders)
+            await self._checkpoints.restore_layers(checkpoint, run, graph, (ranges, number), arenas, holders)
 
     # The committer's side
 
@@ -132,22 +179,32 @@ class Keeping:
             raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
         if (message.state.first_layer, message.state.last_layer) != (row.first_layer, row.last_layer):
             raise RemoteProtocolError("other layers were saved than those of the stage")
-        if message.step > self._saving:
-            self._saving, self._saved = message.step, {}
-        if message.step == self._saving:
+        committer = self._committer()
+        if committer is not None:
+            committer.checkpoint_took(message.step, message.milliseconds / 1_000)
+        saving = plan.height, message.step
+        if saving > self._saving:
+            self._saving, self._saved = saving, {}
+        if saving == self._saving:
             self._saved[message.stage] = sender, message.state
-            if len(self._saved) == len(plan.stages) and not self._is_spreading:
-                self._is_spreading = True
-                rows = [self._saved[number] for number in range(len(plan.stages))]
-                self._service.start_task(self._spread, plan, message.step, rows, of=self._run)
+            self._spread_next(plan)
+
+    def _spread_next(self, plan: Plan) -> None:
+        """Spread what all stages have saved, one checkpoint after the other."""
+        height, step = self._saving
+        if len(self._saved) == len(plan.stages) and height == plan.height and not self._is_spreading:
+            self._is_spreading = True
+            rows = [self._saved.pop(number) for number in range(len(plan.stages))]
+            self._service.start_task(self._spread, plan, step, rows, of=self._run)
 
     async def _spread(self, plan: Plan, step: int, rows: Sequence[tuple[PeerId, StageState]]) -> None:
         try:
             await self._spread_now(plan, step, rows)
-        except (NoRoom, OSError):
-            return  # the checkpoint before stays the newest
+        except (NoRoom, OSError) as error:
+            self._say_failed(step, error)
         finally:
             self._is_spreading = False
+            self._spread_next(plan)
 
     async def _spread_now(self, plan: Plan, step: int, rows: Sequence[tuple[PeerId, StageState]]) -> None:
         run, live = self._run, set(self._live()) | {self._service.signer.peer}
@@ -176,10 +233,18 @@ class Keeping:
                 self._service.send(peer, Checkpointed(plan_hash(plan), step, name))
         copies = min((len(set(each)) for each in have), default=0)
         size = sum(state.state_bytes for state in states)
-        at = self._service.seams.clock.wall()
+        at, committer = self._service.seams.clock.wall(), self._committer()
+        paced = None if committer is None else committer.saving
         self._service.publish(
             CheckpointKept(
-                at=at, run=run.text, step=step, checkpoint=name.hex(), copies=copies, size_bytes=size
+                at=at,
+                run=run.text,
+                step=step,
+                checkpoint=name.hex(),
+                copies=copies,
+                size_bytes=size,
+                next_steps=0 if paced is None else paced.steps,
+                next_seconds=0.0 if paced is None else round(paced.seconds, 3),
             )
         )
 
@@ -188,6 +253,7 @@ class Keeping:
         if self._newest is not None and step <= self._newest.step:
             return
         self._newest = Offer(step, name)
+        self._learned()
         if self._is_writing:
             return  # whoever writes now goes on until the newest is written
         self._is_writing = True

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from crypto.errors import RemoteProtocolError
 from node.content.datasets import Array, Batches, Dataset
+from node.content.samples import ITEM
 from node.errors import UsageError
 from node.placement.admission import check_model, train_entry
 from node.protocols.manifest import Manifest, RunFile
@@ -66,6 +67,7 @@ def make_manifest(
         save_every=run_file.plan.checkpoint_every,
         on_lost_quorum=run_file.plan.on_lost_quorum,
         on_divergence=run_file.train.on_divergence,
+        local=run_file.local,
     )
     try:
         check_model(manifest, graph)
@@ -82,10 +84,15 @@ def _held_out(dataset: Dataset, graph: Graph, microbatch: int) -> int:
 
 
 def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
-    """The arrays that become inputs and labels, in the order of the model's ports: those of their names, or x
-    and y where there is one of each. Raises UsageError."""
+    """The arrays that become inputs and labels, in the order of the model's ports: those of their names, x
+    and y where there is one of each, or in their order where samples were tuples. Raises UsageError."""
     entry = _trained(graph, name)
     found: tuple[list[str], list[str]] = ([], [])
+    count = len(entry.inputs) + len(entry.labels)
+    if list(dataset.train) == [f"{ITEM}{place}" for place in range(count)]:
+        # Samples that came as tuples: the tensors are in the model's order.
+        items = list(dataset.train)
+        return items[: len(entry.inputs)], items[len(entry.inputs) :]
     for ports, alone, names in ((entry.inputs, "x", found[0]), (entry.labels, "y", found[1])):
         for port in ports:
             wanted = port.name if port.name in dataset.train else alone if len(ports) == 1 else ""

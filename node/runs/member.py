@@ -26,6 +26,7 @@ from node.runs.checkpointing import Keeping
 from node.runs.completion import collect_result, fetch_result, with_checkpoint
 from node.runs.context import Service
 from node.runs.progress import Telling
+from node.runs.rebalancing import Rebalancing
 from node.runs.stage import Hosting
 from node.runs.trainer import Training
 from partition.plan import paxos
@@ -35,13 +36,23 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Declined, Done, Reply
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.messages import (
+    REASON_LENGTH_MAX,
+    Absent,
+    Checkpointed,
+    GivenUp,
+    Leaving,
+    Recut,
+    check_sender,
+)
 from partition.run.proposals import Surroundings
+from partition.run.stall import StallClock
 from partition.run.states import State
+from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
 STANDBY_TRAINERS = 2
-"""So many of those who would train next fetch the data beforehand."""
+"""The number of next-in-line trainers that fetch the data beforehand."""
 DROP_SECONDS_MAX = 10.0
 """How long a member that has dropped a run still votes on the plan without it."""
 LEAVE_SECONDS_MAX = 8.0
@@ -59,7 +70,8 @@ class RunMember:
         self._start_task = partial(service.start_task, of=run)
         self._me = service.signer.peer
         manifest = run.manifest
-        self.core = core.Member(
+        self.core: core.Member = service.seams.core(
+            core.Member,
             self._me,
             requester=run.requester,
             samples_per_step=manifest.microbatches * manifest.microbatch,
@@ -69,7 +81,9 @@ class RunMember:
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
-        self._keeping = Keeping(service, run, self._living)
+        self._keeping = Keeping(
+            service, run, self._living, lambda: self._committer, learned=self._checkpointed
+        )
         self._hosting = Hosting(
             service,
             run,
@@ -79,21 +93,24 @@ class RunMember:
             save=self._keeping.save,
             restore=self._keeping.restore,
         )
+        self._rebalancing = Rebalancing(service, run, self._recut)
         self._committer: CommitterShell | None = None
         self._past: CommitterShell | None = None
         self._training: Training | None = None
         self._life = trio.CancelScope()
-        self._stalled_since = self._now
+        self._stall = StallClock(self._now)
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
-        self._telling = Telling(service, run, self.core)
+        self._telling = Telling(service, run, self.core, self._stall)
         self.shown = self._telling.shown
         self.export, self.read_state = self._hosting.export, self._hosting.read_state
         self.prepare, self.unprepare = self._hosting.prepare, self._hosting.unprepare
+        self.planner_lost = self._hosting.planner_lost
         self.keep, self.close_stage = self._hosting.keep, self._hosting.end
         self._decided = trio.Event()
         self._again = trio.Event()
         self._is_acting = False
+        self._is_driven = True
 
     # What the core asks of its roles
 
@@ -145,6 +162,12 @@ class RunMember:
         return self.core.state
 
     @property
+    def is_witness(self) -> bool:
+        """Whether this node is in another's run without a stage."""
+        is_others = self.run.requester != self._me
+        return is_others and self.plan is not None and self.plan.stage_of(self._me) is None
+
+    @property
     def acquainted(self) -> set[PeerId]:
         """Everybody that this node knows to be, or to have been, a member."""
         return set() if self._chain is None else set(self._chain.core.acquainted)
@@ -181,6 +204,7 @@ class RunMember:
             entered=entered,
             durable=durable,
             may_fork=self.run.manifest.on_lost_quorum == "fork",
+            tie_breaker=self.run.tie_breaker,
             on_event=self._on_chain_event,
         )
         self._asking = AskShell(self._service, self.run, chain)
@@ -193,11 +217,14 @@ class RunMember:
 
     async def _live(self) -> None:
         assert self._chain is not None
-        with self._life:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._chain.run)
-                nursery.start_soon(self._wake)
-                await trio.sleep_forever()
+        try:
+            with self._life:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._chain.run)
+                    nursery.start_soon(self._wake)
+                    await trio.sleep_forever()
+        finally:
+            self._is_driven = False
         self.core.give_up()
         self._act()
 
@@ -259,8 +286,9 @@ class RunMember:
                 chain.reach(event.living)
             case events.Proposed() if chain is not None:
                 chain.wish(event.change, event.parent)
-            case events.PauseWanted() if self._committer is not None:
-                self._committer.pause()
+            case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
+                if self._committer is not None:
+                    _steer(self._committer, event)
             case events.CheckpointFound():
                 self._start_task(self._keeping.learn, event.step, event.checkpoint)
             case events.RunOver():
@@ -270,8 +298,6 @@ class RunMember:
 
     def _end_roles(self, event: events.PlanEntered) -> None:
         """Another plan is in force: what this node did under the last one ends."""
-        if event.is_first or self._committer is None or self._committer.core.phase != "syncing":
-            self._stalled_since = self._now
         self._past, self._committer = self._committer, None
         self._stop_training()
         self._decided.set()
@@ -281,7 +307,9 @@ class RunMember:
     def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
         plan = event.plan
+        self._stall.entered(self._now, None if event.change is None else event.change.lost)
         self._hosting.adopt(plan)
+        self._rebalancing.begin(plan)
         past, self._past = self._past, None
         if past is not None and plan.committer == self._me:
             for dropped in past.dropped(plan):
@@ -303,10 +331,11 @@ class RunMember:
                 partial(self._telling.tell, plan),
                 absent=self.absent,
                 paused=self._paused,
-                stalled_since=self._stalled_since,
+                stalled_since=self._stall.since,
                 saved=saved[1] if saved is not None else 0,
                 failures=self.core.failures,
                 lost_steps=lost_steps,
+                stepped=partial(self._rebalancing.stepped, plan),
             )
             if saved is None and self.run.manifest.save_every:
                 self._committer.save()  # else whatever is lost before the first checkpoint ends the run
@@ -369,6 +398,16 @@ class RunMember:
         self.core.paused(self._now, step)
         self._act()
 
+    def _recut(self, plan: Plan, cuts: tuple[int, ...]) -> None:
+        """As the committer of `plan`: its borders belong elsewhere, as measured."""
+        if plan == self.plan:
+            self.core.recut(cuts)
+            self._act()
+
+    def _checkpointed(self) -> None:
+        self.core.checkpointed(self._now)
+        self._act()
+
     async def save(self) -> int:
         """Have a checkpoint made after this step; the step. Raises RunFailed: this node does not commit."""
         if self._committer is None:
@@ -419,9 +458,20 @@ class RunMember:
         if not (self.core.is_over or self.core.is_finishing):
             if self.core.commits:
                 self._finish("failed", reason, "")
+                if not self._is_driven:
+                    self._start_task(self._tell_failure, reason)
                 return
             self.absent(self._me, reason)
         self.core.is_over = False  # an end that failed half way is gone through again
+        await self.end("failed", reason, "")
+
+    async def _tell_failure(self, reason: str) -> None:
+        """Tell the others of the end where what drives this member has failed itself; bounded."""
+        with trio.move_on_after(END_SECONDS_MAX):
+            while not self.core.is_over:
+                self.core.wake(self._now)
+                self._act()
+                await trio.sleep(RETRY_SECONDS)
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:
@@ -462,13 +512,14 @@ class RunMember:
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A pipeline message of the plan in force, or about the chain. Raises RemoteProtocolError."""
+        self._stall.heard(now, sender)
         if isinstance(message, AgreementMessage):
             if self._chain is not None:
                 self._chain.receive(sender, message)
         elif isinstance(message, ReplicaMessage):
             if self._committer is not None:
                 self._committer.receive(now, sender, message)
-        elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving):
+        elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Recut):
             self.core.receive(now, sender, message)
             self._act()
         elif isinstance(message, wire.Notice | wire.Saved):
@@ -526,7 +577,7 @@ class RunMember:
             self._training.reconnected(peer)
 
     def members_changed(self) -> None:
-        """Who lives is another question now than before."""
+        """React to a change in the set of live members."""
         self.core.members_changed(self._now)
         self._act()
 
@@ -534,3 +585,16 @@ class RunMember:
         """A member may be dead."""
         if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
             self._committer.suspect(peer)
+
+
+def _steer(
+    committer: CommitterShell, event: events.PauseWanted | events.SaveWanted | events.StepsWanted
+) -> None:
+    """Have a committer do what its member wants between two steps."""
+    match event:
+        case events.PauseWanted():
+            committer.pause()
+        case events.SaveWanted():
+            committer.save()
+        case events.StepsWanted():
+            committer.unpause()

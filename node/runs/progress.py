@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
-from node.events import RunEvaluated, StepCommitted
+from node.events import RunEvaluated, RunResumed, StepCommitted
 from node.pipeline.committer import RunEvent
 from node.protocols.manifest import Run
 from node.protocols.runs import Notice, check_notice
 from node.runs.context import Service
 from partition.plan.plan import Plan, plan_hash
 from partition.run.member import Member
+from partition.run.stall import StallClock
 
 
 @dataclass
@@ -29,11 +30,12 @@ class Shown:
 class Telling:
     """One member's, beside its core."""
 
-    def __init__(self, service: Service, run: Run, core: Member) -> None:
+    def __init__(self, service: Service, run: Run, core: Member, stall: StallClock) -> None:
         self.shown = Shown()
         self._service = service
         self._run = run
         self._core = core
+        self._stall = stall
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""
@@ -43,6 +45,8 @@ class Telling:
             self.shown.committed = event
         elif isinstance(event, RunEvaluated):
             self.shown.evaluated = event
+        if isinstance(event, StepCommitted | RunResumed):
+            self._stall.moved(self._service.seams.clock.monotonic())
         self._service.publish(event)
 
     def tell(self, plan: Plan, event: RunEvent) -> None:

@@ -16,12 +16,13 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
+from node.averaging.service import Averaging
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
-from node.containment import contain, describe, place_of
+from node.containment import contain, failure_text, place_of
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles
 from node.content.graphs import Models, graph_label
@@ -32,34 +33,35 @@ from node.events import (
     RunAccepted,
     RunChanged,
     RunEnded,
-    RunPlanned,
     RunReleased,
-    StageLeased,
 )
+from node.local.service import LocalRuns
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
-from node.placement.leases import Offer, PlacementFailed, place, release, start
+from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.slots import Slot
 from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
-from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run, run_text
+from node.protocols.manifest import Run, run_text
 from node.protocols.uploads import Body
-from node.runs.archive import RUNS_FOLDER, ArchiveShell
-from node.runs.chain import Entered, chain_name, history_name, read_entered
+from node.runs.announcements import run_planned, stage_leased
+from node.runs.archive import ArchiveShell
+from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
 from node.runs.context import Membership
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
+from node.runs.outside import OwnRunsOutside
+from node.runs.recovery import forget_files, recover, run_name
 from node.runs.server import Requests
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
 from node.seams import Seams, Stream
 from node.storage.guests import Guests
-from partition.plan.chain import base_plan
 from partition.plan.history import History, first_history
 from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
-from partition.plan.plan import HASH_BYTES, NO_HASH, Plan, committee, plan_hash
+from partition.plan.plan import HASH_BYTES, Plan, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.run.timeouts import END_SECONDS_MAX
@@ -68,17 +70,11 @@ from partition.steps.messages import CommitterMessage
 
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
-RUN_FILE = "run"
 EARLY_MAX = 256
 """Messages of committers whose plan is decided, but not yet on disk here, and who is absent by then."""
 EARLY_BYTES_MAX = 16 * 1024
 """One of them, for anybody may send such: a committer begins with a Sync, and says all else again."""
 NO_PAYLOAD = memoryview(b"")
-
-
-def run_name(run: str) -> str:
-    """Return where a node keeps the manifest of a run that it is in, in its storage."""
-    return f"{RUNS_FOLDER}/{run}/{RUN_FILE}"
 
 
 class Runs:
@@ -103,6 +99,7 @@ class Runs:
         checkpoints: Checkpoints,
         copies: CheckpointReplicator,
         guests: Guests,
+        averaging: Averaging,
     ) -> None:
         """`observe` is told of every message of a run that this node sends."""
         self.seams = seams
@@ -123,10 +120,13 @@ class Runs:
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, refuse)
         self.members: dict[bytes, RunMember] = {}
-        self._provide = provide
+        self.averaging = averaging
+        self.provide = provide
         self._observe = observe
         self._plans: dict[bytes, RunMember] = {}
         self.archive = ArchiveShell(seams, signer.peer)
+        self.local = LocalRuns(self, self.archive)
+        self.outside = OwnRunsOutside(self)
         self.stopping = Stopping(self)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
@@ -149,8 +149,9 @@ class Runs:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await nursery.start(self.links.run)
+                await nursery.start(self.local.run)
                 await self.archive.load()
-                await self._recover()
+                await recover(self)
                 for event in self.archive.remembered():
                     self.publish(event)
                 # Not before it is known what is over.
@@ -165,8 +166,12 @@ class Runs:
                     await member.close_stage()
 
     def _graphs_needed(self) -> list[bytes]:
-        running = [member.run.manifest.graph_hash for member in self.members.values()]
-        return [*running, *self.checkpoints.store.graphs]
+        return [*(run.manifest.graph_hash for run in self._going), *self.checkpoints.store.graphs]
+
+    @property
+    def _going(self) -> list[Run]:
+        exact = [member.run for member in self.members.values()]
+        return exact + [member.run for member in self.local.members.values()]
 
     def is_ours(self, run: bytes) -> bool:
         """Return whether this node asked for a run, so that what is kept of it is its own."""
@@ -188,7 +193,8 @@ class Runs:
     @property
     def has_slot(self) -> bool:
         """Whether a stage may be placed here."""
-        return self.slot.is_free and not any(member.hosts for member in self.members.values())
+        is_hosting = self.local.hosts or any(member.hosts for member in self.members.values())
+        return self.slot.is_free and not is_hosting
 
     # The requester's side
 
@@ -206,6 +212,10 @@ class Runs:
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
         """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: nobody could
         be found for a part of it, within `wait_seconds` of the first attempt."""
+        if run.manifest.local is not None:
+            self.stopping.asked(run)
+            await self.local.submit(run, wait_seconds=wait_seconds)
+            return
         member = self.accept(run)
         self.stopping.asked(run)
         member.place()
@@ -215,7 +225,7 @@ class Runs:
             await member.end("failed", str(error), "")
             raise
         if self.is_over(run.id):  # it was stopped meanwhile
-            await release(run, plan, [PeerId(peer) for row in plan.stages for peer in row.replicas], self.ask)
+            await release(run, plan, plan.members, self.ask)
             return
         self.enter(member, plan, history := first_history(self.signer, plan))
         others = [peer for peer in plan.members if peer != self.signer.peer]
@@ -234,10 +244,9 @@ class Runs:
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
         change = partial(RunChanged, run=run.text, state="placing")
-        return await place_in_time(
-            lambda offers: place(
-                run, graph, self.signer, offers, ask, executor, decliners=asked, monotonic=clock.monotonic
-            ),
+        attempt = partial(place, decliners=asked, monotonic=clock.monotonic)
+        plan = await place_in_time(
+            lambda offers, last: attempt(run, graph, self.signer, offers, ask, executor, may_reduce=last),
             self.offers,
             self.search,
             clock=clock,
@@ -245,6 +254,9 @@ class Runs:
             lacks=lambda reason: self.publish(change(at=clock.wall(), reason=reason)),
             is_over=partial(self.is_over, run.id),
         )
+        if short := reduction(run.manifest, plan):
+            self.publish(change(at=clock.wall(), reason=short))
+        return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
         """The first plan of a run that this node hears of is in force; `history` is how it came about."""
@@ -252,34 +264,13 @@ class Runs:
             self._enter(member, plan, history)
 
     def _enter(self, member: RunMember, plan: Plan, history: History) -> None:
-        # Whoever comes back by a new plan begins a new life: what it promised before is of another chain.
+        self.outside.drop(member.run.id)
+        # A member that returns by a new plan starts afresh: its earlier promises belong to another chain.
         self.seams.storage.delete(chain_name(member.run.text))
         self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
         entered = Entered(history, plan.height, plan_hash(plan))
         self.seams.storage.write(history_name(member.run.text), encode(entered))
         member.begin(plan, entered)
-
-    async def _recover(self) -> None:
-        """Runs that this node was in when it was stopped: their chains go on, their stages are to be
-        restored."""
-        storage = self.seams.storage
-        for name in storage.sizes(RUNS_FOLDER):
-            run_text, _, file = name.removeprefix(f"{RUNS_FOLDER}/").partition("/")
-            if file != RUN_FILE:
-                continue
-            data, durable = storage.read(name), storage.read(chain_name(run_text))
-            try:
-                fact: Fact = decode(data or b"", Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
-                run = check_run(self.signer, fact)
-                if self.archive.is_over(run.id):
-                    await self.archive.close(run)
-                    self._forget_files(run.text)
-                    continue
-                base = base_plan(durable or b"")
-                entered = read_entered(storage, run_text)
-                self.accept(run).begin(base, entered, durable or b"")
-            except (RemoteProtocolError, ValueError):
-                storage.delete(name)  # damaged, or of an older version: this node is in no such run
 
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
         """A request to a member, or to this node itself. Raises Unreachable."""
@@ -294,7 +285,7 @@ class Runs:
 
     def known(self) -> list[str]:
         """Short ids of the runs in memory."""
-        return [run_text(run) for run in self.members]
+        return [run_text(run) for run in (*self.members, *self.local.members)]
 
     # Tasks
 
@@ -324,10 +315,15 @@ class Runs:
             self.nursery.start_soon(self._fail, run, part.error)
 
     async def _fail(self, run: Run, error: Exception) -> None:
-        member = self.members.get(run.id)
-        if member is None:
+        member, local = self.members.get(run.id), self.local.members.get(run.id)
+        if member is None and local is None:
             return  # it had ended already
-        reason = f"an internal error on this node: {describe(error)}"[:REASON_LENGTH_MAX]
+        reason = failure_text(error)[:REASON_LENGTH_MAX]
+        if local is not None:
+            with contain("run in local mode ending after a failure"):
+                await self.local.end(local, "failed", reason, "")
+        if member is None:
+            return
         with contain("run ending after a failure") as ending:
             await member.fail(reason)
         if ending.error is not None and self.members.get(run.id) is member:
@@ -341,10 +337,12 @@ class Runs:
     def member_lost(self, peer: PeerId) -> None:
         """A member is dead or has left."""
         self.slot.release_all(peer)
+        for member in list(self.members.values()):
+            self.start_task(member.planner_lost, peer, of=member.run)
         self.members_changed()
 
     def members_changed(self) -> None:
-        """Who lives is another question now than before."""
+        """React to a change in the set of live members."""
         for member in list(self.members.values()):
             with self.containing(member.run, "members changed"):
                 member.members_changed()
@@ -358,6 +356,7 @@ class Runs:
     async def leave(self) -> None:
         """Hand over this node's part in every run before it goes; bounded. `left` says of each whether it was
         handed over."""
+        await self.local.leave()
         self.left = {member.run.text: False for member in self.members.values()}
 
         async def leave(member: RunMember) -> None:
@@ -447,7 +446,7 @@ class Runs:
             with self.containing(member.run, f"message {type(message).__name__}"):
                 member.receive(self.seams.clock.monotonic(), sender, message)
         elif isinstance(message, ChainHead) and message.asks and sender not in self._telling:
-            # Whoever was away when a run ended still believes in a plan, and asks how it went on.
+            # A member that was away when a run ended still believes in a plan, and asks how it went on.
             self._telling.add(sender)
             self.start_task(self._tell_end, sender, self.archive.told(message.run, message.plan), of=None)
 
@@ -480,7 +479,8 @@ class Runs:
         if known is None or known is not member:
             return
         self._plans[plan] = known
-        self.slot.release(plan)
+        # Also what was promised for another plan after the last one: that one cannot come about any more.
+        self.slot.release_run(member.run.id)
         late = [row for row in self._early if row[1] == plan]
         if late:
             self._early = deque((row for row in self._early if row[1] != plan), maxlen=EARLY_MAX)
@@ -514,9 +514,12 @@ class Runs:
 
     def forgotten(self, member: Membership) -> None:
         """This node is in the run no more, and may be asked into it again: then it still knows the newest
-        checkpoint, from which it may have to propose to go on."""
-        self.members.pop(member.run.id, None)
-        self._forget_files(member.run.text)
+        checkpoint, from which it may have to propose to go on. Of a run of its own it still hears the end."""
+        known = self.members.pop(member.run.id, None)
+        if known is not None and known.plan is not None and self.signer.peer == member.run.requester:
+            self.outside.follow(known)
+        elif not self.outside.has(member.run.id):
+            forget_files(self.seams, member.run.text)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
 
     def released(self, member: Membership) -> None:
@@ -539,7 +542,7 @@ class Runs:
             stop=member.stopped_by,
             for_all=member.is_over_for_all,
         )
-        self._forget_files(member.run.text)
+        forget_files(self.seams, member.run.text)
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
@@ -559,11 +562,11 @@ class Runs:
             )
         )
         if outcome == "done" and not detail and self.nursery is not None:
-            self.start_task(self._provide, member.run.text, weights, of=None)
+            self.start_task(self.provide, member.run.text, weights, of=None)
 
     def note_guests(self) -> None:
         """What runs here need may not be driven out, and whose result was is to be said."""
-        data = [member.run.manifest.data for member in self.members.values()]
+        data = [run.manifest.data for run in self._going]
         self.guests.needed = frozenset([*map(graph_label, self._graphs_needed()), *data])
         while self.guests.evicted:
             run = self.guests.evicted.popleft()
@@ -571,30 +574,10 @@ class Runs:
                 self.archive.evict(run)
                 self.publish(ResultEvicted(at=self.seams.clock.wall(), run=run))
 
-    def _forget_files(self, run: str) -> None:
-        """What is only for a run that goes on; its checkpoints stay."""
-        for name in (chain_name(run), history_name(run), run_name(run)):
-            self.seams.storage.delete(name)
-
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Say that a plan is in force here."""
-        self.publish(
-            RunPlanned(
-                at=self.seams.clock.wall(),
-                run=run.text,
-                plan=plan_hash(plan).hex()[:16],
-                height=plan.height,
-                trainer=plan.committer,
-                planner=committee(plan)[0],
-                layers=tuple((stage.first_layer, stage.last_layer) for stage in plan.stages),
-                stages=tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in plan.stages),
-                trainers=tuple(PeerId(peer) for peer in plan.trainers),
-                restored_step=plan.step if plan.restored != NO_HASH else None,
-            )
-        )
+        self.publish(run_planned(self.seams.clock.wall(), run, plan))
 
     def publish_lease(self, run: Run, plan: Plan, stage: int) -> None:
         """Say that a stage is being opened here."""
-        row = plan.stages[stage]
-        layers = (row.first_layer, row.last_layer)
-        self.publish(StageLeased(at=self.seams.clock.wall(), run=run.text, stage=stage, layers=layers))
+        self.publish(stage_leased(self.seams.clock.wall(), run, plan, stage))

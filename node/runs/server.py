@@ -20,14 +20,17 @@ from node.checkpoints.weights import weights_name
 from node.content.dataset_store import DataFiles
 from node.content.graphs import Models
 from node.errors import StageFailed, StreamClosed, Unreachable
+from node.local.service import LocalRuns
 from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
 from node.placement.slots import Slot
+from node.placement.witnesses import WITNESSED_MAX, WitnessPromises
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
 from node.runs.member import RunMember
+from node.runs.outside import OwnRunsOutside
 from node.runs.stopping import Stopping
 from node.seams import Seams, Stream
 from partition.plan.history import History
@@ -76,6 +79,8 @@ class Service(Protocol):
     machine: Machine
     members: dict[bytes, RunMember]
     stopping: Stopping
+    outside: OwnRunsOutside
+    local: LocalRuns
     data: DataFiles
     accepts: Callable[[Run], str | None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -104,6 +109,7 @@ class Requests:
         self._permits[wire.FetchState] = Permits(
             RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
         )
+        self._witnessed = WitnessPromises()
         # A lease that took long to think about may be given up by its planner before it was given.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
 
@@ -147,6 +153,8 @@ class Requests:
                 return await self._on_lease(peer, request)
             case wire.Release():
                 return await self._on_release(peer, request)
+            case wire.Join():
+                return await self._runs.local.join(peer, request.manifest)
             case wire.Prepare():
                 return await self._on_prepare(peer, request)
             case wire.Renew():
@@ -182,10 +190,12 @@ class Requests:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
-        if not runs.has_slot:
+        if not (runs.has_slot or request.stage is None):
             return wire.Declined("busy")
         if self._is_behind(run.id, plan, peer):
             return wire.Declined("it does not know yet how the run went on")
+        if request.stage is None:
+            return self._agree_to_witness(peer, run, plan)
         reason = runs.accepts(run) or self._checks.known(run, plan, request.stage)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
@@ -204,8 +214,31 @@ class Requests:
         await runs.slot.promise(body, peer)
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 
+    def _agree_to_witness(self, peer: PeerId, run: Run, plan: Plan) -> wire.Reply:
+        runs = self._runs
+        reason = runs.accepts(run)
+        if reason is not None:
+            return wire.Declined(reason[:REASON_LENGTH_MAX])
+        if self._witnesses_enough:
+            return wire.Declined("busy: a witness of too many runs")
+        name, seconds = plan_hash(plan), timeouts.SILENCE_SECONDS_MAX
+        self._witnessed.promise(runs.seams.clock.monotonic(), run.id, name, peer, seconds)
+        body = wire.LeaseBody(run.id, name, None, int(seconds))
+        return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
+
+    @property
+    def _witnesses_enough(self) -> bool:
+        return sum(member.is_witness for member in self._runs.members.values()) >= WITNESSED_MAX
+
+    def _has_agreed(self, run: Run, plan: Plan) -> bool:
+        """Return whether this node has agreed to be a member by `plan` without a stage."""
+        runs = self._runs
+        now = runs.seams.clock.monotonic()
+        return runs.signer.peer == run.requester or self._witnessed.holds(now, run.id, plan_hash(plan))
+
     async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
         self._runs.slot.release(request.plan, peer)
+        self._witnessed.release(request.plan, peer)
         self._released.append(request.plan)
         member = self._runs.members.get(request.run)
         if member is not None:
@@ -225,9 +258,13 @@ class Requests:
         stage = plan.stage_of(runs.signer.peer)
         if stage is not None and not runs.slot.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
-        if stage is None and member is None and runs.signer.peer != run.requester:
+        if stage is None and member is None and not self._has_agreed(run, plan):
             return wire.Declined("no part in this run was asked of this node")
-        if len(runs.members) >= RUNS_MAX:
+        # What was promised before others began counts only now.
+        is_full = (
+            stage is None and member is None and runs.signer.peer != run.requester and self._witnesses_enough
+        )
+        if len(runs.members) >= RUNS_MAX or is_full:
             return wire.Declined("busy: too many runs")
         runs.enter(member or runs.accept(run), plan, request.history)
         return wire.Done()
@@ -251,11 +288,11 @@ class Requests:
             return wire.Declined("the run is over")
         if self._is_behind(run.id, plan, peer):
             return wire.Declined("it does not know yet how the run went on")
-        if stage is None and runs.signer.peer == run.requester:
+        if stage is None and self._has_agreed(run, plan):
             return wire.Done()
         if stage is None or not runs.slot.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
-        reason = await runs.accept(run).prepare(plan)
+        reason = await runs.accept(run).prepare(plan, peer)
         return wire.Done() if reason is None else wire.Declined(reason[:REASON_LENGTH_MAX])
 
     def _is_behind(self, run: bytes, plan: Plan, peer: PeerId) -> bool:
@@ -296,13 +333,15 @@ class Requests:
         return _on_the_wire(member.renewed(peer, request.plan))
 
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
-        member = self._runs.following(request.plan)
+        runs = self._runs
+        member = runs.following(request.plan) or runs.outside.by_plan(request.plan)
         declined = None if member is None else member.core.on_end(peer, request.plan)
         if member is None or declined is not None:
             return wire.Declined("no such plan here")
         if request.outcome == "done" and not request.weights:
             raise RemoteProtocolError("a run that is done without a result")
-        with self._runs.containing(member.run, "end"):
+        runs.outside.recall(member.run.id)
+        with runs.containing(member.run, "end"):
             await member.end(request.outcome, request.detail, request.weights, source=peer)
         return wire.Done()
 

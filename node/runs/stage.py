@@ -6,6 +6,7 @@ Only for `node.runs.member`, which says what plan is in force.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -22,6 +23,22 @@ from node.runs.context import Service
 from partition.plan.plan import Plan, plan_hash
 from partition.run import timeouts
 from partition.steps.frames import OpenedFrame
+
+
+class Held(NamedTuple):
+    """A stage by its number and where the model is cut: elsewhere it is another stage, whose inputs or tied
+    weights may differ also where its layers are the same."""
+
+    number: int
+    cuts: tuple[int, ...]
+
+
+def held_in(plan: Plan, peer: PeerId) -> Held | None:
+    """Return what a plan gives to a peer, None for no stage."""
+    number = plan.stage_of(peer)
+    if number is None:
+        return None
+    return Held(number, tuple(stage.last_layer for stage in plan.stages))
 
 
 class Hosting:
@@ -50,55 +67,58 @@ class Hosting:
         self._save = save
         self._restore = restore
         self._plan: Plan | None = None
-        self._stage: int | None = None
+        self._held: Held | None = None
         self._scope = trio.CancelScope()
         self._changing = trio.Lock()
         self._is_over = False
         self._prepared: bytes | None = None
+        self._planner: PeerId | None = None
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this node, open it, or close what was open."""
         self._plan, self._prepared = plan, None
-        stage = plan.stage_of(self._service.signer.peer)
-        if stage == self._stage:
+        stage = held_in(plan, self._service.signer.peer)
+        if stage == self._held:
             if self.replica is not None:
                 self._service.spans.admit(plan)
                 self.replica.adopt(plan)
                 return
             if self.is_opening or stage is None:
                 return  # once open it takes the newest plan
-        self._stage = stage
+        self._held = stage
         # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
         self._service.start_task(self._change, plan, stage, None if plan.height else 0, of=self._run)
 
-    async def prepare(self, plan: Plan) -> str | None:
-        """Open the stage of a plan that is not in force yet; None when it is open, else why it is not."""
+    async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
+        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
+        else why it is not."""
+        self._planner = planner
         reason = await self._open_early(plan)
         then = self._expire if reason is None else self.unprepare
         self._service.start_task(then, plan_hash(plan), of=self._run)
         return reason
 
     async def _expire(self, plan: bytes) -> None:
-        """Whoever asked for a stage may have died before its plan was decided."""
+        """Close a prepared stage after a while: its planner may have died before the plan was decided."""
         await trio.sleep(timeouts.SILENCE_SECONDS_MAX)
         await self.unprepare(plan)
 
     async def _open_early(self, plan: Plan) -> str | None:
-        stage = plan.stage_of(self._service.signer.peer)
+        stage = held_in(plan, self._service.signer.peer)
         async with self._changing:
             if self.replica is not None or stage is None or self._is_over:
                 return "another stage is open here"
             self.is_opening = True
-            self._prepared, self._stage, self._plan = plan_hash(plan), stage, plan
+            self._prepared, self._held, self._plan = plan_hash(plan), stage, plan
             try:
                 await self._open(plan, stage, None)
             except StageFailed as error:
-                self._stage = None
+                self._held = None
                 return str(error)
             except Exception as error:
-                # Whoever asks is to plan without this node, and what was accepted for it be given up again.
+                # The planner must do without this node, and this node gives up what it accepted for the plan.
                 note(error, "a stage that was to be opened")
-                self._stage = None
+                self._held = None
                 return f"an internal error: {describe(error)}"
             finally:
                 self.is_opening = False
@@ -107,9 +127,14 @@ class Hosting:
     async def unprepare(self, plan: bytes) -> None:
         """Close what was opened for this plan, which did not come about."""
         if self._prepared == plan:
-            self._prepared, self._stage = None, None
+            self._prepared, self._held = None, None
             await self.close()
             self._abandoned()
+
+    async def planner_lost(self, planner: PeerId) -> None:
+        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        if self._prepared is not None and planner == self._planner:
+            await self.unprepare(self._prepared)
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """A frame that has come, in memory it may stay in; None where there is none, and the stage fails."""
@@ -117,13 +142,13 @@ class Hosting:
             return frame  # it will be dropped or refused, so it need not be put anywhere
         return await self.replica.keep(frame)
 
-    async def _change(self, plan: Plan, stage: int | None, step: int | None) -> None:
+    async def _change(self, plan: Plan, stage: Held | None, step: int | None) -> None:
         async with self._changing:
             await self.close()
-            if stage is None or self._is_over or stage != self._stage:
+            if stage is None or self._is_over or stage != self._held:
                 return
             self.is_opening = True
-            self._service.publish_lease(self._run, plan, stage)
+            self._service.publish_lease(self._run, plan, stage.number)
             try:
                 await self._open(plan, stage, step)
             except StageFailed as error:
@@ -131,7 +156,7 @@ class Hosting:
             finally:
                 self.is_opening = False
 
-    async def _open(self, plan: Plan, stage: int, step: int | None) -> None:
+    async def _open(self, plan: Plan, stage: Held, step: int | None) -> None:
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor
         try:
@@ -139,7 +164,7 @@ class Hosting:
             # A graph of one's own has no need to be fenced in.
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
-            wanted = partial(build_stage_spec, self._run, graph, plan, stage, machine)
+            wanted = partial(build_stage_spec, self._run, graph, plan, stage.number, machine)
             specification, parts, data = await executor.run(wanted, apart=True)
             opened = await executor.open_stage(data)
         except Unreachable as error:
@@ -151,7 +176,7 @@ class Hosting:
         try:
             if step is not None:
                 await service.models.fill(opened, specification, self._holders())
-            if self._is_over or self._plan is None or self._stage != stage:
+            if self._is_over or self._plan is None or self._held != stage:
                 raise StageFailed("the run went on before its stage was open")
         except BaseException:
             await opened.aclose()

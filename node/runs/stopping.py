@@ -18,10 +18,12 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
+from node.local.service import LocalRuns
 from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
 from node.protocols.runs import Declined, Done, Reply, Request, Stop
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.member import RunMember
+from node.runs.outside import OwnRunsOutside
 from node.runs.progress import Shown
 from node.seams import Seams
 from partition.plan.plan import Hash
@@ -60,7 +62,7 @@ def make_stop(signer: Signer, run: Run) -> Fact:
 
 @dataclass
 class Telling:
-    """Who of the members that were to hear of a stop has."""
+    """Which members have heard of a stop, and which are still to be told."""
 
     left: set[PeerId]
     told: int = 0
@@ -74,6 +76,8 @@ class Service(Protocol):
     signer: Signer
     members: dict[bytes, RunMember]
     archive: ArchiveShell
+    local: LocalRuns
+    outside: OwnRunsOutside
     live: Callable[[], Collection[PeerId]]
 
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
@@ -98,9 +102,12 @@ class Stopping:
         """Short ids of what could be stopped or dropped here."""
         names = self._runs.seams.storage.sizes(RUNS_FOLDER)
         found = [name.removeprefix(f"{RUNS_FOLDER}/").partition("/") for name in names]
-        return [*(member.run.text for member in self._runs.members.values())] + [
-            run for run, _, file in found if file == _FILE
-        ]
+        return [run.text for run in self._going] + [run for run, _, file in found if file == _FILE]
+
+    @property
+    def _going(self) -> list[Run]:
+        exact = [member.run for member in self._runs.members.values()]
+        return exact + [member.run for member in self._runs.local.members.values()]
 
     async def stop(self, text: str) -> dict[str, object]:
         """End a run of this node's own for all; how many members know, and how many have still to hear.
@@ -130,13 +137,17 @@ class Stopping:
         member = self._runs.members.get(run.id)
         if member is not None:
             await member.drop(DROPPED)
+        local = self._runs.local.members.get(run.id)
+        if local is not None:
+            await self._runs.local.end(local, "stopped", DROPPED, "")
         return {"run": text, "status": "stopped"}
 
     async def take(self, fact: Fact) -> Reply:
         """Somebody hands on a stop. Raises RemoteProtocolError."""
         body: StopBody = decode(fact.body, StopBody, bytes_max=STOP_BYTES_MAX)
         author = self._runs.signer.check(STOP_PURPOSE, fact)
-        member = self._runs.members.get(body.run)
+        local = self._runs.local.members.get(body.run)
+        member = self._runs.members.get(body.run) or local
         if member is None:
             over = self._runs.archive.is_over(body.run)
             return Done() if over else Declined("no such run here")
@@ -153,9 +164,12 @@ class Stopping:
         known: Collection[PeerId] = live if member is None else member.acquainted & live
         telling = Telling(set(known) - {runs.signer.peer})
         runs.start_task(self._tell, fact, telling, of=None)
+        member = member or runs.outside.recall(run.id)
         if member is not None:
             member.stopped_by = fact
             await member.end("stopped", STOPPED, "")
+        elif run.id in runs.local.members:
+            await runs.local.stop(run.id, fact, STOPPED)
         else:
             await runs.archive.note(run, Shown(), "stopped", STOPPED, "", stop=fact, for_all=True)
         self.over(run.text)
@@ -181,9 +195,9 @@ class Stopping:
         telling.over.set()
 
     def _find(self, text: str) -> Run:
-        for member in self._runs.members.values():
-            if member.run.text == text:
-                return member.run
+        for run in self._going:
+            if run.text == text:
+                return run
         data = self._runs.seams.storage.read(asked_name(text))
         with suppress(RemoteProtocolError):
             if data is not None:

@@ -149,7 +149,10 @@ class Traces:
 def trace_document(
     run: bytes, rows: Sequence[Mapping[str, Any]], names: Mapping[PeerId, str]
 ) -> dict[str, Any]:
-    """Schema `peerloom/trace/1`: spans by peer, all on the asker's clock."""
+    """Schema `peerloom/trace/1`: spans by peer, all on the asker's clock.
+
+    `step` counts from 0, `step_number` from 1 as screens do.
+    """
     return {
         "schema": "peerloom/trace/1",
         "run": run_text(run),
@@ -162,6 +165,7 @@ def trace_document(
                     {
                         "trace": trace_id(run, span.step).hex(),
                         "step": span.step,
+                        "step_number": span.step + 1,
                         "stage": span.stage,
                         "microbatch": span.microbatch,
                         "kind": span.kind,

@@ -82,9 +82,7 @@ class Training:
         if not fits(dataset, manifest, graph):
             raise PeerloomError("the data this node has does not fit the run's manifest; has it changed?")
         batches = make_batches(dataset, manifest, graph)
-        return FeederShell(
-            service.signer, self._run, self._plan, batches, service.seams.executor, service.send
-        )
+        return FeederShell(service.signer, self._run, self._plan, batches, service.seams, service.send)
 
     def open(self, sender: PeerId, message: Open) -> None:
         """The committer has opened micro-batches. Raises RemoteProtocolError."""

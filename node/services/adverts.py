@@ -1,23 +1,33 @@
 """What this node offers, as the advert that searches by capability find (`dht.capabilities`)."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import trio
 
 from crypto.contact import Address
 from dht.capabilities import ADVERT_VERSION, NAME_LENGTH_MAX, Advert, device_kind
+from dht.kademlia import Kademlia, Sends
 from dht.messages import address_texts
+from gossip.coordinates import DIMENSIONS, FARTHEST, UNIT_SECONDS, Coordinate, Coordinates
 from node.seams import Network
 from node.services.capacity import Capacity
 from node.services.discovery import Discovery
-from node.services.membership import FLOPS_PER_SECOND_MAX
+from node.services.metadata import FLOPS_PER_SECOND_MAX
 
+MOVED_SECONDS_MIN = 0.01
+"""So far in round trips a node has moved before it says so."""
+ERROR_TOLD_MAX = 75
+"""Of the relative error in hundredths: one that knows less of where it is says nothing."""
 ADVERT_LOOK_SECONDS = 30.0
 """How often a node looks whether it still offers what it told."""
 
 
-def make_advert(capacity: Capacity, addresses: Sequence[Address], *, has_slot: bool) -> Advert:
-    """Return the advert of a node with this capacity at these addresses."""
+def make_advert(
+    capacity: Capacity, addresses: Sequence[Address], *, has_slot: bool, coordinates: tuple[float, ...] = ()
+) -> Advert:
+    """Return the advert of a node with this capacity at these addresses and coordinates."""
     return Advert(
         ADVERT_VERSION,
         device_kind(capacity.device),
@@ -26,17 +36,49 @@ def make_advert(capacity: Capacity, addresses: Sequence[Address], *, has_slot: b
         has_slot and capacity.flops_per_second > 0,
         capacity.location[:NAME_LENGTH_MAX],
         address_texts(addresses),
+        coordinates,
     )
 
 
 async def keep_advertised(
-    discovery: Discovery, capacity: Capacity, network: Network, has_slot: Callable[[], bool]
+    discovery: Discovery,
+    capacity: Capacity,
+    network: Network,
+    has_slot: Callable[[], bool],
+    where: Coordinates,
 ) -> None:
-    """Tell the swarm what this node offers, and whenever that has changed, until cancelled."""
+    """Tell the swarm what this node offers and `where` it is, and whenever that has changed, until cancelled.
+    What others tell of the latter orders the searches of this node."""
+    discovery.command(lambda core, _now: _estimate_by(core, where))
     told: Advert | None = None
     while True:
-        advert = make_advert(capacity, network.addresses, has_slot=has_slot())
+        place = settled(() if told is None else told.coordinates, where.here)
+        advert = make_advert(capacity, network.addresses, has_slot=has_slot(), coordinates=place)
         if advert != told:
             told = advert
             discovery.advertise(advert)
         await trio.sleep(ADVERT_LOOK_SECONDS)
+
+
+def _estimate_by(core: Kademlia, where: Coordinates) -> Sends:
+    core.estimate = partial(estimate_seconds, where)
+    return []
+
+
+def settled(told: tuple[float, ...], here: Coordinate) -> tuple[float, ...]:
+    """Return the coordinates to tell, in seconds: those told before while they are near enough, for each
+    change is stored at a dozen nodes. None while this peer has hardly been asked anything."""
+    if here.error > ERROR_TOLD_MAX:
+        return told
+    now = tuple(value * UNIT_SECONDS for value in (*here.point, here.height))
+    moved = math.dist(told, now) if len(told) == len(now) else math.inf
+    return told if moved <= MOVED_SECONDS_MIN else now
+
+
+def estimate_seconds(where: Coordinates, there: Sequence[float]) -> float | None:
+    """Return how long a round trip to a node that says it is `there` takes; None where that cannot be."""
+    if len(there) != DIMENSIONS + 1 or not all(map(math.isfinite, there)):
+        return None
+    units = [round(max(-FARTHEST, min(FARTHEST, value / UNIT_SECONDS))) for value in there]
+    point = (units[0], units[1], units[2], units[3])
+    return where.round_trip_seconds(Coordinate(point, max(0, units[-1]), 0))

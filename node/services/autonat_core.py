@@ -20,7 +20,7 @@ from crypto.contact import Address
 from crypto.identity import PeerId
 
 OTHERS = 3
-"""So many others decide. Two may share a broken link; more only cost handshakes."""
+"""The number of other peers that decide. Two may share a broken link; more only cost handshakes."""
 REPORTS_MAX = 16
 """Kept, the newest; more than are asked within an hour."""
 BELIEVED_SECONDS = 3_600.0
@@ -53,7 +53,7 @@ class Report:
 
 
 class Reachability:
-    """Whom to ask and when, and what follows from the answers. `now` is monotonic seconds."""
+    """Decides which peers to ask, when, and what follows from their answers. `now` is monotonic seconds."""
 
     def __init__(self, rng: Random, now: float) -> None:
         self._rng = rng

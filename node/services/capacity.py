@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import psutil
 
 from node.config import Resources
+from node.events import CapacityMeasured
 
 MATRIX_SIDE = 64
 """So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: where five
@@ -37,6 +38,10 @@ class Capacity:
     memory_total_bytes: int
     flops_per_second: float
     location: str
+
+    def measured(self, at: float) -> CapacityMeasured:
+        """The event that says so, at the unix time `at`."""
+        return CapacityMeasured(at=at, **asdict(self))
 
 
 def measure(resources: Resources) -> Capacity:

@@ -52,17 +52,19 @@ class Discovery:
         make: Callable[..., Kademlia] = Kademlia,
         seams: Seams | None = None,
         settings: Settings | None = None,
+        work_bits: int = 0,
         publish: Callable[[events.Event], None] = lambda _event: None,
     ) -> None:
         """`observe` is told of every event of the core as it is, `publish` of those for people; `make` makes
-        the core. With `seams`, what it holds is kept on the disk, and its tokens are unguessable."""
+        the core. With `seams`, what it holds is kept on the disk, and its tokens are unguessable. Ids have
+        `work_bits` of proof of work, where no `settings` say it."""
         self._network = network
         self._clock = clock
         self._signer = signer
         self._observe = observe
         self._publish = publish
         self._seams = seams
-        self._core = make(signer, settings or Settings(), rng, network.addresses)
+        self._core = make(signer, settings or Settings(work_bits=work_bits), rng, network.addresses)
         self._core.wall_offset = clock.wall() - clock.monotonic()
         self._core.origins.host_of = network.host_of
         if seams is not None:

@@ -1,4 +1,4 @@
-"""Who is near: the beacons of the local network driven over its seam, and what they say told to the node."""
+"""Discovery on the local network: drives the beacons over their seam and reports finds to the node."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

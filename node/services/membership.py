@@ -1,76 +1,30 @@
-"""Who is here: the SWIM core driven over datagrams, and its events told to the rest of the node."""
+"""Membership: drives the SWIM core over datagrams and reports its events to the rest of the node."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import lru_cache
+from functools import partial
 from random import Random
-from typing import Annotated
 
-import msgspec
 import trio
 
 from crypto.contact import Address
-from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from dht.keys import node_number
+from dht.work import has_work
 from gossip import member as core
-from gossip.messages import MEMBERS_MAX, MESSAGE_BYTES_MAX, Message
+from gossip.coordinates import Coordinates
+from gossip.messages import MESSAGE_BYTES_MAX, Message
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL, Swim
 from node import events
 from node.seams import Clock, Network
-from node.services.capacity import Capacity
+from node.services.broadcasts import BroadcastListeners
 from node.services.driver import Driver, Sends
+from node.services.metadata import claimed_capacity, claimed_standing
 
-METADATA_VERSION = 1
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
-
-FLOPS_PER_SECOND_MAX = 1e16
-"""No device of today multiplies fp32 matrices as fast; a claim beyond it is not read at all."""
-
-Text = Annotated[str, msgspec.Meta(max_length=64)]
-Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a member's SWIM fact carries beside name and addresses: its capacity, in its own words."""
-
-    version: int
-    accepts_runs: bool
-    device: Text
-    cores: Size
-    memory_free_bytes: Size
-    memory_total_bytes: Size
-    flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=FLOPS_PER_SECOND_MAX)]
-    location: Text
-
-
-def encode_metadata(capacity: Capacity, *, accepts_runs: bool) -> bytes:
-    """The metadata of a node with this capacity."""
-    return encode(
-        Metadata(
-            METADATA_VERSION,
-            accepts_runs,
-            capacity.device,
-            capacity.cores,
-            capacity.memory_free_bytes,
-            capacity.memory_total_bytes,
-            min(capacity.flops_per_second, FLOPS_PER_SECOND_MAX),
-            capacity.location,
-        )
-    )
-
-
-@lru_cache(maxsize=MEMBERS_MAX)
-def read_metadata(data: bytes) -> Metadata | None:
-    """A member's claim, None where this version cannot read it."""
-    try:
-        metadata: Metadata = decode(data, Metadata, bytes_max=core.METADATA_BYTES_MAX)
-    except RemoteProtocolError:
-        return None
-    return metadata
 
 
 class Listed(Collection[PeerId]):
@@ -118,9 +72,12 @@ class Membership:
         observe: Callable[[core.Event], None],
         look_up: Callable[[bytes, Callable[[Sequence[PeerId]], None]], None] | None = None,
         make: Callable[..., Swim] = Swim,
+        is_scoped: bool = True,
+        work_bits: int = 0,
     ) -> None:
         """`observe` is told of every event of the core as it is; `make` makes the core. With `look_up`, which
-        finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed."""
+        finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed,
+        if it `is_scoped`. No peer is whose id has less than `work_bits` of work in it."""
         self._network = network
         self._clock = clock
         self._publish = publish
@@ -130,12 +87,15 @@ class Membership:
         self._refuse = refuse
         self._observe = observe
         self._has_left = False
+        self.listeners = BroadcastListeners()
         # The wall clock in milliseconds is above any incarnation of an earlier life.
         incarnation = int(clock.wall() * 1000)
-        self._look_up = look_up
+        self._look_up = look_up = look_up if is_scoped else None
         place = None if look_up is None else node_number
         swim = make(signer, profile, PRESETS[preset], rng, incarnation, clock.monotonic(), place=place)
         swim.locate(network.host_of)
+        if work_bits:
+            swim.scope.admits = partial(has_work, bits=work_bits)
         self._swim = swim
         self._driver = Driver(
             swim,
@@ -164,6 +124,16 @@ class Membership:
         """Everyone listed, the dead too."""
         return self._swim.members
 
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this node is in round trips."""
+        return self._swim.coordinates
+
+    def live_addresses(self) -> list[tuple[Address, ...]]:
+        """Where each other live member is."""
+        others = [member for member in self._swim.members if member.live and member.peer != self._swim.peer]
+        return [tuple(address.of(member.peer) for address in member.addresses) for member in others]
+
     def round_trip_seconds(self, peer: PeerId) -> float | None:
         """Return how long a datagram to `peer` and back took lately; None where it was not asked."""
         return self._swim.coordinates.round_trip_seconds_to(peer)
@@ -184,31 +154,37 @@ class Membership:
         """Something else hints that `peer` is gone: probe it at once."""
         self._driver.command(lambda now: self._swim.hint_suspect(now, peer))
 
+    def closed(self, peer: PeerId) -> None:
+        """Its host says that no process listens where `peer` was: if it is suspected, that ends soon."""
+
+        def close(now: float) -> Sends:
+            self._swim.hint_closed(now, peer)
+            return []
+
+        self._driver.command(close)
+
+    def broadcast(self, topic: bytes, data: bytes) -> None:
+        """Tell all members. Raises LocalProtocolError: too long, or too many topics wait."""
+        self._driver.command(lambda now: self._swim.broadcast(now, topic, data))
+
     async def leave(self) -> None:
         """Say goodbye, and stay a moment so that it spreads."""
         self._has_left = True
+        self.listeners.close()
         self._driver.command(self._swim.leave)
         await trio.sleep(LEAVE_SECONDS)
 
     def _on_event(self, event: core.Event) -> None:
         self._observe(event)
+        if isinstance(event, core.MemberUp | core.MemberChanged):
+            self._network.learn(event.peer, event.addresses)
+        told = self._told(event)
+        if told is not None:
+            self._publish(told)
         match event:
             case core.MemberUp() | core.MemberChanged():
-                self._network.learn(event.peer, event.addresses)
-                self._publish(self._joined(event))
                 self._met(event.peer, event.addresses)
-            case core.MemberSuspected():
-                at = self._clock.wall()
-                reason = event.reason
-                self._publish(events.MemberSuspected(at=at, peer=event.peer, by=event.accuser, reason=reason))
-            case core.MemberRefuted():
-                self._publish(events.MemberRefuted(at=self._clock.wall(), peer=event.peer))
-            case core.MemberDown():
-                at = self._clock.wall()
-                self._publish(events.MemberLost(at=at, peer=event.peer, reason=event.reason))
-                self._gone(event.peer)
-            case core.MemberLeft():
-                self._publish(events.MemberLeft(at=self._clock.wall(), peer=event.peer))
+            case core.MemberDown() | core.MemberLeft():
                 self._gone(event.peer)
             case core.MemberForgotten():
                 self._forgotten(event.peer)
@@ -217,15 +193,38 @@ class Membership:
             case core.NeighbourhoodLookupWanted():
                 if self._look_up is not None:
                     self._look_up(event.key, self._meet)
+            case core.BroadcastHeard():
+                self.listeners.hear(event)
             case core.FactsRefused():
                 self._refuse(event.sender, RemoteProtocolError(event.reason))
+
+    def _told(self, event: core.Event) -> events.Event | None:
+        """What people are told of it; None for nothing."""
+        at = self._clock.wall()
+        match event:
+            case core.MemberUp():
+                return self._joined(event)
+            case core.MemberChanged():
+                return self._changed(event)
+            case core.MemberDegraded() | core.MemberRecovered():
+                return self._degraded(event)
+            case core.MemberSuspected():
+                return events.MemberSuspected(at=at, peer=event.peer, by=event.accuser, reason=event.reason)
+            case core.MemberRefuted():
+                reason = f"it answers, in incarnation {event.incarnation}"
+                return events.MemberRefuted(at=at, peer=event.peer, reason=reason)
+            case core.MemberDown():
+                return events.MemberLost(at=at, peer=event.peer, reason=event.reason)
+            case core.MemberLeft():
+                return events.MemberLeft(at=at, peer=event.peer, reason="left")
+        return None
 
     def _meet(self, peers: Sequence[PeerId]) -> None:
         """Exchange lists with those that a lookup has found, unless this node has said goodbye."""
         if peers and not self._has_left:
             self.join(peers)
 
-    def _joined(self, event: core.MemberUp | core.MemberChanged) -> events.MemberJoined:
+    def _joined(self, event: core.MemberUp) -> events.MemberJoined:
         known = self._swim.member(event.peer)
         through = known.found_through if known is not None else None
         return events.MemberJoined(
@@ -234,7 +233,31 @@ class Membership:
             name=event.name,
             addresses=tuple(address.short for address in event.addresses),
             found_through=self._found_through(event.peer, through),
-            capacity=self._capacity(event.metadata),
+            capacity=claimed_capacity(event.metadata, self._clock.wall()),
+            standing=claimed_standing(event.metadata),
+        )
+
+    def _changed(self, event: core.MemberChanged) -> events.MemberChanged:
+        return events.MemberChanged(
+            at=self._clock.wall(),
+            peer=event.peer,
+            name=event.name,
+            addresses=tuple(address.short for address in event.addresses),
+            capacity=claimed_capacity(event.metadata, self._clock.wall()),
+            standing=claimed_standing(event.metadata),
+        )
+
+    def _degraded(self, event: core.MemberDegraded | core.MemberRecovered) -> events.MemberDegraded:
+        at = self._clock.wall()
+        if isinstance(event, core.MemberRecovered):
+            return events.MemberDegraded(at=at, peer=event.peer, condition="")
+        return events.MemberDegraded(
+            at=at,
+            peer=event.peer,
+            condition=str(event.condition),
+            rate=event.rate,
+            seconds=event.seconds,
+            reason=event.reason,
         )
 
     def _found_through(self, peer: PeerId, through: PeerId | None) -> str:
@@ -245,17 +268,3 @@ class Membership:
     def _name_of(self, peer: PeerId) -> str:
         known = self._swim.member(peer)
         return short_peer(peer) if known is None else known.name
-
-    def _capacity(self, data: bytes) -> events.CapacityMeasured | None:
-        metadata = read_metadata(data)
-        if metadata is None:
-            return None
-        return events.CapacityMeasured(
-            at=self._clock.wall(),
-            device=metadata.device,
-            cores=metadata.cores,
-            memory_free_bytes=metadata.memory_free_bytes,
-            memory_total_bytes=metadata.memory_total_bytes,
-            flops_per_second=metadata.flops_per_second,
-            location=metadata.location,
-        )

@@ -315,7 +315,7 @@ class StageHost:
             moved = await _yield_after(moved + count)
 
     async def _receive(self, length: int) -> bytes:
-        """So many bytes. A gigabyte is never copied in one go: a BytesIO grows and hands over what it has."""
+        """Receive `length` bytes. The BytesIO hands over its buffer: no gigabyte is copied at once."""
         received = io.BytesIO()
         moved = 0
         while length:

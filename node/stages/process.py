@@ -30,6 +30,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.stages import sandbox
 from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
+from node.stages.threads import ThreadChooser, adaptive, candidates
 from partition.model.graph import GRAPH_BYTES_MAX
 from partition.stage import (
     ARENAS,
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
-    from partition.execute import StageExecutor, prepare_process
+    from partition.execute import StageExecutor, prepare_process, set_threads
     from partition.execute.admit import admit
 
     try:
@@ -89,13 +90,18 @@ def main(arguments: list[str]) -> None:
     exchange, *arenas = map(int, descriptors)
     try:
         admitted = admit(specification)
-        handle = StageExecutor(specification, _map_arenas(specification, arenas)).handle
+        executor = StageExecutor(specification, _map_arenas(specification, arenas))
+        handle: Callable[[Request], Reply] = executor.handle
     except RemoteProtocolError as error:
         link.send(split(Refused(str(error)[:REASON_LENGTH_MAX])), 0)
         return
     link.widen(specification, exchange)
     ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
     link.send(split(ready), 0)
+    numbers = candidates(int(threads)) if device == "cpu" else ()
+    if len(numbers) > 1:
+        clock = time.perf_counter_ns
+        handle = adaptive(handle, ThreadChooser(numbers), set_threads=set_threads, clock=clock)
     _serve(link, handle, time.perf_counter_ns)
 
 

@@ -20,6 +20,8 @@ from node.errors import StageFailed
 from node.storage.budget import ScratchBudget
 
 PREFIX = "peerloom-stage-"
+COMMAND_PREFIX = "peerloom-command-"
+"""A folder of the same kind that a person's command makes for its own time."""
 FILES_MAX = 1_000
 """An accelerator's libraries make some ten; so many are looked through in two milliseconds."""
 _BLOCK_BYTES = 512
@@ -29,11 +31,11 @@ _BLOCK_BYTES = 512
 class Scratch:
     """`path` is empty, private, and this process's own until `remove`. Its files count in `budget`."""
 
-    def __init__(self, budget: ScratchBudget | None = None) -> None:
+    def __init__(self, budget: ScratchBudget | None = None, *, prefix: str = PREFIX) -> None:
         self._budget = budget
         self._counted_bytes = 0
         while True:
-            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            self.path = tempfile.mkdtemp(prefix=prefix)
             self._lock = os.open(self.path, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
@@ -92,8 +94,10 @@ def _sizes(folder: str) -> Iterator[int]:
 
 
 def remove_forgotten() -> None:
-    """Remove what killed nodes have left; what another user or a living node has made stays."""
-    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+    """Remove what killed nodes and commands have left; what another user or a living process has made
+    stays."""
+    folder = Path(tempfile.gettempdir())
+    for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

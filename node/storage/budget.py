@@ -49,7 +49,7 @@ class ScratchBudget:
             self.held_bytes += count
 
     def give(self, count: int) -> None:
-        """So many bytes are held no more."""
+        """Release `count` held bytes."""
         with self._lock:
             self.held_bytes -= count
 

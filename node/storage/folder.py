@@ -248,7 +248,7 @@ def lock(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise unusable(path, error) from None
     try:
-        # Whoever can read it could hold it, and keep the node from starting.
+        # Anyone who can read it could hold it, and keep the node from starting.
         os.fchmod(descriptor, FILE_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

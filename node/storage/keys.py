@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crypto.identity import SEED_BYTES, Identity
+from dht.work import find_seed, has_work, work_of
 from node.errors import UsageError
 from node.paths import short_path
 from node.seams import Storage
@@ -30,8 +31,9 @@ class NodeKeys:
     is_new: bool
 
 
-def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes]) -> NodeKeys:
-    """The keys in the data folder; those missing are made from `entropy` (the seam) and kept.
+def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
+    """The keys in the data folder; those missing are made from `entropy` (the seam) and kept. An identity is
+    made with `work_bits` of proof of work, which takes 2^work_bits tries of some 30 us.
 
     Raises:
         UsageError: a key file is readable by others, of a wrong size, or not a file.
@@ -40,7 +42,7 @@ def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes]) -> NodeKe
     static = read_key(storage, STATIC_NAME, STATIC_BYTES)
     is_new = seed is None
     if seed is None:
-        seed = entropy(SEED_BYTES)
+        seed = find_seed(entropy, work_bits)
         storage.write(IDENTITY_NAME, seed)
     if static is None:
         static = entropy(STATIC_BYTES)
@@ -48,14 +50,28 @@ def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes]) -> NodeKe
     return NodeKeys(Identity(seed), static, is_new)
 
 
-def keys_of(storage: Storage, entropy: Callable[[int], bytes]) -> NodeKeys:
-    """The keys in any storage: a data folder's modes are checked, another's blobs are just read."""
+def keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
+    """The keys in any storage: a data folder's modes are checked, another's blobs are just read.
+
+    Raises UsageError: as `load_keys`, or the identity has less work in it than its swarm wants.
+    """
+    keys = _keys_of(storage, entropy, work_bits)
+    if not has_work(keys.identity.peer, work_bits):
+        found = work_of(keys.identity.peer)
+        raise UsageError(
+            f"this node's identity has {found} bits of work; swarm.work_bits wants {work_bits}",
+            f"move {IDENTITY_NAME} away from its data folder to start as a new peer, or use another data_dir",
+        )
+    return keys
+
+
+def _keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int) -> NodeKeys:
     if isinstance(storage, FolderStorage):
-        return load_keys(storage, entropy)
+        return load_keys(storage, entropy, work_bits)
     seed, static = storage.read(IDENTITY_NAME), storage.read(STATIC_NAME)
     is_new = seed is None
     if seed is None or static is None:
-        seed, static = entropy(SEED_BYTES), entropy(STATIC_BYTES)
+        seed, static = find_seed(entropy, work_bits), entropy(STATIC_BYTES)
         storage.write(IDENTITY_NAME, seed)
         storage.write(STATIC_NAME, static)
     return NodeKeys(Identity(seed), static, is_new)

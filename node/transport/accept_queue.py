@@ -241,7 +241,7 @@ class PendingConnections:
                 self._unregister(stranger)
                 self._ready[stranger] = None
             else:
-                # Who drips wakes nobody.
+                # Slow senders must not wake the loop once per byte.
                 stranger.gather(stranger.missing_bytes)
                 self._register(stranger)
         except BlockingIOError:

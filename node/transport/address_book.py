@@ -77,6 +77,11 @@ class AddressBook:
         seen = entry.observed or entry.proved
         return None if seen is None else seen.host
 
+    def at(self, address: Address) -> list[PeerId]:
+        """Those whose packets came from there last."""
+        place = address.of(None)
+        return [peer for peer, entry in self._met.items() if entry.observed == place]
+
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
         """Addresses to dial, the likeliest first; empty for a peer never heard of."""
         entry = self._entry(peer)

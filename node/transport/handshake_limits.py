@@ -1,9 +1,9 @@
-"""Whose handshake is computed next, and whose has to wait: what strangers on connections cost is bounded.
+"""Limits on handshakes: which one is computed next and which waits, so that strangers' cost is bounded.
 
-The address of a connection is real, so each source has a limit of its own; who has waited is not refused, it
-stands in the doorway for as long as anybody may. Of those who wait the one goes first whose source has asked
-for least lately, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a peer has
-proved itself share a limit of their own, which no stranger can use up.
+The address of a connection is real, so each source has a limit of its own. A connection that waits is not
+refused: it stands in the doorway for as long as any other may. The next one computed is the one whose source
+has asked for least lately, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a
+peer has proved itself share a limit of their own, which no stranger can use up.
 """
 
 from collections import OrderedDict

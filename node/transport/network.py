@@ -84,6 +84,8 @@ class RealNetwork:
             ONE_SHOT_QUEUE_MAX
         )
         self._one_shot_bytes = 0
+        self.closed: Callable[[PeerId], None] | None = None
+        """Told of each peer of which its host says that no process listens where it was."""
         self.ports: tuple[int, ...] = ()
 
     @property
@@ -180,7 +182,7 @@ class RealNetwork:
         self.ports = tuple(each.port for each in bound)
         self._places = places = tuple((each.host, each.port) for each in bound)
         self.look()
-        sockets = UdpSockets([each.udp for each in bound], self._counters)
+        sockets = UdpSockets([each.udp for each in bound], self._counters, self._found_closed)
         sessions = Sessions(
             self._identity,
             self._credentials.swarm,
@@ -226,6 +228,11 @@ class RealNetwork:
 
     def _arrived(self, datagram: Datagram) -> None:
         self._router.deliver(datagram.sender, datagram.protocol, datagram.payload)
+
+    def _found_closed(self, address: Address) -> None:
+        if self.closed is not None:
+            for peer in self._book.at(address):
+                self.closed(peer)
 
     def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:
         if self._one_shot_bytes + len(message) > ONE_SHOT_QUEUE_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""Who gets what came: a handler per protocol for streams, an inbox per protocol for messages.
+"""Dispatch of incoming traffic: a handler per protocol for streams, an inbox per protocol for messages.
 
 A conversation's first message names the protocol, or several in order of preference, so that two versions
 of a program understand each other in one round trip; the answer is numbers. Never a text: what a stranger

@@ -13,6 +13,7 @@ from typing import Any
 import trio
 
 from crypto.contact import Address, make_address
+from node.transport.icmp import ask_for_errors, closed_places
 
 FAULT_PAUSE_SECONDS = 0.05
 """A socket that reports an error is asked again after this; a lasting error must not spin."""
@@ -37,15 +38,27 @@ Route = tuple[int, Source]
 """One of our sockets, by number, and where to send from it."""
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+SEND_TRIES = 3
+"""A packet is sent again where the system told of an earlier one instead."""
+
 
 class UdpSockets:
     """Owns the sockets. A packet leaves by the socket by which the receiver's own came; by one of its
     family whose address is most like the receiver's where none came."""
 
-    def __init__(self, bound: Sequence[socket.socket], counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        bound: Sequence[socket.socket],
+        counters: Counter[str],
+        closed: Callable[[Address], None] | None = None,
+    ) -> None:
+        """`closed` is told where a host says that nothing listens any more, where the system tells us."""
         for each in bound:
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+            if closed is not None:
+                ask_for_errors(each)
+        self._closed = closed
         self._sockets = tuple(bound)
         self._counters = counters
         self._own = tuple(ipaddress.ip_address(each.getsockname()[0]) for each in bound)
@@ -65,12 +78,24 @@ class UdpSockets:
     def send(self, packet: bytes, route: Route) -> None:
         """Send at once; what the kernel does not take is a lost packet like any other."""
         index, target = route
-        try:
-            self._sockets[index].sendto(packet, target if "%" not in target[0] else socket_name(*target))
-            self._counters["packets_sent"] += 1
-        except OSError:
-            # A full buffer or no route.
-            self._counters["packets_not_sent"] += 1
+        for _ in range(SEND_TRIES):
+            try:
+                self._sockets[index].sendto(packet, target if "%" not in target[0] else socket_name(*target))
+                self._counters["packets_sent"] += 1
+                return
+            except ConnectionRefusedError:
+                # Of an earlier packet, perhaps to somebody else; this one has not been sent.
+                self._read_errors(self._sockets[index])
+            except OSError:
+                break  # a full buffer or no route
+        self._counters["packets_not_sent"] += 1
+
+    def _read_errors(self, own: socket.socket) -> None:
+        """Hear which of our packets came to a closed port."""
+        for address in closed_places(own):
+            self._counters["ports_found_closed"] += 1
+            if self._closed is not None:
+                self._closed(address)
 
     def route(self, address: Address) -> Route | None:
         """How to send there; None for a name to be looked up, or a family that we do not have."""
@@ -128,6 +153,9 @@ class UdpSockets:
             except BlockingIOError:
                 refused_in_a_row = refused_in_a_row + 1 if read and not authentic else 0
                 pause_seconds = min(REFUSED_PAUSE_SECONDS * refused_in_a_row, REFUSED_PAUSE_SECONDS_MAX)
+            except ConnectionRefusedError:
+                self._read_errors(own)
+                pause_seconds = REFUSED_PAUSE_SECONDS
             except OSError:
                 self._counters["datagrams_faulty_socket"] += 1
                 pause_seconds = FAULT_PAUSE_SECONDS

@@ -18,7 +18,7 @@ from node.seams import Clock
 from node.transport.sockets import Route, UdpSockets, address_of
 
 FAILED_SECONDS = 1.0
-"""So long sessions are not woken again where that has failed: their deadline stays where it is."""
+"""The pause before sessions are woken again after a failure, since their deadline stays where it is."""
 
 
 class Datagrams:

@@ -48,6 +48,59 @@ class Assets:
 
 
 def squeeze(script: bytes) -> bytes:
-    """One of our scripts without indentation and lines of comment, which a browser need not load."""
-    lines = (line.strip() for line in script.split(b"\n"))
-    return b"\n".join(line for line in lines if line and not line.startswith(b"//")) + b"\n"
+    """One of our scripts without indentation, lines of comment and blanks beside signs: a browser needs none.
+
+    Strings, templates and patterns stay as they are, but for the indentation within templates.
+    """
+    lines = (line.strip() for line in script.decode().split("\n"))
+    return (
+        _unblanked("\n".join(line for line in lines if line and not line.startswith("//"))).encode() + b"\n"
+    )
+
+
+_SIGNS = frozenset("{}()[];,:?=<>*&|!")
+_BEFORE_PATTERN = frozenset("(,=:[!&|?{};\n")
+"""Behind these a slash begins a pattern; elsewhere it divides."""
+
+
+def _unblanked(text: str) -> str:
+    out: list[str] = []
+    depths: list[int] = []  # of braces, for each template that the place is inside the code of
+    depth, at = 0, 0
+    while at < len(text):
+        char = text[at]
+        if char in "\"'" or (char == "/" and (not out or out[-1][-1] in _BEFORE_PATTERN)):
+            end = _end_of(text, at)
+        elif char == "`" or (char == "}" and depth == 0 and depths):
+            if char == "}":
+                depth = depths.pop()
+            end = _template_end(text, at + 1)
+            if text[end - 1] == "{":
+                depths.append(depth)
+                depth = 0
+        else:
+            depth += (char == "{") - (char == "}")
+            end = at + 1
+            if char == " " and (out[-1][-1] in _SIGNS or text[end : end + 1] in _SIGNS):
+                at = end
+                continue
+        out.append(text[at:end])
+        at = end
+    return "".join(out)
+
+
+def _end_of(text: str, start: int) -> int:
+    """Return the place behind a string, or behind a pattern, in which brackets hide a slash."""
+    closing, at, is_bracketed = text[start], start + 1, False
+    while text[at] != closing or is_bracketed:
+        if closing == "/" and text[at] in "[]":
+            is_bracketed = text[at] == "["
+        at += 2 if text[at] == "\\" else 1
+    return at + 1
+
+
+def _template_end(text: str, at: int) -> int:
+    """Return the place behind a template's end, or behind the `${` of the code in it."""
+    while text[at] != "`" and text[at : at + 2] != "${":
+        at += 2 if text[at] == "\\" else 1
+    return at + (1 if text[at] == "`" else 2)

@@ -161,7 +161,7 @@ class _Connection:
         if isinstance(request, Refusal):
             await self._refuse(request)
             return False
-        stranger = refuse_stranger(request.method, request.headers)
+        stranger = refuse_stranger(request.method, request.path, request.headers)
         if stranger is not None:
             await self._refuse(stranger)
             return False

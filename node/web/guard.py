@@ -1,4 +1,4 @@
-"""Who may ask this node over HTTP: pure rules over a request's headers, for `node.web.door`.
+"""Access control for HTTP requests: pure rules over a request's headers, for `node.web.door`.
 
 The page listens on this machine alone, yet a browser here also runs pages of strangers. Three things keep
 those out: the Host must name this machine, so a name that a stranger points at 127.0.0.1 (DNS rebinding) is
@@ -37,8 +37,11 @@ class Refusal:
     reason: str
 
 
-def refuse_stranger(method: str, headers: Mapping[str, str]) -> Refusal | None:
-    """None for a request of this machine's own programs and pages. `headers` have names in lower case."""
+def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    """Return None for a request of this machine's own programs and pages. `headers` have names in lower case.
+
+    A link from elsewhere may open the page, and nothing that the node computes for it.
+    """
     host = headers.get("host", "")
     if _name(host) not in LOCAL_HOSTS:
         return Refusal(HTTPStatus.MISDIRECTED_REQUEST, "this node answers to 127.0.0.1 and localhost only")
@@ -46,7 +49,7 @@ def refuse_stranger(method: str, headers: Mapping[str, str]) -> Refusal | None:
     if origin is not None and origin != f"http://{host}":
         return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
     site = headers.get("sec-fetch-site", "none")
-    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and not path.startswith("/api/")
     if site not in ("same-origin", "none") and not is_link:
         return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
     return None

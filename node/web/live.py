@@ -42,7 +42,7 @@ class Live:
         boot: str,
         state: Callable[[], State],
         counters: Callable[[], Mapping[str, int]],
-        limits: Mapping[str, Any],
+        limits: Callable[[], Mapping[str, Any]],
         links: Callable[[], Mapping[str, float]],
         wall: Callable[[], float],
     ) -> None:
@@ -55,6 +55,7 @@ class Live:
         self._read_state = state
         self._counters = counters
         self._limits = limits
+        self._limited = limits()
         self._links = links
         self._linked: dict[str, float] = {}
         self._wall = wall
@@ -158,9 +159,10 @@ class Live:
             linked = dict(self._links())
             if linked != self._linked:
                 delta["links"] = self._linked = linked
-        if counters != self._counted or not _same_node(before, state):
-            self._counted = counters
-            delta["node"] = views.node_document(state, counters, self._limits)
+        limited = self._limits()
+        if counters != self._counted or limited != self._limited or not _same_node(before, state):
+            self._counted, self._limited = counters, limited
+            delta["node"] = views.node_document(state, counters, limited)
         return delta
 
     def _whole(self) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class Live:
             "boot": self.boot,
             "number": self.number,
             "at": self._wall(),
-            "node": views.node_document(state, self._counted, self._limits),
+            "node": views.node_document(state, self._counted, self._limits()),
             "member_columns": views.MEMBER_COLUMNS,
             "members": [views.member_row(member) for member in state.members.values()],
             "links": self._linked,

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import trio
@@ -25,9 +25,10 @@ import trio
 from node import state as states
 from node.config import Config
 from node.control import CommandHandler, Emit
-from node.errors import PeerloomError
+from node.errors import PeerloomError, UsageError
 from node.events import Event, PageOpened
 from node.history import EventHistory
+from node.runs.runs import Runs
 from node.seams import Seams
 from node.state import State
 from node.web import limits, metrics, views, whatif
@@ -35,17 +36,19 @@ from node.web.assets import Assets
 from node.web.door import Door, Request, Response, Send, Streaming, problem
 from node.web.guard import refuse_action
 from node.web.live import Live
+from node.web.prediction import Predictor
+from node.web.starting import Starter
 
 STREAMS_MAX = 32
 """Pages open at once: a person's windows."""
 EVENTS_ANSWERED_MAX = 2_000
 """Events in one answer; an export asks again from where it ended."""
 EXPORT_LINES = 200
-"""So many are sent at once, so that a slow reader is waited for."""
+"""Lines sent at once; the page waits for a slow reader in between."""
 TOKEN_BYTES = 16
 VIEWS = ("/", "/run", "/plan", "/models", "/node", "/events")
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
-"""What a person may do on the page, by the command that does it."""
+"""What a person may do on the page, by the command that does it; beside these `start` and `limits`."""
 
 
 class LocalNode(Protocol):
@@ -57,10 +60,13 @@ class LocalNode(Protocol):
     history: EventHistory
 
     @property
+    def runs(self) -> Runs: ...
+    @property
     def handlers(self) -> Mapping[str, CommandHandler]: ...
     @property
     def counters(self) -> dict[str, int]: ...
     def publish(self, event: Event) -> None: ...
+    def limit(self, *, accept_runs: Literal["swarm", "never"]) -> None: ...
 
 
 class Page:
@@ -75,10 +81,12 @@ class Page:
             boot=node.seams.entropy(8).hex(),
             state=lambda: node.state,
             counters=lambda: node.counters,
-            limits=limits.document(node.config),
+            limits=lambda: limits.document(node.config),
             links=self._links,
             wall=node.seams.clock.wall,
         )
+        self._starter = Starter(node.config.data_dir)
+        self._predictor = Predictor(node)
         self._streams = 0
         self._address = ""
         self._door: Door | None = None
@@ -134,6 +142,8 @@ class Page:
         if path.startswith("/static/"):
             name, known = path.removeprefix("/static/"), request.headers.get("if-none-match")
             return self._assets.serve(name, known)
+        if path == "/api/whatif":
+            return await self._what_if(request)
         return self._read(path, request)
 
     def _read(self, path: str, request: Request) -> Response | Streaming:
@@ -148,15 +158,21 @@ class Page:
             return self._export(request)
         if path == "/api/events":
             return self._events(request)
-        if path == "/api/whatif":
-            view = self._node.state.runs.get(request.query.get("run", ""))
-            if view is None:
-                return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
-            without = frozenset(request.query.get("without", "").split(",")) - {""}
-            return _json(msgspec.json.encode(whatif.document(self._node.state, view, without)))
         if path.startswith("/api/run/"):
             return self._course(path.removeprefix("/api/run/"))
         return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    async def _what_if(self, request: Request) -> Response:
+        """A run without some peers: from its last step, and by the planner where this node has its graph."""
+        run = request.query.get("run", "")
+        view = self._node.state.runs.get(run)
+        if view is None:
+            return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+        without = frozenset(request.query.get("without", "").split(",")) - {""}
+        document = whatif.document(self._node.state, view, without)
+        return _json(
+            msgspec.json.encode({**document, "planned": await self._predictor.predict(run, without)})
+        )
 
     # Live
 
@@ -259,7 +275,7 @@ class Page:
         refusal = refuse_action(request.headers, self.token)
         if refusal is not None:
             return problem(refusal.status, refusal.reason)
-        handler = self._node.handlers.get(ACTIONS.get(name, ""))
+        handler = self._action(name)
         if handler is None:
             return problem(HTTPStatus.NOT_FOUND, "there is no such action")
         try:
@@ -271,6 +287,21 @@ class Page:
         except PeerloomError as error:
             return problem(HTTPStatus.CONFLICT, str(error.what))
         return _json(msgspec.json.encode({"result": result}))
+
+    def _action(self, name: str) -> CommandHandler | None:
+        own = {"start": self._start, "limits": self._limit}
+        return own.get(name) or self._node.handlers.get(ACTIONS.get(name, ""))
+
+    async def _start(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return await self._starter.start(str(arguments.get("text", "")))
+
+    async def _limit(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Whether this node takes stages of others, until it ends: what it holds now it keeps."""
+        accept_runs = str(arguments.get("accept_runs", ""))
+        if accept_runs not in ("swarm", "never"):
+            raise UsageError("accept_runs: want swarm or never")
+        self._node.limit(accept_runs="swarm" if accept_runs == "swarm" else "never")
+        return limits.document(self._node.config)
 
 
 def _version() -> str:

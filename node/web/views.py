@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from crypto.identity import PeerId, peer_text
+from node import documents
 from node import state as views
 from node.state import MemberView, RunView, State
 
@@ -77,9 +78,9 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
         "addresses": list(started.addresses) if started else [],
         "data_dir": started.data_dir if started else "",
         "started": started.at if started else None,
-        "capacity": views.capacity_document(state.capacity),
-        "fences": views.fences_document(state.fences),
-        "reachability": views.reachability_document(state.reachability),
+        "capacity": documents.capacity_document(state.capacity),
+        "fences": documents.fences_document(state.fences),
+        "reachability": documents.reachability_document(state.reachability),
         "joins": [views.join_document(join) for join in state.joins],
         "limits": dict(limits),
         "refused": dict(state.refused),

@@ -11,7 +11,7 @@ through the same gate as a stranger's graph. Whether the graph computes what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,9 @@ class Captured:
     safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
     they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not
     trained. `functions` say which backward passes of the model's own the graph has left out: only a proof
-    can say whether it is the same without them.
+    can say whether it is the same without them. `draws` and `outputs` are for a proof, too: by entry point,
+    which of the random operators that the model runs, and of the outputs that it gives, the graph has; draws
+    only where some are for nothing.
     """
 
     graph: Graph
@@ -66,6 +68,8 @@ class Captured:
     stored: tuple[tuple[str, Tensor], ...]
     unused: tuple[str, ...]
     functions: tuple[str, ...] = ()
+    draws: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def capture(
@@ -149,7 +153,9 @@ def capture(
     used = {path for row in rows for path in graph.parameters[row].names}
     unused = tuple(path for path in contents.parameters if path not in used)
     functions = tuple(dict.fromkeys(each for exported, _ in parts for each in exported.functions))
-    return Captured(graph, data, graph_hash(data), stored, unused, functions)
+    draws = {exported.request.name: cleaned.draws for exported, cleaned in parts if cleaned.draws}
+    outputs = {exported.request.name: cleaned.outputs for exported, cleaned in parts}
+    return Captured(graph, data, graph_hash(data), stored, unused, functions, draws, outputs)
 
 
 def _part(

@@ -8,7 +8,7 @@ one go, with operator and module: what is left that no graph may name. `walk` do
 here is what an entry point begins and ends with.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partition.capture.errors import CaptureRefused
-from partition.capture.export import Exported, named
+from partition.capture.export import Exported
 from partition.capture.fx_pass import Walk
+from partition.capture.origin import named
 from partition.capture.reduction import as_sum
 from partition.capture.steps import Leaf, Made, Reference, Step
 from partition.capture.wrapper_module import BATCH
+from partition.model.operators import OPERATORS
 
 REFUSALS_SHOWN_MAX = 20
+_ALIAS = "aten.alias.default"
+_RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default": 4}
+"""Where an operator has the rate that it drops at: with 0 it draws nothing."""
 _NORM = "aten.batch_norm.default"
 _NORM_TRAINING = 5
 _NORM_STATISTICS = (3, 4)
@@ -32,13 +37,17 @@ _aten = torch.ops.aten
 @dataclass(frozen=True)
 class Cleaned:
     """An entry point as steps in order. `results` are its outputs, loss, count and metrics; `updates` map
-    buffers to their last values; `statistics` are the buffers that batch norms move."""
+    buffers to their last values; `statistics` are the buffers that batch norms move. `draws` are the places
+    of its random steps among all that the model runs, where some are for nothing; `outputs` those of the
+    outputs among all that the model gives."""
 
     steps: tuple[Step, ...]
     results: tuple[Reference, ...]
     updates: Mapping[str, Reference]
     statistics: tuple[str, ...]
     counters: tuple[str, ...]
+    draws: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
 def clean(exported: Exported) -> Cleaned:
@@ -68,10 +77,50 @@ def clean(exported: Exported) -> Cleaned:
     if walk.refusals:
         found = list(dict.fromkeys(walk.refusals))
         more = [f"and {len(found) - REFUSALS_SHOWN_MAX} more"] if len(found) > REFUSALS_SHOWN_MAX else []
-        raise CaptureRefused("\n".join([*found[:REFUSALS_SHOWN_MAX], *more]))
+        raise CaptureRefused("\n".join([*found[:REFUSALS_SHOWN_MAX], *more]), tuple(found))
+    kept = _used(walk, results) if layout.has_loss else tuple(range(layout.outputs))
+    results[: layout.outputs] = [results[place] for place in kept]
+    layout.outputs = len(kept)
     steps = _alive(walk.steps, [*results, *updates.values()])
     counters = (*walk.counters, *exported.layout.counters)
-    return Cleaned(steps, tuple(results), updates, _statistics(steps), counters)
+    draws = _draws(walk.steps, steps)
+    return Cleaned(steps, tuple(results), updates, _statistics(steps), counters, draws, kept)
+
+
+def _used(walk: Walk, results: Sequence[Reference]) -> tuple[int, ...]:
+    """Return the places of outputs that loss, count or metrics are made of: with others nothing is done."""
+    count = walk.exported.layout.outputs
+    needed = {id(step) for step in _alive(walk.steps, results[count:])}
+    return tuple(
+        place
+        for place, reference in enumerate(results[:count])
+        if isinstance(reference, Leaf) or id(reference.step) in needed or _is_alias_of(reference.step, needed)
+    )
+
+
+def _is_alias_of(step: Step, needed: Container[int]) -> bool:
+    """An output that is given twice, or that is an input, is an alias made for it alone."""
+    if step.operator != _ALIAS:
+        return False
+    first = step.arguments[0]
+    return isinstance(first, Leaf) or (isinstance(first, Made) and id(first.step) in needed)
+
+
+def _draws(all_steps: Sequence[Step], kept: Sequence[Step]) -> tuple[int, ...]:
+    """Return the places of the kept steps that draw among all that do; () where none is left out."""
+    living = {id(step) for step in kept}
+    drawing = [step for step in all_steps if _is_drawing(step)]
+    places = tuple(place for place, step in enumerate(drawing) if id(step) in living)
+    return places if len(places) < len(drawing) else ()
+
+
+def _is_drawing(step: Step) -> bool:
+    if step.operator not in OPERATORS or not OPERATORS[step.operator].random:
+        return False
+    place = _RATES.get(step.operator)
+    if place is None:
+        return True
+    return len(step.arguments) > place and bool(step.arguments[place])
 
 
 def _batch(walk: Walk) -> Any:
@@ -86,7 +135,7 @@ def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
     updates: dict[str, Reference] = {}
     for leaf, handle in walk.leaves.items():
         if leaf.kind == "buffer" and handle.storage.writers:
-            walk.owner = handle.storage.writers[-1]
+            walk.owner, walk.trace = handle.storage.writers[-1], None
             walk.check_fresh(handle, "the next call")
             updates[str(leaf.key)] = handle.reference
     for path, node in walk.exported.assigned.items():
@@ -101,7 +150,7 @@ def _results(walk: Walk, handles: Sequence[Any]) -> list[Reference]:
     """Outputs, loss, count and metrics: each output is a value of its own."""
     references: list[Reference] = []
     outputs = walk.exported.layout.outputs
-    walk.owner = ""
+    walk.owner, walk.trace = "", None
     for number, handle in enumerate(handles):
         walk.check_fresh(handle, "the output")
         reference = handle.reference

@@ -4,8 +4,13 @@
 class CaptureRefused(ValueError):
     """A model, a loss or an operator that cannot become a graph, or whose graph is not the model.
 
-    The text says where (module, operator or parameter) and what to do.
+    The text says where (module, line, operator or parameter) and what to do. `reasons` are all of them where
+    the text leaves some out.
     """
+
+    def __init__(self, text: str, reasons: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.reasons = reasons
 
 
 class SizesRefused(CaptureRefused):

@@ -10,6 +10,7 @@ import inspect
 import io
 import logging
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -25,11 +26,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from partition.capture.errors import CaptureRefused, SizesRefused
 from partition.capture.module_state import changed, generator_states, restored
+from partition.capture.origin import frames, named, owner, place_now, place_of
 from partition.capture.steps import Kind
 from partition.capture.wrapper_module import Layout, Request, Whole, strip
 
 # Autograd functions of torch itself that leave gradients as they are.
 _HARMLESS = {"_NoopSaveInputs"}
+_SAID_LENGTH_MAX = 300
+"""Of torch's own words."""
 
 
 @dataclass(frozen=True)
@@ -221,14 +225,14 @@ def _watched(found: list[str], refused: list[str], model: nn.Module) -> Iterator
         if cls.__name__ not in _HARMLESS:
             frame = inspect.currentframe()
             found.append(
-                f"{_where(_frames(frame), model)}: uses the autograd function {cls.__name__}, whose own "
+                f"{place_now(frame, model)}: uses the autograd function {cls.__name__}, whose own "
                 "backward a graph cannot carry; write it with ordinary operators"
             )
         return apply.__get__(None, cls)(*arguments, **keywords)
 
     def hook(tensor: Tensor, function: Any) -> Any:
         refused.append(
-            f"{_where(_frames(inspect.currentframe()), model)}: hooks a function to a gradient, which "
+            f"{place_now(inspect.currentframe(), model)}: hooks a function to a gradient, which "
             "a graph cannot carry"
         )
         return register_hook(tensor, function)  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -266,9 +270,9 @@ def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
 
     def noticed(draw: Any) -> Any:
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            where = _owner(_frames(inspect.currentframe()), model)
-            if where is not None:
-                found.append(f"{where}: {_DRAWS}")
+            frame = inspect.currentframe()
+            if owner(frames(frame), model) is not None:
+                found.append(f"{place_now(frame, model)}: {_DRAWS}")
             return draw(*arguments, **keywords)
 
         return wrapped
@@ -295,55 +299,49 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _frames(frame: Any) -> Iterator[Any]:
-    """From the innermost frame outwards."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _where(frames: Iterator[Any], model: nn.Module) -> str:
-    """The innermost module of the model that is running in these frames."""
-    return _owner(frames, model) or "the model as a whole"
-
-
-def _owner(frames: Iterator[Any], model: nn.Module) -> str | None:
-    paths = {id(module): path for path, module in model.named_modules()}
-    for frame in frames:
-        path = paths.get(id(frame.f_locals.get("self")))
-        if path is not None:
-            return named(path)
-    return None
-
-
-def named(path: str) -> str:
-    """A module's path as a message says it."""
-    return f"module '{path}'" if path else "the model itself"
+_ADVERTISED = re.compile(
+    r"\(unhinted|\(Size-like|For more information|For C\+\+ stack|User Stack|Suggested fixes|You can try|"
+    r"The following call|is not ?tracked with proxy|object at 0x|The error above|To fix the error|Caused by|"
+    r"consider using data-dependent|torch\._check|https?://"
+)
+"""Where torch's own advice begins: switches of its logs, pages, its internals."""
+_TOPICS = (
+    (
+        re.compile(r"DataDependent|data-dependent|Unbacked|unbacked|is not iterable over"),
+        "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask",
+    ),
+    (
+        re.compile(r"Constraint|Constraints violated|UserError"),
+        "fixes or restricts a size that should vary (as len() does); change it or `dynamic`",
+    ),
+    (
+        re.compile(r"nested|NestedTensor|jagged"),
+        "uses nested tensors, which a graph has not; pad to one length and pass a mask",
+    ),
+    (
+        re.compile(r"not tracked with proxy|aten::_local_scalar_dense"),
+        "takes a tensor apart in a way that cannot be traced; use operators on whole tensors",
+    ),
+    (
+        re.compile(r"SparseTensor|[Ss]parse"),
+        "uses sparse tensors, which a graph has not; use dense ones (sparse=False)",
+    ),
+)
 
 
 def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> CaptureRefused:
-    inner: BaseException = error
-    while inner.__cause__ is not None and inner.__traceback__ is None:
-        inner = inner.__cause__
-    frames = []
-    step = inner.__traceback__
-    while step is not None:
-        frames.append(step.tb_frame)
-        step = step.tb_next
-    where = _where(iter(reversed(frames)), model)
     kind, text = type(error).__name__, str(error).strip()
     points = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip().startswith("- ")))
-    first = " ".join(" ".join(points or [text]).split())[:600]
-    if "DataDependent" in kind or "data-dependent" in text.lower() or "Unbacked" in kind:
-        advice = "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask"
-    elif kind in ("ConstraintViolationError", "UserError") or "Constraints violated" in text:
-        advice = "fixes or restricts a size that should vary (as len() does); change it or `dynamic`"
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            advice += " (recurrent layers are unrolled: their sequence must be fixed)"
-    else:
-        advice = f"could not be traced ({kind})"
-    text = "\n".join([f"{where}: {advice}: {first}", *dict.fromkeys(functions)])
-    return CaptureRefused(text) if functions else SizesRefused(text)
+    said = " ".join(" ".join(points or [text]).split())
+    if found := _ADVERTISED.search(said):
+        said = said[: found.start()]
+    said = said.strip(" .:")[:_SAID_LENGTH_MAX]
+    known = (advice for pattern, advice in _TOPICS if pattern.search(f"{kind} {text}"))
+    advice = next(known, f"raises {kind} while it is traced with values that are not known")
+    if "fixes or restricts" in advice and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        advice += " (recurrent layers are unrolled: their sequence must be fixed)"
+    lines = [f"{place_of(error, model)}: {advice}{': ' if said else ''}{said}", *dict.fromkeys(functions)]
+    return CaptureRefused("\n".join(lines)) if functions else SizesRefused(lines[0])
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:

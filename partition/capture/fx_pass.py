@@ -9,10 +9,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partition.capture.advice import remedy_for
 from partition.capture.errors import CaptureRefused
-from partition.capture.export import Exported, named
+from partition.capture.export import Exported
 from partition.capture.inplace import write
 from partition.capture.means import MEANS
+from partition.capture.origin import place_of_node
 from partition.capture.recurrent import RECURRENT
 from partition.capture.rewrite import REWRITES
 from partition.capture.steps import (
@@ -32,6 +34,8 @@ from partition.capture.wrapper_module import COUNTER, strip
 from partition.model.operators import OPERATORS
 
 _aten = torch.ops.aten
+REASON_LENGTH_MAX = 200
+"""Of an exception's text."""
 
 
 class _Typed:
@@ -56,6 +60,7 @@ class Walk:
     leaves: dict[Leaf, Handle] = field(default_factory=dict)
     counters: dict[str, None] = field(default_factory=dict)
     owner: str = ""
+    trace: str | None = None
     has_gradients: bool = True
     detached: dict[Handle, Handle] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +89,7 @@ class Walk:
             fakes = self.run(operator, arguments, keywords)
         results = tuple(fakes) if isinstance(fakes, list | tuple) else (fakes,)
         if name not in OPERATORS:
-            self.refuse(f"the operator {name} cannot be in a graph")
+            self.refuse(f"the operator {name} cannot be in a graph; {remedy_for(name)}")
         if not all(isinstance(result, torch.Tensor) for result in results):
             raise CaptureRefused(f"the operator {name} makes something that is no tensor")
         given = [handle for value in (*arguments, *keywords.values()) for handle in handles_in(value)]
@@ -138,7 +143,7 @@ class Walk:
 
     def refuse(self, reason: str) -> None:
         """Note a refusal at the present node and go on, so that all are found in one go."""
-        self.refusals.append(f"{named(self.owner)}: {reason}")
+        self.refusals.append(f"{place_of_node(self.trace, self.owner)}: {reason}")
 
     def check_fresh(self, handle: Handle, use: str) -> None:
         """Refuse the use of a view whose memory was changed through another handle."""
@@ -164,6 +169,7 @@ class Walk:
             else:
                 owner = owner_of(node)
                 self.owner = self.owner if owner is None else owner
+                self.trace = node.meta.get("stack_trace")
                 values[node] = self._guarded(node, values)
         return []
 
@@ -172,6 +178,10 @@ class Walk:
             return self._node(node, values)
         except CaptureRefused as refusal:
             self.refuse(str(refusal))
+        except Exception as error:  # torch's operators and shape functions raise what they like
+            reason = " ".join(str(error).split())[:REASON_LENGTH_MAX]
+            what = name_of(node.target)
+            self.refuse(f"{what} cannot be in a graph ({type(error).__name__}: {reason}); {remedy_for(what)}")
         return self._stand_in(node)
 
     def _stand_in(self, node: fx.Node) -> Any:
@@ -230,6 +240,8 @@ class Walk:
             return arguments[0][arguments[1]]
         if isinstance(operator, torch._ops.HigherOrderOperator):
             return self._region(str(operator), arguments)
+        if not isinstance(operator, torch._ops.OpOverload):
+            raise CaptureRefused(_not_an_operator(operator))
         name = name_of(operator)
         if name.startswith(("aten._assert", "aten.sym_constrain")):
             return None
@@ -255,7 +267,7 @@ class Walk:
             ]
             told = [symbol for symbol in unknown if symbol in self.unknown]
             self.unknown.update(unknown)
-            if unknown and not told:
+            if unknown and not told and not _is_only_checked(node):
                 raise CaptureRefused(
                     f"{name_of(node.target)} reads a number out of a tensor, so shapes or the way would "
                     "depend on the data; keep it a tensor, or use a mask"
@@ -352,6 +364,29 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if isinstance(value, list | tuple):
             return [self._handles(item) for item in value]
         return value
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    """Return whether a number that was read out of a tensor serves assertions alone, which no graph has."""
+    for user in node.users:
+        name = str(getattr(user.target, "__name__", user.target))
+        if name.startswith(("_assert", "sym_constrain", "aten._assert", "aten.sym_constrain")):
+            continue
+        is_number = isinstance(user.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | bool)
+        if not is_number or not _is_only_checked(user):
+            return False
+    return True
+
+
+def _not_an_operator(function: Any) -> str:
+    """Return why a function of Python in torch's graph cannot be in ours, and what to do."""
+    name, module = str(getattr(function, "__name__", function)), str(getattr(function, "__module__", ""))
+    if "vmap" in name or "functorch" in module or "_functorch" in repr(function) or "grad_increment" in name:
+        return (
+            "uses a transform of torch.func (vmap, grad), which a graph cannot hold; write it with operators "
+            "over the whole batch (broadcasting, torch.einsum, torch.bmm)"
+        )
+    return f"calls {name}, which is no operator; write it with operators of torch"
 
 
 def is_view(operator: torch._ops.OpOverload) -> bool:

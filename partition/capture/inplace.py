@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from partition.capture.errors import CaptureRefused
-from partition.capture.steps import Call, Emitter, Handle, name_of
+from partition.capture.steps import Call, Emitter, Handle, handles_in, name_of
 
 _aten = torch.ops.aten
 Value = Callable[[Call], Handle]
 
 _SLICE, _SELECT, _ALIAS = "aten.slice.Tensor", "aten.select.int", "aten.alias.default"
+_POWER_ITERATION = ("_u", "_v", "weight_u", "weight_v")
 # These change how a tensor is looked at, not what is in it.
 _SHAPES = ("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "detach_")
 
@@ -33,6 +34,9 @@ def write(call: Call) -> Handle:
     short = schema.name.removeprefix("aten::")
     written = [index for index, argument in enumerate(schema.arguments) if argument.is_write]
     if written != [0] or not isinstance(call.arguments[0], Handle):
+        for handle in handles_in(list(call.keywords.values())):
+            if handle.storage.kind == "buffer" and walk.trains:
+                raise CaptureRefused(_moving(call.name, str(handle.storage.key)))
         raise CaptureRefused(f"{call.name} writes to other tensors than its first; use its plain form")
     target = call.first
     if short == "detach_" and not target.needs_gradient:
@@ -69,18 +73,34 @@ def _check_writable(walk: Emitter, target: Handle, name: str) -> None:
         case "input":
             raise CaptureRefused(f"{name} changes an input in place; clone it first")
         case "parameter":
-            raise CaptureRefused(f"{name} changes the parameter '{storage.key}' in place; only training may")
+            raise CaptureRefused(
+                f"{name} changes the parameter '{storage.key}' in place, which only a step may; keep a "
+                "teacher or an average of weights outside of the model, and change it between runs"
+            )
         case "constant":
             raise CaptureRefused(
                 f"{name} changes a tensor in place that the model holds; register it as a buffer"
             )
         case "buffer" if walk.trains:
-            raise CaptureRefused(
-                f"{name} changes the buffer '{storage.key}' in place while training; only batch norm may"
-            )
+            raise CaptureRefused(_moving(name, str(storage.key)))
     if not walk.has_gradients and any(handle.needs_gradient for handle in storage.handles):
         # Autograd would go on as if nothing had happened, which no functional operator says.
         raise CaptureRefused(f"{name} changes a tensor that has a gradient in a region without gradients")
+
+
+def _moving(name: str, path: str) -> str:
+    """Return what to say of a buffer that changes in training, and is no statistic of a batch norm."""
+    owner, _, leaf = path.rpartition(".")
+    if leaf in _POWER_ITERATION:
+        what = f"call model.get_submodule('{owner}').eval()" if owner else "call its eval()"
+        return (
+            f"spectral norm moves '{path}' in every step, and stages keep no statistics but batch "
+            f"norm's; {what} before the capture, which keeps the present estimate, or use weight_norm"
+        )
+    return (
+        f"{name} changes the buffer '{path}' in place while training, and stages keep no statistics but "
+        "batch norm's; change it outside of forward, or put its module in evaluation (eval()) first"
+    )
 
 
 def _look_differently(call: Call, target: Handle) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from partition.capture.clean import Cleaned
 from partition.capture.errors import CaptureRefused
 from partition.capture.export import Exported
+from partition.capture.origin import named
 from partition.capture.skeleton import recipe_of
 from partition.capture.state_dict import Contents, Store, bytes_of, check_parameter
 from partition.capture.steps import DATA_TYPES, Leaf, Made, Reference, Step, Symbolic, data_type
@@ -270,7 +271,7 @@ class _Lowering:
                 kind = self.tables.kind(fake, dict(self.exported.symbols))
                 self.types.append(_row(self.tables.types, kind))
         except CaptureRefused as refusal:
-            raise CaptureRefused(f"module '{step.owner}', {step.operator}: {refusal}") from refusal
+            raise CaptureRefused(f"{named(step.owner)}, {step.operator}: {refusal}") from refusal
         return Node(
             index,
             _row(self.tables.operators, step.operator),

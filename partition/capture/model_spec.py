@@ -6,6 +6,7 @@ numbers: every stage draws its own from the run's seed.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -50,7 +51,10 @@ def capture_own(reference: str, *, dtype: Precision = "float32", options: Option
     """
     with default_dtype(dtype):
         task = task_of(load_factory(reference), **options)
-        return captured_and_proved(task)[0]
+        kind = type(task.model)
+        # A class of a person's own says more than the file it is made in; torch's containers say nothing.
+        is_named = bool(task.name) or not kind.__module__.startswith("torch.")
+        return captured_and_proved(task, name="" if is_named else Path(reference.rpartition(":")[0]).stem)[0]
 
 
 @contextmanager

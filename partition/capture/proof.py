@@ -27,6 +27,7 @@ from partition.capture.compare import Computed, compare, signs_of, sketch_of, to
 from partition.capture.errors import CaptureRefused, EvaluationDiffers
 from partition.capture.lazy_tensor import Materialised, with_values
 from partition.capture.module_state import restored
+from partition.capture.origin import place_of
 from partition.capture.proof_inputs import Given, given, lively
 from partition.capture.reduction import Reduction
 from partition.capture.trees import Inputs, Labels, form_of
@@ -207,18 +208,26 @@ def _without_fast_path() -> Iterator[None]:
 
 
 class _Seeded(TorchDispatchMode):
-    """Before the k-th operator that draws, the generator is seeded by k."""
+    """Before the k-th operator that draws, the generator is seeded by k.
 
-    def __init__(self, seed: int) -> None:
+    How many have drawn is kept in the generator itself, as its seed: a checkpointed region that is computed
+    again puts the generator back, and draws the same again. Of the operators that the model runs, the graph
+    has those in the places `kept` (all where it is empty): a number that nobody uses is drawn by eager alone.
+    """
+
+    def __init__(self, seed: int, kept: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._places = iter(kept)
         self._seed = seed
+        torch.default_generator.manual_seed(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._seed += 1
-            torch.default_generator.manual_seed(self._seed)
+            place = next(self._places, None)
+            after = torch.default_generator.initial_seed() if place is None else self._seed + place
+            torch.default_generator.manual_seed(after + 1)
             return drawn(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -246,11 +255,28 @@ class _Run:
 
     def eager(self, *, train: bool, beside: Computed) -> Computed:
         """As the model's author wrote it; a mean is taken as often as the graph `beside` counts."""
+        try:
+            return self._eager(train=train, beside=beside)
+        except CaptureRefused:
+            raise
+        except Exception as error:  # a person's own code
+            raise self._fails(error) from error
+
+    def _fails(self, error: Exception) -> CaptureRefused:
+        said = " ".join(str(error).split())[:300]
+        where = place_of(error, self.model)
+        return CaptureRefused(
+            f"{where}: the model itself fails on the example inputs: {type(error).__name__}: {said}"
+        )
+
+    def _eager(self, *, train: bool, beside: Computed) -> Computed:
         made = Computed()
         with _buffers_copied(self.model), _Seeded(self.seed), torch.set_grad_enabled(train):
             positional, keywords = self.given.arguments
             output = self.call(self.model, *positional, **keywords)
             outputs = self.given.form.outputs(output)
+            places = getattr(self.captured, "outputs", {}).get(self.entry.name, range(len(outputs)))
+            outputs = [outputs[place] for place in places if place < len(outputs)]
             numbers: dict[str, torch.Tensor] = {}
             if self.loss is not None:
                 loss = self.given.form.loss(self.loss, output, self.given.all)
@@ -291,7 +317,8 @@ class _Run:
         sizes = self.given.sizes
         try:
             program = compile_entry(stage, self.entry.name, train=train, device=torch.device("cpu"))
-            with _Seeded(self.seed), torch.set_grad_enabled(train):
+            kept = getattr(self.captured, "draws", {}).get(self.entry.name, ())
+            with _Seeded(self.seed, kept), torch.set_grad_enabled(train):
                 states = _states(self.graph, sizes)
                 rows = self._rows()
                 results = program.run(
@@ -319,8 +346,18 @@ class _Run:
                     state = results.updates.get(row, states[row])
                     made.states[self.graph.states[row].name] = sketch_of(state, self.signs)
         except RemoteProtocolError as error:
+            self._check_model()
             raise CaptureRefused(f"the graph cannot be computed: {error}") from error
         return made
+
+    def _check_model(self) -> None:
+        """Raise CaptureRefused: the model cannot be computed either."""
+        try:
+            with _buffers_copied(self.model), torch.no_grad():
+                positional, keywords = self.given.arguments
+                self.call(self.model, *positional, **keywords)
+        except Exception as error:  # a person's own code
+            raise self._fails(error) from error
 
     def _whole(self) -> StageGraph:
         """The graph as one stage, which gives the model's outputs even where a loss is all that counts."""
@@ -369,7 +406,8 @@ class _Run:
         def keep(name: str) -> Callable[[torch.Tensor], None]:
             def hook(parameter: torch.Tensor) -> None:
                 assert parameter.grad is not None
-                made.gradients[name] = sketch_of(parameter.grad, self.signs)
+                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                made.gradients[name] = sketch_of(grad, self.signs)
                 parameter.grad = None
 
             return hook

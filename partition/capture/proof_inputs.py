@@ -80,7 +80,8 @@ def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor
         sizes = _bind(graph, types, shapes)
     except RemoteProtocolError as error:
         raise CaptureRefused(f"the examples do not fit the graph: {error}") from error
-    return Given(graph, entry, form, tuple(tensors), sizes)
+    # As a run feeds them: `view` takes those, and not every slice that a person gives as an example.
+    return Given(graph, entry, form, tuple(tensor.contiguous() for tensor in tensors), sizes)
 
 
 def lively(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:

@@ -100,6 +100,44 @@ def _einsum(call: Call) -> Handle:
     return call.emit(call.operator, str(call.arguments[0]).replace(" ", ""), *call.arguments[1:2])
 
 
+def _embedding(call: Call) -> Handle:
+    """A sparse gradient is a form of the same gradient, which a stage keeps dense."""
+    return call.emit(call.operator, *call.arguments[:4])
+
+
+def _instance_norm(call: Call) -> Handle:
+    if any(isinstance(each, Handle) for each in call.arguments[3:5]):
+        raise CaptureRefused(
+            "an instance norm that keeps statistics, which stages do for batch norm only; set "
+            "track_running_stats=False: it then evaluates as it trains"
+        )
+    return call.emit(call.operator, *call.arguments, **call.keywords)
+
+
+def _stft(call: Call) -> Handle:
+    """Windows of a signal, each by a Fourier transform: (..., time) to (..., frequency, window)."""
+    given = [*call.arguments, *[None] * (9 - len(call.arguments))]
+    signal, length, hop, width, window, normalized, onesided, is_complex, align = given
+    if align:
+        raise CaptureRefused("torch.stft with align_to_window; leave that out")
+    walk = call.walk
+    if window is not None and (width or length) < length:
+        left = (length - width) // 2
+        window = walk.emit(_aten.constant_pad_nd.default, window, [left, length - width - left], 0.0)
+    frames = walk.emit(_aten.unfold.default, signal, -1, length, hop or length // 4)
+    if window is not None:
+        frames = walk.emit(_aten.mul.Tensor, frames, window)
+    is_half = onesided if onesided is not None else not signal.fake.is_complex()
+    transform = _aten.fft_rfft.default if is_half else _aten.fft_fft.default
+    side = length // 2 + 1 if is_half else length
+    # torch's own shape function of it fails where a size varies.
+    fake = frames.fake.new_empty((*frames.fake.shape[:-1], side), dtype=frames.fake.dtype.to_complex())
+    found = walk.emit(transform, frames, None, -1, "ortho" if normalized else None, fakes=fake)
+    found = walk.emit(_aten.transpose.int, found, -2, -1)
+    made: Handle = found if is_complex else walk.emit(_aten.view_as_real.default, found)
+    return made
+
+
 def _strided(call: Call) -> Handle:
     raise CaptureRefused(
         f"{call.name}, as_strided and the like show memory by address; use view, unfold or slices instead"
@@ -129,6 +167,9 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.dropout.default": _dropout,
         "aten._weight_norm.default": _weight_norm,
         "aten.einsum.default": _einsum,
+        "aten.embedding.default": _embedding,
+        "aten.instance_norm.default": _instance_norm,
+        "aten.stft.default": _stft,
         "aten.conj.default": _conjugate,
         "aten._conj.default": _conjugate,
         "aten.resolve_conj.default": _alias,

@@ -61,8 +61,11 @@ def _key(tensor: Tensor) -> Key:
 def check_parameter(path: str, tensor: Tensor) -> None:
     """Raises CaptureRefused: a parameter of a type that no stage can hold."""
     if tensor.dtype not in (torch.float32, torch.float64):
+        remedy = "use model.float()"
+        if tensor.is_complex():
+            remedy = "keep it as real numbers with a last side of 2, and use torch.view_as_complex in forward"
         raise CaptureRefused(
-            f"the parameter '{path}' is {tensor.dtype}: a stage holds float32 or float64; use model.float()"
+            f"the parameter '{path}' is {tensor.dtype}: a stage holds float32 or float64; {remedy}"
         )
 
 

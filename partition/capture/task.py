@@ -16,22 +16,29 @@ here.
 
 import importlib.util
 import inspect
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from crypto.errors import RemoteProtocolError
 from partition.capture.capture import Bounds, Captured, Further, capture
 from partition.capture.errors import CaptureRefused, EvaluationDiffers
 from partition.capture.lower import Groups
 from partition.capture.proof import Proof, prove
+from partition.capture.proof_inputs import given
 from partition.capture.reduction import Reduction
-from partition.capture.trees import Inputs, Labels
+from partition.capture.trees import Inputs, Labels, form_of
+from partition.execute.admit import admit
+from partition.model.cut import cut
+from partition.stage import StageSpecification
 
 
 @dataclass(frozen=True)
@@ -126,21 +133,50 @@ def task_of(factory: Factory, *arguments: Any, **options: Any) -> Task:
     return made
 
 
+def call_seeded(factory: Factory, seed: int) -> Any:
+    """Call a person's function with all global generators seeded. Raises CaptureRefused: it raised."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        return factory()
+    except Exception as error:  # a person's own function
+        name, text = getattr(factory, "__name__", "the function"), " ".join(str(error).split())[:300]
+        raise CaptureRefused(f"{name} failed: {type(error).__name__}: {text}") from error
+
+
 def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]:
     """Capture a task and prove it: with a graph of its own for evaluation where one does not serve both, and
     with autograd functions whose backward passes the graph has too. Raises CaptureRefused."""
     captured = capture_task(task, name=name, unproved=True)
+    check_admission(task, captured)
     try:
         try:
             proof = prove_task(task, captured)
         except EvaluationDiffers:
             captured = capture_task(task, name=name, unproved=True, evaluation=True)
+            check_admission(task, captured)
             proof = prove_task(task, captured)
     except CaptureRefused as refusal:
         if captured.functions:
             raise CaptureRefused("\n".join([*captured.functions, str(refusal)])) from refusal
         raise
     return captured, proof
+
+
+def check_admission(task: Task, captured: Captured) -> None:
+    """Hold the graph against the rules that a peer has, before it is offered to one.
+
+    As one stage, at the examples' sizes: rules do not depend on those, only what it takes. Raises
+    CaptureRefused.
+    """
+    graph = captured.graph
+    form, tensors = form_of(task.model.forward, task.example_inputs, task.labels, task.loss)
+    sizes = given(graph, graph.entries[0], form, tensors).sizes
+    try:
+        admit(StageSpecification(b"capture", cut(graph, captured.hash, ())[0], tuple(sizes)))
+    except (RemoteProtocolError, ValueError) as error:
+        raise CaptureRefused(f"no peer would take this model: {error}") from error
 
 
 def capture_task(
@@ -161,8 +197,13 @@ def capture_task(
         reduction=task.reduction,
         evaluation=evaluation,
         unproved=unproved,
-        name=name or task.name,
+        name=name or task.name or _class_of(task.model),
     )
+
+
+def _class_of(model: nn.Module) -> str:
+    """A person's own class as the name of a model; torch's containers name nothing."""
+    return "" if type(model).__module__.startswith("torch.") else type(model).__name__
 
 
 def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from partition.capture.errors import CaptureRefused
 from partition.capture.module_state import python_state
+from partition.capture.origin import named
 from partition.capture.trees import Form
 
 MODEL = "model"
@@ -141,7 +142,12 @@ class Whole(nn.Module):
         counters = [path for path in changed if path.split(".")[-1] == COUNTER]
         assigned = [path for path in changed if path in buffers and path not in counters]
         if assigned and self.request.train:
-            raise CaptureRefused(f"the buffer '{assigned[0]}' is changed while training; only batch norm may")
+            module = named(assigned[0].rpartition(".")[0])
+            raise CaptureRefused(
+                f"{module}: the buffer '{assigned[0]}' is changed while training, and stages keep no other "
+                "statistics than batch norm's; change it outside of forward, or put its module in evaluation "
+                "(eval()) before the capture"
+            )
         self.layout.counters, self.layout.assigned = tuple(counters), tuple(assigned)
         self.layout.attributes = tuple(path for path in changed if path not in buffers)
         for path in (*counters, *assigned):

@@ -14,6 +14,11 @@ def prepare_process(threads: int) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def set_threads(threads: int) -> None:
+    """Compute with as many threads from now on: last bits of sums may differ."""
+    torch.set_num_threads(threads)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """One thread and equal results for equal requests, where stages run beside other code; then as before."""

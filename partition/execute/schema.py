@@ -147,6 +147,8 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "approximate": ("none", "tanh"),
         "indexing": ("ij", "xy"),
+        # Of scatter_reduce; "prod" has no gradient that a step could trust.
+        "reduce": ("sum", "mean", "amax", "amin"),
         "mode": ("constant", "reflect", "replicate", "circular"),
         "padding": ("same", "valid"),
         "rounding_mode": ("floor", "trunc"),

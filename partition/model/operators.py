@@ -137,7 +137,7 @@ _BY_COST: dict[Cost, str] = {
     """,
     "gather": """
         embedding embedding_bag.padding_idx
-        gather scatter.src scatter.value scatter_add index.Tensor index_select
+        gather scatter.src scatter.value scatter_add scatter_reduce.two index.Tensor index_select
         index_put index_copy index_add index_fill.int_Scalar index_fill.int_Tensor take take_along_dim
         grid_sampler bucketize.Tensor searchsorted.Tensor
     """,

@@ -1,7 +1,8 @@
-"""Who takes which micro-batch: pure functions of rates and loads, and of the plan's trainers.
+"""Assignment of micro-batches to replicas: pure functions of rates and loads, and of the plan's trainers.
 
 The committer deals the micro-batches of a stage to its replicas and says so, by an Open
-(`partition.steps.messages`). Who feeds which needs no word: everybody computes it from the plan.
+(`partition.steps.messages`). Which trainer feeds which micro-batch needs no message: every member computes
+it from the plan.
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,7 @@ is really lost is for whoever proposes it, and for the majority that accepts it.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,7 @@ from partition.plan.plan import (
     HEIGHT_MAX,
     NO_HASH,
     ROSTER_MAX,
+    STAGES_MAX,
     Count,
     Hash,
     Peer,
@@ -30,6 +32,7 @@ from partition.plan.plan import (
 
 CHANGE_BYTES_MAX = 64 * 1024
 JOININGS_MAX = 64
+Cuts = Annotated[tuple[Count, ...], msgspec.Meta(max_length=STAGES_MAX - 1)]
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +50,9 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     `joined` comes back empty. `admitted` are on the roster from now on, without a stage. `trainers` are those
     of the next plan, the first of them commits; () keeps those that are left. `restored` is the checkpoint
     every stage goes back to, of `step` committed steps; without one the replicas go on from what they hold.
-    `fork` names those who go on without the majority.
+    `fork` names those who go on without the majority. `cuts` moves the borders between stages: the layer
+    before which each stage ends, for all but the last; () keeps them. What moves comes from the checkpoint,
+    so borders move only together with `restored`.
     """
 
     lost: Peers = ()
@@ -57,6 +62,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     restored: Hash = NO_HASH
     step: StepNumber = 0
     fork: Hash = NO_HASH
+    cuts: Cuts = ()
 
 
 def encode_change(change: Change) -> bytes:
@@ -86,6 +92,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         raise RemoteProtocolError("a change that adds to a stage that is none")
     if change.restored == NO_HASH and change.step:
         raise RemoteProtocolError("a change to a step without a checkpoint")
+    spans = _spans(plan, change)
     if plan.height + 1 >= HEIGHT_MAX:
         raise RemoteProtocolError("a chain of plans without an end")
     roster = tuple(sorted((set(plan.roster) - lost) | set(joined) | set(change.admitted)))
@@ -102,7 +109,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         if not left:
             raise RemoteProtocolError(f"stage {number + 1} of {len(plan.stages)} would have no replica")
         peers, rates = zip(*left, strict=True)
-        stages.append(StagePlan(stage.first_layer, stage.last_layer, peers, rates))
+        stages.append(StagePlan(*spans[number], peers, rates))
     kept = tuple(peer for peer in (change.trainers or plan.trainers) if peer in roster)
     new = Plan(
         run=plan.run,
@@ -117,6 +124,21 @@ def successor(plan: Plan, change: Change) -> Plan:
         fork=plan.fork if change.fork == NO_HASH else change.fork,
     )
     return decode_plan(encode_plan(new))  # a plan that nobody could read is none
+
+
+def _spans(plan: Plan, change: Change) -> list[tuple[int, int]]:
+    """Return the layers of each stage of the next plan; else RemoteProtocolError."""
+    borders = tuple(stage.last_layer for stage in plan.stages)
+    if change.cuts:
+        if change.restored == NO_HASH:
+            raise RemoteProtocolError("a change that moves layers without a checkpoint to take them from")
+        if len(change.cuts) != len(borders) - 1:
+            raise RemoteProtocolError("a change that moves borders that are not there")
+        borders = (*change.cuts, borders[-1])
+    spans = list(pairwise((0, *borders)))
+    if any(first >= last for first, last in spans):
+        raise RemoteProtocolError("a change that leaves a stage without layers")
+    return spans
 
 
 def standby_trainers(roster: Sequence[bytes], stages: Sequence[StagePlan]) -> tuple[bytes, ...]:

@@ -60,6 +60,30 @@ def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None
     return Cut(groups, ranges, best, score) if score < below else None
 
 
+def balanced(tables: Tables, cut: Cut) -> Cut:
+    """Return the cut of the same groups that shares the compute most evenly, among those that are as good.
+
+    Where an edge is slower than every stage, all cuts over equal edges tie, and the first gives one peer a
+    layer and the next all others: nothing is gained, and all is lost where the links turn out to be faster.
+    """
+    if tables.problem.objective != "throughput" or not cut.fits or len(cut.groups) == 1:
+        return cut
+    groups = cut.groups
+    tails: list[Times] = []
+    value = _last(tables, groups)
+    for number in range(len(groups) - 2, -1, -1):
+        edge = tables.edge(groups[number], groups[number + 1])
+        tail = np.maximum(value, np.where(edge <= cut.value, 0, _SUM_MAX))
+        tails.append(tail)
+        cost = tables.stage(groups[number], len(groups) - number)
+        value = _joined(cost[:1] if number == 0 else cost, tail, is_sum=False).min(axis=1)
+    if int(value[0]) > cut.value:
+        return cut
+    ranges = _trace(tables, groups, tails[::-1], is_sum=False)
+    score = _step_score(tables, groups, ranges, cut.value, max(1, tables.problem.microbatches))
+    return Cut(groups, ranges, cut.value, score) if score <= cut.score else cut
+
+
 def _last(tables: Tables, groups: Groups) -> Times:
     cost = tables.stage(groups[-1], 1)
     return cost[:1, -1] if len(groups) == 1 else cost[:, -1]

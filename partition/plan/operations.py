@@ -78,7 +78,7 @@ _CONVOLUTION_GROUPS = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "convolution": 8}
 
 @dataclass(frozen=True)
 class Amount:
-    """So many calls, FLOPs and bytes of one class of operators."""
+    """The calls, FLOPs and bytes of one class of operators."""
 
     calls: int = 0
     flops: int = 0

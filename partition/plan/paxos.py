@@ -8,9 +8,12 @@ rarely duel; nobody is elected for longer than one plan.
 What a member has promised it must keep over every restart: whenever `unsaved` is set, `durable` must be
 stored before anything that a call returned is sent, and before its events are acted on.
 
-A member that has lost sight of a majority waits. Where the run allows forks, those who see each other then
-decide alone, in an instance of their own that their list names. After healing both sides hear of each other:
-the one that `survives` goes on, and who is of the other gets a ForkFound and comes back as a newcomer.
+Where a run names a tie-breaker, its requester, half of an even committee with it decides as a majority does:
+of two members the requester goes on alone and the other waits; every two quorums still meet, so there are
+never two plans at one height. A member that has lost sight of a quorum waits. Where the run allows forks,
+those who see each other then decide alone, in an instance of their own that their list names. After healing
+both sides hear of each other: the one that `survives` goes on, and who is of the other gets a ForkFound and
+comes back as a newcomer.
 
 Members are trusted to tell the truth: a Decided is believed from whoever is or was on the roster, as far as
 its changes are valid. A lie is noticed only where two different changes were decided for one plan
@@ -47,7 +50,7 @@ from partition.plan.paxos_messages import (
     other_branch_wins,
 )
 from partition.plan.plan import NO_HASH, Plan
-from partition.plan.quorum import ForkOpened, Instance, QuorumFound, QuorumLost, Reach, majority
+from partition.plan.quorum import ForkOpened, Instance, QuorumFound, QuorumLost, Reach, decides
 
 __all__ = [
     "ChainBroken",
@@ -105,6 +108,7 @@ class PaxosChain:
     `genesis` is where this member begins: the requester's plan, or for a newcomer the plan it was let in by.
     `durable` is what was stored in an earlier life, and then counts instead. Who may have voted on what
     follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan on.
+    All members of a run must name the same `tie_breaker`.
 
     Raises:
         RemoteProtocolError: `durable` is damaged.
@@ -119,6 +123,7 @@ class PaxosChain:
         *,
         durable: bytes = b"",
         may_fork: bool = False,
+        tie_breaker: PeerId | None = None,
         abstain: bool = False,
     ) -> None:
         self.me = me
@@ -135,8 +140,9 @@ class PaxosChain:
             self._abstains, self._past = kept.abstains, kept.past
             self._votes = {row.fork: row.vote for row in kept.votes}
         self._may_fork = may_fork
+        self._tie_breaker = tie_breaker
         self._learner = Learner(me, chain, may_fork=may_fork)
-        self._reach = Reach(me, chain.head, may_fork=may_fork)
+        self._reach = Reach(me, chain.head, may_fork=may_fork, tie_breaker=tie_breaker)
         self._begin()
 
     def _begin(self) -> None:
@@ -423,9 +429,8 @@ class PaxosChain:
 
     def _count(self, now: float, mine: _Proposal) -> Sends:
         """Go on with our attempt as far as the answers allow."""
-        needed = self._needed(mine.instance)
         sends: Sends = []
-        if mine.value is None and len(mine.promised) >= needed:
+        if mine.value is None and self._is_quorum(mine.instance, mine.promised):
             mine.value = mine.best.value or self._value(mine.instance, self._wish)
             if mine.value is None:
                 self._abandon()
@@ -436,18 +441,23 @@ class PaxosChain:
             self._resend_at = now + self._jittered(RESEND_SECONDS)
             asked = Accept(**self._names(mine.instance), ballot=mine.ballot, value=mine.value)
             sends = [(peer, asked) for peer in mine.instance.committee if peer != self.me]
-        if mine.value is not None and len(mine.accepted) >= needed:
+        if mine.value is not None and self._is_quorum(mine.instance, mine.accepted):
             return self._decide(now, mine.value)
         return sends
 
-    def _needed(self, instance: Instance) -> int:
-        return majority(instance.committee)
+    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+        return decides(instance.committee, votes, self._tie_breaker if instance.fork == NO_HASH else None)
+
+    def could_decide(self, living: Collection[PeerId]) -> bool:
+        """Return whether the living of the newest plan's committee are enough to decide what follows it, or a
+        fork may do so."""
+        return self._reach.fork is not None or self._is_quorum(self._reach.normal, living)
 
     def _decide(self, now: float, value: bytes) -> Sends:
         """A majority has accepted: so it is for ever. Whoever is concerned hears of it."""
         plan, change = follow(self.head, value)
         told = Decided(run=plan.run, parent=self.head_hash, fork=change.fork, links=(value,))
-        # Who is out hears of it too, but not those whom a fork goes on without.
+        # Members that leave the roster hear of it too, but not those that a fork goes on without.
         old = self.head.roster if change.fork == NO_HASH else ()
         self._advance(now, [Taken(plan, change, value)])
         return [(PeerId(peer), told) for peer in sorted({*old, *plan.roster} - {self.me})]

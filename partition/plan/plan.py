@@ -24,6 +24,9 @@ TRAINERS_MAX = 16
 MICROBATCHES_MAX = 4_096
 COMMITTEE_MAX = 9
 """Votes on the next plan. Five of nine are soon asked; more would make no plan safer."""
+VOTERS_MIN = 3
+"""Voters that a run of two members is brought to by a witness, where the swarm has one: the fewest that can
+lose one and still decide. A run of one member takes none: it would depend on others and gain no replica."""
 HEIGHT_MAX = 2**32
 """Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
 STEPS_MAX = 10_000_000
@@ -85,6 +88,12 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     def committer(self) -> PeerId:
         """The trainer that opens and commits the steps."""
         return PeerId(self.trainers[0])
+
+    @property
+    def witnesses(self) -> tuple[PeerId, ...]:
+        """The members that neither compute nor feed: they vote, and keep the chain and checkpoints."""
+        busy = {peer for stage in self.stages for peer in stage.replicas} | set(self.trainers)
+        return tuple(PeerId(peer) for peer in self.roster if peer not in busy)
 
     def stage_of(self, peer: PeerId) -> int | None:
         """The stage `peer` holds, or None."""

@@ -22,11 +22,13 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class QuorumLost:
-    """For QUORUM_SECONDS only `live` of the committee were in reach, and `needed` must agree."""
+    """For QUORUM_SECONDS only `live` of the committee were in reach, and `needed` must agree; `missing` are
+    the others."""
 
     height: int
     live: int
     needed: int
+    missing: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,34 @@ def majority(committee: Collection[PeerId]) -> int:
     return len(committee) // 2 + 1
 
 
-class Reach:
-    """Who of the roster lives, as last told, and what follows from it. Until it is told, all live."""
+def decides(committee: Collection[PeerId], votes: Collection[PeerId], tie_breaker: PeerId | None) -> bool:
+    """Return whether `votes` decide: a majority of the committee, or exactly half of it with the
+    `tie_breaker`.
 
-    def __init__(self, me: PeerId, plan: Plan, *, may_fork: bool) -> None:
+    Any two such sets have a member in common, so Paxos stays safe (weighted voting; Gifford 1979): two halves
+    share the tie-breaker, and a majority meets every half.
+    """
+    count = sum(peer in votes for peer in committee)
+    is_tie = 2 * count == len(committee)
+    return count >= majority(committee) or (is_tie and tie_breaker in votes and tie_breaker in committee)
+
+
+def indispensable(plan: Plan, tie_breaker: PeerId | None) -> tuple[PeerId, ...]:
+    """Return the voters without any one of which the others cannot decide what follows `plan`."""
+    seats = committee(plan)
+    return tuple(
+        peer for peer in seats if not decides(seats, [other for other in seats if other != peer], tie_breaker)
+    )
+
+
+class Reach:
+    """The live members of the roster, as last told, and what follows. Until it is told, all are live."""
+
+    def __init__(self, me: PeerId, plan: Plan, *, may_fork: bool, tie_breaker: PeerId | None = None) -> None:
         self.events: list[ReachEvent] = []
         self._me = me
         self._may_fork = may_fork
+        self._tie_breaker = tie_breaker
         self._live: tuple[PeerId, ...] | None = None
         self._is_lost_told = False
         self._begin(plan)
@@ -118,7 +141,9 @@ class Reach:
             self._quorum_at = INF
             self._is_lost_told = True
             seats = self.normal.committee
-            self.events.append(QuorumLost(self._plan.height, self._in_reach(), majority(seats)))
+            missing = tuple(peer for peer in seats if not self.lives(peer))
+            live = len(seats) - len(missing)
+            self.events.append(QuorumLost(self._plan.height, live, majority(seats), missing))
         if now >= self._fork_at:
             self._fork_at = INF
             name = fork_name(self._plan, self._members)
@@ -126,11 +151,10 @@ class Reach:
                 self.fork = Instance(name, committee(self._plan, self._members), self._members)
                 self.events.append(ForkOpened(name, self._members))
 
-    def _in_reach(self) -> int:
-        return sum(self.lives(peer) for peer in self.normal.committee)
-
     def _count(self, now: float) -> None:
-        if self._in_reach() >= majority(self.normal.committee) or self._me not in self._plan.roster:
+        seats = self.normal.committee
+        in_reach = [peer for peer in seats if self.lives(peer)]
+        if decides(seats, in_reach, self._tie_breaker) or self._me not in self._plan.roster:
             if self._is_lost_told:
                 self.events.append(QuorumFound(self._plan.height))
             self._is_lost_told = False

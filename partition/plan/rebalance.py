@@ -6,7 +6,9 @@ and moves the borders between neighbours, as long as that comes near enough to t
 keeps the old one where the gain is within the hysteresis, or does not pay for the bytes soon enough.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from partition.plan.cuts import as_split, best_cut
 from partition.plan.forecast import forecast
@@ -90,6 +92,63 @@ def _moves(problem: Problem, peer: str, low: int, high: int, held: dict[str, tup
     return found
 
 
+def measured(problem: Problem, old: Split, nanoseconds: Mapping[str, int]) -> Problem:
+    """Return the problem with the times that replicas of `old` were found to take, not what they claim.
+
+    `nanoseconds` are for one micro-batch of their stage, by the peers' names. A peer that is not among them
+    is taken to be as far off its claim as the (lower) median of the others.
+    """
+    ratios = {}
+    for (first, last), group in zip(old.ranges, old.groups, strict=True):
+        for place in group:
+            peer = problem.peers[place]
+            if found := nanoseconds.get(peer.name, 0):
+                modelled = sum(peer.forward[first:last]) + sum(peer.backward[first:last])
+                ratios[peer.name] = found, max(1, modelled)
+    if not ratios:
+        return problem
+    usual = sorted(ratios.values(), key=lambda pair: Fraction(*pair))[(len(ratios) - 1) // 2]
+    peers = []
+    for peer in problem.peers:
+        found, modelled = ratios.get(peer.name, usual)
+        forward, backward = (
+            tuple(time * found // modelled for time in times) for times in (peer.forward, peer.backward)
+        )
+        peers.append(replace(peer, forward=forward, backward=backward))
+    return replace(problem, peers=tuple(peers))
+
+
+def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanoseconds: int = 0) -> Decision:
+    """The best split whose peers stay in their stages, while a run goes on that has `steps_left` to do.
+
+    Nothing moves unless half of these steps gain what the move costs: a pause, and all that is copied.
+    """
+    tables = Tables(problem)
+    now = _seconds(problem, old, tables)
+    recut = best_cut(tables, old.groups)
+    if recut is None or not recut.fits:
+        return Decision(old, (), 0, "no border can move")
+    new = as_split(tables, recut, is_exact=False)
+    time = _seconds(problem, new, tables)
+    assert time is not None
+    moves = diff(problem, old, new)
+    if now is None:
+        return Decision(new, moves, 0, "the old split does not fit any more")
+    gain = 100 * now // max(1, time) - 100
+    if gain < HYSTERESIS_PERCENT or not moves:
+        return Decision(old, (), gain, f"a gain of {gain} % is within the hysteresis")
+    cost = pause_nanoseconds + _moving(problem, old, new, moves)
+    if 2 * cost > steps_left * (now - time):
+        return Decision(old, (), gain, f"moving takes longer than half of the {steps_left} steps left gain")
+    return Decision(new, moves, gain, "only borders between neighbours move")
+
+
+def _moving(problem: Problem, old: Split, new: Split, moves: Sequence[Move]) -> int:
+    """Nanoseconds that the moves take over the slowest link."""
+    slowest = min(problem.link(one, other).bytes_per_second for one, other in _pairs(old, new))
+    return sum(move.bytes for move in moves) * 1_000_000_000 // max(1, slowest)
+
+
 def rebalance(problem: Problem, old: Split) -> Decision:
     """The next split where rates, links or memory have changed but the peers are those of `old`.
 
@@ -118,9 +177,7 @@ def rebalance(problem: Problem, old: Split) -> Decision:
     gain = 100 * now // max(1, time) - 100
     if gain < HYSTERESIS_PERCENT:
         return Decision(old, (), gain, f"a gain of {gain} % is within the hysteresis")
-    slowest = min(problem.link(one, other).bytes_per_second for one, other in _pairs(old, chosen))
-    cost = sum(move.bytes for move in moves) * 1_000_000_000 // max(1, slowest)
-    if cost > PAYBACK_STEPS * (now - time):
+    if _moving(problem, old, chosen, moves) > PAYBACK_STEPS * (now - time):
         return Decision(old, (), gain, f"moving takes longer than {PAYBACK_STEPS} steps gain")
     kind = "only borders between neighbours move" if enough else "peers change their stages"
     return Decision(chosen, moves, gain, kind)

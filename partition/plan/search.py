@@ -101,8 +101,8 @@ def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
     for number, start in enumerate(starts[:STARTS_KEPT]):
         best.note(start)
         tops.append(_climb(tables, start, effort // STARTS_KEPT, _Draws(number + 1), best))
-    if tops:
-        best.note(_polish(tables, min(tops, key=lambda cut: cut.order), effort))
+    for top in tops:
+        best.note(_polish(tables, top, effort))
     return best.cuts
 
 

@@ -6,7 +6,7 @@ search finds nothing that fits, `partition.plan.exact` makes sure for up to eigh
 nothing but the problem: no clock, no hash seed, no order of peers.
 """
 
-from partition.plan.cuts import Cut, as_split
+from partition.plan.cuts import Cut, as_split, balanced
 from partition.plan.exact import LAYERS_MAX, PEERS_MAX, Exact
 from partition.plan.forecast import forecast
 from partition.plan.problem import Infeasible, Problem, Split
@@ -33,7 +33,7 @@ def solve(problem: Problem, tables: Tables | None = None) -> Split:
     cuts, is_exact = _candidates(tables)
     if not cuts:
         raise _missing(problem, tables)
-    splits = [as_split(tables, cut, is_exact=is_exact) for cut in cuts[:PLAYED_MAX]]
+    splits = [as_split(tables, balanced(tables, cut), is_exact=is_exact) for cut in cuts[:PLAYED_MAX]]
     if problem.objective != "throughput" or problem.hides_links or len(splits) == 1:
         return splits[0]
     # By score they are close; how a step really fills and drains is seen by playing it.

@@ -52,8 +52,8 @@ class Tables:
         self._means: dict[tuple[int, tuple[int, ...], bool], tuple[int, int]] = {}
         passes = [_pass_times(problem, place) for place in range(len(problem.peers))]
         self._prefixes = [_prefix(times) for times in passes]
-        self.weights = [(1 << _RATE_BITS) // max(1, sum(times)) for times in passes]
-        """Each peer's rate over the whole model, in one unit."""
+        self.weights = [max(1, (1 << _RATE_BITS) // max(1, sum(times))) for times in passes]
+        """Each peer's rate over the whole model, in one unit; at least 1, however slow it claims to be."""
 
     def segment(self, place: int) -> Times:
         """Nanoseconds of one micro-batch on one peer, for every stage."""

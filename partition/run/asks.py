@@ -15,11 +15,12 @@ from partition.plan.plan import Plan
 
 @dataclass(frozen=True)
 class HoldStage:
-    """Proposer to a provider: hold a slot for `stage` of `plan`, which `change` would lead to."""
+    """Proposer to a provider: hold a slot for `stage` of `plan`, which `change` would lead to; None for a
+    witness, which needs no slot."""
 
     plan: Plan
     change: Change
-    stage: int
+    stage: int | None
 
 
 @dataclass(frozen=True)

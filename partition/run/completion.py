@@ -13,8 +13,8 @@ from partition.run import timeouts
 from partition.run.asks import Asks, Declined, Done, EndRun, Reply
 
 DECLINES_MAX = 5
-"""So often a member may not know the plan that an end is told by: a new one has come there first. Later it
-has forgotten the run."""
+"""Declines before a member counts as told of the end. It declines while it does not know the plan: first
+because a newer plan reached it before, later because it has forgotten the run."""
 
 
 INF = float("inf")

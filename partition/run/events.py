@@ -71,6 +71,18 @@ class PauseWanted:
 
 
 @dataclass(frozen=True)
+class SaveWanted:
+    """As the committer, while no step is open: have all stages saved as they are after `step` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepsWanted:
+    """As the committer: open steps again after a pause."""
+
+
+@dataclass(frozen=True)
 class CheckpointFound:
     """A checkpoint is whole, on several disks."""
 
@@ -97,6 +109,8 @@ Event = (
     | LivingChanged
     | Proposed
     | PauseWanted
+    | SaveWanted
+    | StepsWanted
     | CheckpointFound
     | RunOver
 )

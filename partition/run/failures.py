@@ -10,7 +10,7 @@ from crypto.identity import PeerId
 PEERS_MAX = 2
 """The same step failing on so many peers is the fault of none of them."""
 ROLLBACKS_MAX = 5
-"""So often a run may go back to a checkpoint without having got further than before: peers die, too, and
+"""Rollbacks to a checkpoint that a run may make without getting further than before: peers also die, and
 several in a row may take the same stage with them."""
 
 

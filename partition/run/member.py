@@ -9,13 +9,14 @@ here), steps (`partition.steps`), and what a role computes: `Roles` tells of tha
 """
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
-from partition.plan.change import Change
+from partition.plan.change import Change, successor
 from partition.plan.paxos import PaxosChain
 from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
 from partition.run import keepalive, proposals
@@ -34,13 +35,25 @@ from partition.run.events import (
     Proposed,
     RolesGiven,
     RunOver,
+    SaveWanted,
     StateChanged,
+    StepsWanted,
 )
 from partition.run.failures import Failures
 from partition.run.keepalive import Keepalive
-from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.messages import (
+    REASON_LENGTH_MAX,
+    Absent,
+    Checkpointed,
+    GivenUp,
+    Leaving,
+    Recut,
+    check_sender,
+)
+from partition.run.pauses import votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Proposer, Surroundings
+from partition.run.recutting import Recutting
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 
 INF = float("inf")
@@ -114,6 +127,7 @@ class Member:
         self.is_dropped = self.is_over = False
         self.progress = Progress(samples_per_step)
         self.failures = Failures()
+        self.recutting = Recutting()
         self.asks = Asks()
         self.sends: list[tuple[PeerId, Any]] = []
         self.events: list[Event] = []
@@ -138,7 +152,8 @@ class Member:
         if self._life is None or self.is_over:
             return INF
         ending = INF if self._completion is None else self._completion.deadline
-        return min(self._life.proposer.deadline, self._life.keepalive.deadline, ending)
+        parts = self._life.proposer, self._life.keepalive, self.recutting
+        return min(ending, *(part.deadline for part in parts))
 
     def others(self) -> list[PeerId]:
         """Return the living members of the plan in force, without this one."""
@@ -190,6 +205,8 @@ class Member:
         self.catch_up(others)
         if plan.stage_of(self._me) is not None or self._me in plan.trainers:
             self.exclude_for_all(now, self._me, "it was restarted", others)
+        if self._me not in plan.roster:
+            self._leave("the run goes on without this node", is_branch=False)
 
     # Plans
 
@@ -203,7 +220,7 @@ class Member:
                 life.branches.decided(event.plan)
                 self._adopt(now, life, event.plan, event.change)
             case paxos.QuorumLost():
-                self._change("quorum lost", f"{event.live} of {event.needed} votes needed are there")
+                self._change("quorum lost", votes_missing(event))
             case paxos.QuorumFound():
                 self._in_force(life, "a majority is there again")
             case paxos.ForkOpened():
@@ -217,6 +234,7 @@ class Member:
     def _adopt(self, now: float, life: _Life, plan: Plan, change: Change | None) -> None:
         """A plan has come into force."""
         before, self.plan = self.plan, plan
+        self.recutting.end()
         self.events.append(PlanFollowed(plan))
         if self._completion is not None:
             self._completion.changed(now)
@@ -281,8 +299,8 @@ class Member:
     def _leave(self, reason: str, *, is_branch: bool) -> None:
         """The run goes on elsewhere: from now on nothing is committed here."""
         self.is_over = True
-        self._change("quorum lost", reason)
-        self.events.append(Left(is_branch))
+        self.state = after(self.state, "quorum lost")
+        self.events += [StateChanged(self.state, reason), Left(is_branch)]  # a paused run has a new reason
 
     # Members that the next plan must do without
 
@@ -314,7 +332,10 @@ class Member:
 
     def _note_leaving(self, now: float, life: _Life, peer: PeerId) -> None:
         life.draining.note(now, peer)
-        self.look_for_leavers()
+        if self.recutting.paused_at is None:
+            self.look_for_leavers()
+        else:
+            self.paused(now, self.recutting.paused_at)
 
     def look_for_leavers(self) -> None:
         """As the committer: pause before a member leaves that its stage can do without."""
@@ -322,9 +343,46 @@ class Member:
             self.events.append(PauseWanted())
 
     def paused(self, now: float, step: int) -> None:
-        """As the committer: no step is open, so a member that wants to leave takes nothing with it."""
-        for peer in self._life.draining.ready() if self._life is not None else ():
+        """As the committer: no step is open, so a member that wants to leave takes nothing with it, and
+        layers can move."""
+        leaving = self._life.draining.ready() if self._life is not None else []
+        for peer in leaving:
             self.exclude_for_all(now, peer, f"it leaves after step {step}")
+        if leaving:
+            self.recutting.end()  # the plan without them is measured anew
+        elif self.recutting.paused(now, step):
+            self.events.append(SaveWanted(step))
+            self.checkpointed(now)
+
+    # Borders between stages
+
+    def recut(self, cuts: tuple[int, ...]) -> None:
+        """As the committer: move the borders between stages to `cuts`, as they were found to be better."""
+        life, plan = self._life, self.plan
+        if life is None or plan is None or not self.commits or self.is_over or self.is_finishing:
+            return
+        if self.recutting.is_open or life.proposer.absent or life.proposer.leaving:
+            return
+        with suppress(RemoteProtocolError):
+            successor(plan, Change(restored=plan_hash(plan), cuts=cuts))  # any checkpoint: could this follow?
+            self.recutting.begin(cuts)
+            self.events.append(PauseWanted())
+
+    def checkpointed(self, now: float) -> None:
+        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
+        life, plan = self._life, self.plan
+        if life is None or plan is None or life.proposer.recut is not None:
+            return
+        message = self.recutting.saved(plan_hash(plan), self._roles.restorable)
+        if message is not None:
+            self.sends += [(peer, message) for peer in self.others()]
+            life.proposer.recut = message
+            life.proposer.changed(now)
+
+    def _give_up_recut(self, life: _Life) -> None:
+        self.recutting.end()
+        if life.proposer.recut is None:  # else what all have heard is still decided, sooner or later
+            self.events.append(StepsWanted())
 
     # Steps
 
@@ -417,7 +475,9 @@ class Member:
 
     # What comes in
 
-    def receive(self, now: float, sender: PeerId, message: Absent | Checkpointed | GivenUp | Leaving) -> None:
+    def receive(
+        self, now: float, sender: PeerId, message: Absent | Checkpointed | GivenUp | Leaving | Recut
+    ) -> None:
         """A message about the run, of the plan in force. Raises RemoteProtocolError."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over:
@@ -429,6 +489,10 @@ class Member:
                     life.proposer.exclude(now, PeerId(peer), message.reason)
             case GivenUp():
                 self._leave(life.branches.farewell, is_branch=True)
+            case Recut():
+                successor(plan, message.change)  # or it is refused
+                life.proposer.recut = message
+                life.proposer.changed(now)
             case Checkpointed():
                 self.events.append(CheckpointFound(message.step, message.checkpoint))
             case Leaving(at_once=True):
@@ -467,6 +531,8 @@ class Member:
             self._tell_end(now)
         if now >= life.keepalive.deadline:
             self._beat(now, life)
+        if now >= self.recutting.deadline:
+            self._give_up_recut(life)
         if now >= life.proposer.deadline:
             roles = self._roles
             change = life.proposer.think(now, restorable=roles.restorable, can_tell=roles.can_tell)

@@ -10,6 +10,7 @@ import msgspec
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from partition.plan.change import Change, Cuts
 from partition.plan.plan import REPLICAS_MAX, Hash, Peer, Plan, StepNumber
 
 REASON_LENGTH_MAX = 300
@@ -31,6 +32,22 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     plan: Hash
     step: StepNumber
     checkpoint: Hash
+
+
+class Recut(msgspec.Struct, frozen=True, tag="recut"):
+    """Committer to all other members: as measured, the borders between stages belong elsewhere. The next plan
+    moves them to `cuts` (see `partition.plan.change.Change`), with the layers' state from this checkpoint of
+    `step` steps."""
+
+    plan: Hash
+    step: StepNumber
+    checkpoint: Hash
+    cuts: Cuts
+
+    @property
+    def change(self) -> Change:
+        """What is to be decided."""
+        return Change(restored=self.checkpoint, step=self.step, cuts=self.cuts)
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag="given up"):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.plan.change import JOININGS_MAX, Change, Joining
-from partition.plan.plan import NO_HASH, Plan
+from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan
 from partition.run import timeouts
+from partition.run.messages import Recut
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class PlanInputs:
     """What one member knows. `wanted` are the replicas each stage began with.
 
     `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will
-    go and still help. `candidates` could take a stage, the best first. `restorable` is the newest checkpoint
-    and its step, if there is one. Only a member that `asks` knows of candidates.
+    go and still help. `recut` is what the committer wants moved. `candidates` could take a stage, the best
+    first. `restorable` is the newest checkpoint and its step, if there is one. Only a member that `asks`
+    knows of candidates.
     """
 
     plan: Plan
@@ -27,6 +29,7 @@ class PlanInputs:
     newcomers: tuple[PeerId, ...] = ()
     may_refill: bool = True
     asks: bool = True
+    recut: Recut | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,11 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
             peer, rate = candidates.pop(0)
             joined.append(Joining(peer, number, rate))
     admitted = tuple(peer for peer in view.newcomers if peer not in plan.roster and not lost)
+    if not lost:
+        voters = {*plan.roster, *(row.peer for row in joined), *admitted} - view.leaving
+        admitted += choose_witnesses(voters, [peer for peer, _ in candidates])
     if not lost and not joined and not admitted:
-        return None
+        return None if view.recut is None or view.leaving else view.recut.change
     if not set(plan.roster) - lost and not joined:
         return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
     restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)
@@ -80,18 +86,27 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     )
 
 
+def choose_witnesses(voters: Collection[bytes], candidates: Collection[PeerId]) -> tuple[PeerId, ...]:
+    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN, or nobody."""
+    if len(voters) != VOTERS_MIN - 1:
+        return ()
+    return tuple(peer for peer in candidates if peer not in voters)[:1]
+
+
 def ranked(
     free: Collection[tuple[PeerId, int]],
     *,
     first: Collection[bytes],
+    trainers: Collection[bytes],
     roster: Collection[bytes],
     last: Collection[bytes],
 ) -> tuple[tuple[PeerId, int], ...]:
     """Order candidates, each with its rate: those who come `first`, members of the `roster`, then the
-    fastest; those who come `last`, for they declined lately, after all others, so that a few who never come
-    do not take turns."""
-    return tuple(
-        sorted(
-            free, key=lambda row: (row[0] not in first, row[0] in last, row[0] not in roster, -row[1], row[0])
-        )
-    )
+    fastest. `trainers` come after all who are idle, for they have work already; those who come `last`, for
+    they declined lately, after all others, so that a few who never come do not take turns."""
+
+    def key(row: tuple[PeerId, int]) -> tuple[object, ...]:
+        peer, rate = row
+        return (peer not in first, peer in last, peer in trainers, peer not in roster, -rate, peer)
+
+    return tuple(sorted(free, key=key))

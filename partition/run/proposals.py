@@ -1,8 +1,9 @@
 """What one member of a run would have decided next, and how newcomers are asked before that.
 
 Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
-member proposes what needs nobody new. A newcomer with a stage leases a slot, in the order of peer ids, all or
-none; then all open their stages while the run goes on under the plan it has; then the change is proposed.
+member proposes what needs nobody new. A newcomer with a stage leases a slot, and a witness agrees without
+one, in the order of peer ids, all or none; then all open their stages while the run goes on under the plan it
+has; then the change is proposed.
 Not here: which change that is (`next_change`), and how it is decided (`partition.plan.paxos`).
 """
 
@@ -17,6 +18,7 @@ from partition.plan.plan import Plan, committee
 from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
+from partition.run.messages import Recut
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
@@ -57,10 +59,12 @@ Event = WayFound | NoWayFound | NewcomerFailed
 
 @dataclass(eq=False)
 class _Pending:
-    """A change that needs newcomers, the plan it makes, and how far they are."""
+    """A change that needs newcomers, the plan it makes, and how far they are. `leases` has those that must
+    agree, with their stage, None for a witness; the run's requester need not to be admitted without one."""
 
     change: Change
     plan: Plan
+    leases: dict[PeerId, int | None]
     to_lease: list[PeerId]
     asked: dict[int, PeerId] = field(default_factory=dict)
     leased: list[PeerId] = field(default_factory=list)
@@ -68,21 +72,25 @@ class _Pending:
     is_done: bool = False
 
     @property
-    def rows(self) -> dict[PeerId, int]:
-        """The stage that each newcomer is to hold."""
-        return {PeerId(row.peer): row.stage for row in self.change.joined}
-
-    @property
     def newcomers(self) -> list[PeerId]:
         """All of them, also those admitted without a stage."""
-        return [*self.rows, *(PeerId(peer) for peer in self.change.admitted)]
+        rows = (*(row.peer for row in self.change.joined), *self.change.admitted)
+        return [PeerId(peer) for peer in rows]
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A peer is asked again at `until`, `seconds` after it refused."""
+
+    until: float
+    seconds: float
 
 
 class Proposer:
     """One member's proposals. `deadline` is when it wants to `think` again.
 
-    `absent` are members that the next plan must do without, and why; `leaving` want to go. `wanted` are the
-    replicas that each stage began with.
+    `absent` are members that the next plan must do without, and why; `leaving` want to go; `recut` is what
+    the committer wants moved. `wanted` are the replicas that each stage began with.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class Proposer:
         self.events: list[Event] = []
         self.absent: dict[PeerId, str] = {}
         self.leaving: set[PeerId] = set()
+        self.recut: Recut | None = None
         self.wanted = wanted
         self.deadline = now
         self._me = me
@@ -108,7 +117,7 @@ class Proposer:
         self._around = around
         self._began = now
         self._settled_at = 0.0
-        self._busy: dict[PeerId, float] = {}
+        self._busy: dict[PeerId, _Refusal] = {}
         self._decliners = Decliners()
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
@@ -129,6 +138,7 @@ class Proposer:
         """Note that a plan has come into force: members absent under the last one may have come back."""
         roster = set(self._chain.head.roster)
         self.leaving &= roster
+        self.recut = None
         self.absent.clear()
         self._settled_at = now
         self.changed(now)
@@ -151,8 +161,7 @@ class Proposer:
 
     def has_majority(self, now: float) -> bool:
         """Return whether the living of the committee could decide."""
-        alive, voters = self.living(now), committee(self._chain.head)
-        return 2 * sum(peer in alive for peer in voters) > len(voters)
+        return self._chain.could_decide(self.living(now))
 
     def can_leave(self, peer: PeerId) -> bool:
         """Return whether nothing is lost if this member goes between two steps."""
@@ -182,13 +191,16 @@ class Proposer:
         """
         self.deadline = now + timeouts.REFILL_SECONDS
         view, pending = self._inputs(now, restorable, can_tell), self._pending
-        if pending is not None and not self._still_fits(pending, view):
+        if pending is not None and not (self.has_majority(now) and self._still_fits(pending, view)):
             self._drop(pending)
             pending = None
         if pending is not None:
             return pending.change if pending.is_done else None
         found = next_change(view)
         if isinstance(found, NoViablePlan):
+            if not self.has_majority(now):
+                self._no_way_since = None  # it waits for votes first: the chain says whose
+                return None
             reasons = self.reasons(found.lost)
             self._no_way(
                 now, replace(found, reason=f"{found.reason} ({reasons})" if reasons else found.reason)
@@ -202,8 +214,9 @@ class Proposer:
             plan = successor(view.plan, found)
         except RemoteProtocolError:
             return None
-        self._pending = pending = _Pending(found, plan, [])
-        pending.to_lease = sorted(pending.rows)
+        leases: dict[PeerId, int | None] = {PeerId(row.peer): row.stage for row in found.joined}
+        leases |= {PeerId(peer): None for peer in found.admitted if peer != self._requester}
+        self._pending = pending = _Pending(found, plan, leases, sorted(leases))
         self._ask_next(pending)
         return None
 
@@ -219,7 +232,7 @@ class Proposer:
             return
         peer = pending.asked.pop(number)
         if not isinstance(reply, Done):
-            self._busy[peer] = now + timeouts.BUSY_SECONDS
+            self._note_refusal(now, peer)
             self._decliners.note(peer, now)
             # One that gave no answer too: it may have leased, and its answer was lost.
             self._drop(pending, [*pending.leased, peer])
@@ -229,6 +242,12 @@ class Proposer:
         else:
             pending.is_done = not pending.asked
         self.changed(now)
+
+    def _note_refusal(self, now: float, peer: PeerId) -> None:
+        """Ask this peer again after a while, which doubles each time it refuses."""
+        last = self._busy.get(peer)
+        seconds = timeouts.BUSY_SECONDS_MIN if last is None else min(2 * last.seconds, timeouts.BUSY_SECONDS)
+        self._busy[peer] = _Refusal(now + seconds, seconds)
 
     def start(self, plan: Plan, peers: Collection[PeerId]) -> None:
         """Have newcomers start with a plan that is in force."""
@@ -245,7 +264,7 @@ class Proposer:
         """Lease one slot after another, then have all newcomers open their stages."""
         if pending.to_lease:
             peer = pending.to_lease.pop(0)
-            request = HoldStage(pending.plan, pending.change, pending.rows[peer])
+            request = HoldStage(pending.plan, pending.change, pending.leases[peer])
             pending.asked[self.asks.put(peer, request, timeouts.LEASE_SECONDS_MAX)] = peer
             return
         pending.is_opening = True
@@ -260,7 +279,7 @@ class Proposer:
             return
         asked = dict.fromkeys([*peers, *pending.leased, *pending.asked.values()])
         for peer in asked:
-            if peer in pending.rows:
+            if peer in pending.leases:
                 self.asks.put(peer, ReleaseStage(pending.plan), timeouts.LEASE_SECONDS_MAX)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
@@ -285,7 +304,8 @@ class Proposer:
         absent = frozenset(
             PeerId(peer) for peer in plan.roster if peer not in alive or PeerId(peer) in self.absent
         )
-        asks = self.is_proposer(now) and can_tell
+        # Without a quorum no plan can come about: whoever agreed to one would be held back from others.
+        asks = self.is_proposer(now) and can_tell and self.has_majority(now)
         return PlanInputs(
             plan=plan,
             absent=absent,
@@ -296,14 +316,17 @@ class Proposer:
             newcomers=(self._requester,) if asks and self._may_come(self._requester, now) else (),
             may_refill=asks and now >= self._settled_at + timeouts.REFILL_SECONDS,
             asks=asks,
+            recut=self.recut,
         )
 
     def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
         free = [row for row in self._around.free() if self._may_come(row[0], now)]
         # The proposer must be in the plan that it brings to others, also where it has lost its memory itself.
         first = {self._me} & set(self.absent)
-        return ranked(free, first=first, roster=set(plan.roster), last=self._decliners.now(now))
+        last, roster = self._decliners.now(now), set(plan.roster)
+        return ranked(free, first=first, trainers=plan.trainers, roster=roster, last=last)
 
     def _may_come(self, peer: PeerId, now: float) -> bool:
         is_here = peer in self._around.live() and peer not in self.leaving
-        return is_here and self._busy.get(peer, now) <= now
+        refusal = self._busy.get(peer)
+        return is_here and (refusal is None or refusal.until <= now)

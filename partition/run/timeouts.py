@@ -16,8 +16,10 @@ COMMITTER_SILENCE_SECONDS_MAX = START_SECONDS_MAX + 30
 """A committer that lives but says nothing for so long has forgotten the run: it was restarted."""
 PAUSE_SECONDS_MAX = 3_600.0
 """How long a minority waits for the others before it gives its slots back."""
+BUSY_SECONDS_MIN = 2.0
+"""A provider that declined is asked again after so long: what it holds may have been given back since."""
 BUSY_SECONDS = 30.0
-"""A provider that declined is asked again after so long."""
+"""One that declines again and again, at most so often."""
 NEW_MEMBER_GRACE_SECONDS = 30.0
 """A member that has not been heard of at all counts as living for so long."""
 REFILL_SECONDS = 10.0

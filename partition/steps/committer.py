@@ -63,6 +63,7 @@ from partition.steps.messages import (
 )
 from partition.steps.resume import Lacking, can_resume, check_synced, fills, is_filled, minority, resume_point
 from partition.steps.routes import attempts, check_frame, step_numbers
+from partition.steps.save_timer import SaveTimer
 from partition.steps.stall_detector import STUCK, StallDetector
 from partition.steps.throughput import Pace
 
@@ -70,7 +71,7 @@ __all__ = ["Committer", "MicrobatchesMoved", "ReplicaFailed", "ReplicaRebuilt", 
 __all__ += ["StepsPaused", "TrainingEvaluated", "TrainingFailed"]
 
 DISSENTS_MAX = 2
-"""So often the replicas of a stage may come to different totals: a broken transfer, not a broken machine."""
+"""Times the replicas of a stage may reach different totals: a broken transfer, not a broken machine."""
 SYNC_AGAIN_SECONDS = 2.0
 """A replica learns of its plan by another way than the Sync, and ignores one that is ahead of it."""
 OPEN_AGAIN_SECONDS = 10.0
@@ -104,8 +105,7 @@ class Committer:
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.steps = steps
-        self.save_every = save_every
-        self._saved = saved
+        self.saves = SaveTimer(save_every, saved)
         self._divergence = Divergence(skips=skips_diverged)
         self.events: list[Any] = []
         self.phase: Phase = "syncing"
@@ -114,7 +114,7 @@ class Committer:
         self._places = places_of(plan)
         self._everybody = list(dict.fromkeys([*self._places, *(PeerId(peer) for peer in plan.trainers)]))
         self._last = len(plan.stages) - 1
-        self._pace = Pace()
+        self.pace = Pace()
         self._ledger = Ledger(plan, range(0), train=True)
         self._synced: dict[PeerId, Synced] = {}
         self._digests: dict[PeerId, bytes] = {}
@@ -135,7 +135,6 @@ class Committer:
         self._commit: StepCommit | None = None
         self._apply: Apply | None = None
         self._save: Save | None = None
-        self._save_asked = False
         self._pausing = False
         self._has_opened = False
         self._now = 0.0
@@ -169,7 +168,7 @@ class Committer:
         if self.phase in ("done", "failed"):
             return []
         self._now = self._heard = now
-        self._pace.heard(sender)
+        self.pace.heard(sender)
         match message:
             case Synced():
                 return self._on_synced(sender, message)
@@ -201,7 +200,7 @@ class Committer:
         self._check_at = now + STALL_CHECK_SECONDS
         places = self._ledger.obliged()
         obliged = [peer for peer, place in self._places.items() if place in places]
-        sends = self._move(self._pace.stalled(now, obliged))
+        sends = self._move(self.pace.stalled(now, obliged))
         if not sends and now - self._heard >= OPEN_AGAIN_SECONDS:
             sends = self._to_everybody(self._open_message())
         if sends:
@@ -220,15 +219,18 @@ class Committer:
 
     def save(self, now: float) -> Sends:
         """Have the replicas keep a copy of their state: at once between two commits, else after this step."""
-        self._now = now
-        self._save_asked = True
+        self._now, self.saves.is_due = now, True
         return self._save_now() if self.phase in ("counting", "evaluating", "paused") else []
 
     def pause(self, now: float) -> Sends:
         """Open no step after this one; `StepsPaused` says when. An evaluation goes on to its end."""
-        self._now = now
-        self._pausing = True
+        self._now, self._pausing = now, True
         return []
+
+    def unpause(self, now: float) -> Sends:
+        """Open steps again: what the pause was for has come to nothing."""
+        self._now, self._pausing = now, False
+        return self._open_step() if self.phase == "paused" else []
 
     def open_count(self, peer: PeerId) -> int:
         """How many micro-batches of the open step are this replica's: as many are lost with it."""
@@ -275,7 +277,7 @@ class Committer:
         if self.phase != "syncing":
             return []
         self._synced[sender] = message
-        self._pace.take(sender, message.pace_nanoseconds)
+        self.pace.take(sender, message.pace_nanoseconds)
         return [] if len(self._synced) < len(self._places) else self._when_synced()
 
     def _when_synced(self) -> Sends:
@@ -301,7 +303,7 @@ class Committer:
         return [(peer, self._apply) for peer in self._places if peer in behind]
 
     def _repair(self) -> Sends:
-        """Whoever holds nothing, or other parameters than the most of its stage, takes theirs."""
+        """Rebuild replicas with no parameters, or others than their stage's majority, from that majority."""
         wrong = minority(
             self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NO_HASH}
         )
@@ -318,7 +320,7 @@ class Committer:
     def _go_on(self) -> Sends:
         """All hold the same after `step` steps."""
         self._digests.clear()
-        sends = self._save_now() if self._save_asked else []
+        sends = self._save_now() if self.saves.is_due else []
         if self._pausing:
             self.phase = "paused"
             self.events.append(StepsPaused(self.step))
@@ -344,7 +346,7 @@ class Committer:
             self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
         self._ledger.deal(self._rates())
         self._synced.clear()
-        self._pace.forget()
+        self.pace.forget()
         self._heard, self._check_at = self._now, self._now + STALL_CHECK_SECONDS
         if is_over:
             self.phase = "evaluating"
@@ -460,7 +462,7 @@ class Committer:
         if self._commit is not None:
             owned = self._ledger.owned()
             for peer, place in self._places.items():
-                self._pace.measured(peer, self._applied[peer], len(owned.get(place, ())))
+                self.pace.measured(peer, self._applied[peer], len(owned.get(place, ())))
         self.step += 1
         self._mind_checkpoint()
         return self._repair()
@@ -471,9 +473,7 @@ class Committer:
         self._divergence.applied(apply)
 
     def _mind_checkpoint(self) -> None:
-        """One is due, or was and came to nothing."""
-        if self.save_every and self.step // self.save_every > self._saved // self.save_every:
-            self._saved, self._save_asked = self.step, True
+        self.saves.look(self.step)
 
     # Evaluation
 
@@ -559,7 +559,7 @@ class Committer:
         return [(peer, self._overdue.ask(self.plan_hash)) for peer in late]
 
     def _late(self) -> list[PeerId]:
-        """Who has not reported what all are to report now."""
+        """Return the replicas that have not reported what all must report now."""
         if self.phase == "committing":
             return [peer for peer in self._places if peer not in self._reduced]
         return [peer for peer in self._places if peer in self._awaited] if self.phase == "applying" else []
@@ -579,7 +579,7 @@ class Committer:
     # Bookkeeping
 
     def _rates(self) -> list[list[int]]:
-        return [self._pace.rates(stage) for stage in self.plan.stages]
+        return [self.pace.rates(stage) for stage in self.plan.stages]
 
     def _open_again(self) -> Sends:
         self.attempt += 1
@@ -589,7 +589,7 @@ class Committer:
         return self._ledger.open(self.plan_hash, self.step, self.attempt)
 
     def _save_now(self) -> Sends:
-        self._save_asked = False
+        self.saves.is_due = False
         self._save = Save(plan=self.plan_hash, step=self.step)
         return self._to_replicas(self._save)
 

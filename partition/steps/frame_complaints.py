@@ -1,4 +1,4 @@
-"""Who says of whose frames that they cannot be used. Nobody is believed alone.
+"""Complaints that one member's frames cannot be used by another. No member is believed alone.
 
 What an Unusable proves is that its author sent a frame of that header, not what came beside it: the one may
 have sent what cannot be used, or the other may lie. So the micro-batch goes elsewhere, both are noted, and
@@ -12,8 +12,8 @@ But where a trainer's frame came as it was sent and holds a number that the mode
 committer would have sent the same, the fault is the data's: as soon as two say so, or one where nobody else
 can compute it.
 
-Who is alone in lying takes no honest peer's place without losing its own. Several who agree are believed, as
-members are in all that they vote on. Pure bookkeeping of one committer; a new plan begins with a clean slate.
+A lone liar costs no honest peer its place without losing its own. Several who agree are believed, as members
+are in all that they vote on. Pure bookkeeping of one committer; a new plan begins with a clean slate.
 """
 
 from collections.abc import Mapping, Sequence

@@ -194,7 +194,7 @@ class Ledger:
             loads[index] += number not in self._counted[stage]
         return loads
 
-    # Who is waited for
+    # Replicas that are waited for
 
     def obliged(self) -> set[Place]:
         """Replicas with work at hand.

@@ -88,7 +88,7 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
 
 
 class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
-    """Who computes what of one stage: for each position of the opened range, its replica's place in the plan.
+    """Owners of one stage's micro-batches: for each position of the opened range, its replica's place.
 
     `counted` are the numbers that are in the owner's sums already: nobody needs to send them anything.
     """

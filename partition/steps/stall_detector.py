@@ -23,7 +23,7 @@ STUCK = "it is stuck"
 PATIENCE_SECONDS_MIN = 30.0
 """A machine that is busy with something else may stand still for as long."""
 PATIENCE_FACTOR = 8
-"""So many times longer than usual is not noise."""
+"""A round that takes this many times longer than usual is not noise."""
 PATIENCE_SECONDS = 300.0
 """Before anything was measured: the sum of gigabytes over a slow link begins within this, and so does the
 first step of an optimizer on a slow disk."""

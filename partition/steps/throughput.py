@@ -12,7 +12,7 @@ EWMA_SHARE = 0.3
 STALL_SECONDS_MIN = 2.0
 """A collector of garbage, or a disk that wakes up, takes as long."""
 STALL_FACTOR = 8
-"""So many times longer than usual is not noise."""
+"""A pause this many times longer than usual is not noise."""
 UNMEASURED_STALL_SECONDS = 30.0
 """Before its first step is applied: libraries are loaded then, and what a micro-batch takes is unknown."""
 _SCALE = 10**9

@@ -17,8 +17,8 @@ _VIEWS_AT_END = 256
 
 
 class ViewsConverge(Checker):
-    """Whoever has been up and undisturbed for `converge_seconds` lists exactly those, in its scope and within
-    its reach, of whom the same is true; and lists nobody as live who has been down for so long."""
+    """A peer that has been up and undisturbed for `converge_seconds` lists exactly those peers, in its scope
+    and within its reach, of which the same is true. It lists none as live that has been down for so long."""
 
     name = "membership"
 
@@ -90,8 +90,8 @@ class NoFalseDeaths(Checker):
 
 
 class DeathsAreRefuted(Checker):
-    """Who is declared dead though it is up and within reach is listed again within the time that refuting
-    takes, by everybody who declared it."""
+    """A peer declared dead though it is up and within reach is listed again, by every peer that declared it,
+    within the time that refuting takes."""
 
     name = "refutation"
 

@@ -50,7 +50,7 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
         found.append(RecordsAreFound(scenario))
     if scenario.runs:
         found += [PlansFollow(), SomeBranchGoesOn(), SamplesOnce(), SumsAgree()]
-        if all(run.on_lost_quorum == "wait" for run in scenario.runs):
+        if all(run.on_lost_quorum != "fork" for run in scenario.runs):
             found.append(OnePlanAHeight())
         if _only_goodbyes(scenario):
             found.append(GoodbyesLoseNothing())

@@ -104,7 +104,7 @@ class SumsAgree(Checker):
         super().__init__()
         self._commits: dict[tuple[bytes, int], dict[tuple[int, PeerId], tuple[int, ...]]] = {}
         self._applied: dict[tuple[bytes, int], dict[tuple[int, PeerId], tuple[int, ...]]] = {}
-        # Who applied in the present life, and when.
+        # The steps each peer applied in its present life, and when.
         self._when: dict[PeerId, dict[tuple[bytes, int, int], float]] = {}
         self.handlers = {
             PeerStarted: self._see_started,

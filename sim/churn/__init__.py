@@ -1,1 +1,1 @@
-"""Who is there when: sessions and absences, waves, crowds and failures that take many along."""
+"""Churn: sessions and absences, waves, crowds and failures that take many peers along."""

@@ -1,4 +1,5 @@
-"""Who comes and goes when: one lazy stream of changes in order of time. Pure, but for reading a trace file.
+"""The schedule of arrivals and departures: one lazy stream of changes in order of time. Pure, but for
+reading a trace file.
 
 Each peer has its own chain of lives, drawn by (seed, its number, the number of the life) and nothing else.
 So another peer more, or a longer experiment, changes nobody's sessions.

@@ -18,7 +18,7 @@ from sim.observers import Observed, World
 SAME_DEATH_SECONDS = 30.0
 """Verdicts on one peer that lie no further apart are one mistake, made by several."""
 JUST_BACK_SECONDS = 10.0
-"""So long after its return a peer may be held for what it was before: that is no mistake about this life."""
+"""For this long after its return, a verdict about a peer's earlier life is not a mistake about this one."""
 
 
 @dataclass

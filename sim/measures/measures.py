@@ -16,7 +16,7 @@ from sim.scenario import Scenario
 POINTS_MAX = 1_000
 """Moments at which the population and the views are written down: as many as a picture shows."""
 SETTLING_SECONDS = 30.0
-"""So long after the last first start a swarm is no longer blamed for having just begun."""
+"""A swarm counts as settled this long after the last peer's first start."""
 WINDOWS_MAX = 60
 WINDOW_SECONDS_MIN = 10.0
 """What is counted by windows (traffic, lookups, steps) needs some in each."""

@@ -1,6 +1,7 @@
-"""Who is up, and on which side of a split: what every measure counts by. Numbers stand for peers.
+"""The population: the peers that are up, and each one's side of a split. Every measure counts by it, and
+numbers stand for peers.
 
-Told by events alone, so that nobody need ask the world about each peer each second.
+Events alone update it, so no measure need ask the world about each peer each second.
 """
 
 from collections.abc import Mapping

@@ -141,7 +141,7 @@ class Links:
         self._look()
 
     def disturb(self, peer: PeerId, loss: float) -> None:
-        """So many more of the datagrams from and to `peer` are lost from now on; 0 ends it."""
+        """Lose this further share of the datagrams from and to `peer` from now on; 0 ends it."""
         place = self.at(peer)
         place.kept_share = (1.0 - place.access.loss) * (1.0 - loss)
         if loss:

@@ -25,7 +25,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SWIM. `scope`: all, or the neighbourhood of the peer's id as in a public swarm."""
 
-    preset: Literal["local", "lan", "wan"] = "lan"
+    preset: Literal["local", "host", "lan", "wan"] = "lan"
     scope: Literal["all", "neighbourhood"] = "all"
 
 
@@ -56,7 +56,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_seconds: Seconds = 30.0
     pass_seconds: Seconds = 0.02
     checkpoint_every: Count = 5
-    on_lost_quorum: Literal["wait", "fork"] = "wait"
+    on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
     model: str = "simple-cnn"
     data: str = "digits"
     learning_rate: float = 0.005

@@ -4,6 +4,7 @@ its slot and its disk are here."""
 from collections.abc import Callable
 from typing import Protocol
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
@@ -47,7 +48,7 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
         case _ if member.outcome:
             reply(Declined("the run is over"))
         case HoldStage():
-            _lease(member, asker, question.plan, reply)
+            _lease(member, asker, question, reply)
         case OpenStage():
             _prepare(member, asker, question.plan, reply)
         case ReleaseStage():
@@ -65,13 +66,15 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
             _answer_of_plan(member, question, reply)
 
 
-def _lease(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> None:
-    if member.is_busy:
+def _lease(member: Answering, asker: PeerId, question: HoldStage, reply: Answer) -> None:
+    is_witness = question.stage is None
+    if member.is_busy and not is_witness:
         reply(Declined("busy"))
-    elif member.core.is_behind(asker, plan):
+    elif member.core.is_behind(asker, question.plan):
         reply(Declined("it does not know yet how the run went on"))
     else:
-        member.slots.promise(member.me, plan_hash(plan), asker)
+        if not is_witness:
+            member.slots.promise(member.me, plan_hash(question.plan), asker)
         reply(Done())
 
 
@@ -85,7 +88,7 @@ def _prepare(member: Answering, asker: PeerId, plan: Plan, reply: Answer) -> Non
         reply(Declined("no lease for this stage"))
     else:
         member.hosting.prepare(plan, lambda is_open: reply(Done() if is_open else Declined("busy")))
-        # Whoever asked for a stage may die before its plan is decided.
+        # The planner that asked for a stage may die before its plan is decided.
         member.later(SILENCE_SECONDS_MAX, lambda: _expire(member, name))
 
 
@@ -105,7 +108,11 @@ def _expire(member: Answering, plan: bytes) -> None:
 
 
 def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> None:
-    declined = member.core.on_end(asker, question.plan)
+    declined: Declined | None
+    try:
+        declined = member.core.on_end(asker, question.plan)
+    except RemoteProtocolError as error:  # whoever was admitted later is in no committee that is known here
+        declined = Declined(str(error))
     if declined is None:
         member.end(question.outcome, question.detail)
     reply(declined or Done())

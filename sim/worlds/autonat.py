@@ -1,5 +1,5 @@
-"""Who finds out that others cannot reach it, and is a DHT client then: `node.services.autonat` for bare
-cores.
+"""Reachability of bare cores, after `node.services.autonat`: a peer that finds that others cannot reach it
+becomes a DHT client.
 
 The judgement is the node's own core. What a dial-back comes to follows from the links at that instant: it
 takes as long as a node's, comes through or not as a stream would, and nobody is ever too busy for one. As on

@@ -27,7 +27,7 @@ class Hosting:
         self._make = make
         self._later = later
         self._plan: Plan | None = None
-        self._stage: int | None = None
+        self._held: tuple[int, tuple[int, ...]] | None = None
         self._prepared: bytes | None = None
         self._openings = 0
         self._is_opening = False
@@ -40,26 +40,26 @@ class Hosting:
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this peer, open it, or close what was open."""
         self._plan, self._prepared = plan, None
-        stage = plan.stage_of(self._me)
-        if stage == self._stage:
+        held = _held_in(plan, self._me)
+        if held == self._held:
             if self.hosted is not None and not self.hosted.is_failed:
                 self.hosted.adopt(plan)
                 return
-            if self._is_opening or stage is None:
+            if self._is_opening or held is None:
                 return  # once open it takes the newest plan
         self.close()
-        self._stage = stage
-        if stage is not None:
+        self._held = held
+        if held is not None:
             # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
             self._open(None if plan.height else 0)
 
     def prepare(self, plan: Plan, opened: Callable[[bool], None]) -> None:
         """Open the stage of a plan that is not in force yet."""
-        stage = plan.stage_of(self._me)
-        if self.hosted is not None or self._is_opening or stage is None:
+        held = _held_in(plan, self._me)
+        if self.hosted is not None or self._is_opening or held is None:
             opened(False)
             return
-        self._prepared, self._stage, self._plan = plan_hash(plan), stage, plan
+        self._prepared, self._held, self._plan = plan_hash(plan), held, plan
         self._open(None, opened)
 
     def unprepare(self, plan: bytes) -> bool:
@@ -89,4 +89,10 @@ class Hosting:
         """Nothing is held any more."""
         self._openings += 1
         self._is_opening = False
-        self.hosted = self._stage = self._prepared = None
+        self.hosted = self._held = self._prepared = None
+
+
+def _held_in(plan: Plan, peer: PeerId) -> tuple[int, tuple[int, ...]] | None:
+    """Return a peer's stage and where the model is cut: elsewhere it is another stage."""
+    number = plan.stage_of(peer)
+    return None if number is None else (number, tuple(stage.last_layer for stage in plan.stages))

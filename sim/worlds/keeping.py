@@ -22,7 +22,8 @@ Ask = Callable[[PeerId, Any, float, Callable[[Any], None]], None]
 
 
 class Keeping:
-    """One member's part. `live` are those that could hand something over."""
+    """One member's part. `live` are those that could hand something over; `learned` is told that a newer
+    checkpoint is whole."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Keeping:
         ask: Ask,
         send: Callable[[PeerId, Any], None],
         later: Callable[[float, Callable[[], None]], None],
+        learned: Callable[[], None],
     ) -> None:
         self._setting = setting
         self._me = me
@@ -42,7 +44,8 @@ class Keeping:
         self._ask = ask
         self._send = send
         self._later = later
-        self._saving = -1
+        self._learned = learned
+        self._saving = -1, -1
         self._saved: dict[int, PeerId] = {}
         self._is_spreading = False
 
@@ -107,13 +110,20 @@ class Keeping:
 
     def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
         """A stage is put away at one of its replicas; once all are, they are copied to others."""
-        if message.step > self._saving:
-            self._saving, self._saved = message.step, {}
-        if message.step == self._saving:
+        saving = plan.height, message.step
+        if saving > self._saving:
+            self._saving, self._saved = saving, {}
+        if saving == self._saving:
             self._saved[message.stage] = sender
-            if len(self._saved) == len(plan.stages) and not self._is_spreading:
-                self._is_spreading = True
-                self._spread(plan, message.step, dict(self._saved))
+            self._spread_next(plan)
+
+    def _spread_next(self, plan: Plan) -> None:
+        """Spread what all stages have saved, one checkpoint after the other."""
+        height, step = self._saving
+        if len(self._saved) == len(plan.stages) and height == plan.height and not self._is_spreading:
+            self._is_spreading = True
+            savers, self._saved = self._saved, {}
+            self._spread(plan, step, savers)
 
     def _spread(self, plan: Plan, step: int, savers: dict[int, PeerId]) -> None:
         live = {self._me, *self._live()}
@@ -136,6 +146,7 @@ class Keeping:
                     len(mine) >= min(COPIES_MIN, len(most)) for mine, most in zip(have, wanted, strict=True)
                 ):
                     self._conclude(plan, step)  # else the checkpoint before stays the newest
+                self._spread_next(plan)
 
         for stage, peers in enumerate(wanted):
             for peer in peers:
@@ -158,6 +169,7 @@ class Keeping:
         """A checkpoint is whole: whoever plans next may go back to it."""
         if self._disk.newest is None or step > self._disk.newest[1]:
             self._disk.newest = name, step
+            self._learned()
 
 
 def fetch_from(

@@ -21,7 +21,7 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
-from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.proposals import Surroundings
 from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
@@ -39,6 +39,7 @@ from sim.worlds.streams import Answer
 from sim.worlds.trainer import Trainer
 from sim.worlds.turns import Turns
 
+_ABOUT_THE_RUN = Absent | Checkpointed | GivenUp | Leaving | Noted | Recut | Saved
 EARLY_MAX = 64
 """What a committer says of a plan that has not come into force here yet."""
 INF = float("inf")
@@ -72,7 +73,14 @@ class Member(Turns):
         self._calls: deque[Callable[[agreed.PaxosChain, float], Any]] = deque()
         self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
         self.keeping = Keeping(
-            setting, me, disk, live=self._living, ask=self.ask, send=self.send, later=self.later
+            setting,
+            me,
+            disk,
+            live=self._living,
+            ask=self.ask,
+            send=self.send,
+            later=self.later,
+            learned=self._checkpointed,
         )
         self.hosting = Hosting(me, self._make_hosted, self.later)
         self._armed_at = INF
@@ -190,6 +198,7 @@ class Member(Turns):
             self._rng,
             durable=durable,
             may_fork=self._setting.training.on_lost_quorum == "fork",
+            tie_breaker=self._setting.tie_breaker,
             abstain=self._has_forgotten,
         )
         self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
@@ -253,8 +262,9 @@ class Member(Turns):
                 self._calls.append(lambda chain, now: chain.reach(now, living))
             case events.Proposed(change, parent):
                 self._calls.append(lambda chain, now: chain.wish(now, change, parent=parent))
-            case events.PauseWanted() if self.trainer is not None:
-                self.trainer.pause()
+            case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
+                if self.trainer is not None:
+                    self.trainer.steer(event)
             case events.CheckpointFound():
                 self.keeping.learn(event.step, event.checkpoint)
             case events.RunOver():
@@ -286,6 +296,13 @@ class Member(Turns):
     def paused(self, step: int) -> None:
         """As the committer: no step is open."""
         self.core.paused(self.now, step)
+
+    def recut(self, cuts: tuple[int, ...]) -> None:
+        """As the committer: move the borders between stages."""
+        self.core.recut(cuts)
+
+    def _checkpointed(self) -> None:
+        self.core.checkpointed(self.now)
 
     def leave(self) -> None:
         """Hand this peer's part over before it goes."""
@@ -363,7 +380,7 @@ class Member(Turns):
             elif isinstance(message, ReplicaMessage):
                 if self.trainer is not None:
                     self.trainer.receive(sender, message)
-            elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Noted | Saved):
+            elif isinstance(message, _ABOUT_THE_RUN):
                 if message.plan == plan_hash(self.plan):
                     self._about_the_run(self.plan, sender, message)
             else:
@@ -375,7 +392,7 @@ class Member(Turns):
         if self._chain is not None:
             self._calls.append(lambda core, now: core.receive(now, sender, message))
         elif self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
-            # Whoever was away when a run ended well still believes in a plan, and asks how it went on.
+            # A member that was away when a run ended well still believes in a plan, and asks how it went on.
             self.ask(sender, EndRun(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
 
     def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
@@ -412,7 +429,7 @@ class Member(Turns):
             self.trainer.reconnected(peer)
 
     def members_changed(self) -> None:
-        """Who lives is another question now than before."""
+        """React to a change in the set of live members."""
         self.core.members_changed(self.now)
 
     def suspected(self, peer: PeerId) -> None:

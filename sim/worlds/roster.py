@@ -1,4 +1,4 @@
-"""Who takes part in a world: by number their id, name, address, keys and what they say of themselves.
+"""The peers of a world: by number their id, name, address, keys and what they say of themselves.
 
 The same in both fidelities. Nothing here changes while a world plays, and nothing is kept that can be
 computed.
@@ -11,7 +11,8 @@ from crypto.facts import IdentitySigner, Signer
 from crypto.identity import PeerId
 from gossip.member import Profile
 from node.services.capacity import Capacity
-from node.services.membership import encode_metadata
+from node.services.metadata import encode_metadata
+from node.services.standing import look_at
 from sim.network.addresses import outer_address
 from sim.scenario import Scenario
 from sim.seeds import HashSigner, seeded_identity, seeded_peer
@@ -60,5 +61,12 @@ class Roster:
         region."""
         region = self._region_of(number)
         if region not in self._metadata:
-            self._metadata[region] = encode_metadata(capacity(region), accepts_runs=True)
+            self._metadata[region] = _metadata(capacity(region))
         return self._metadata[region]
+
+
+def _metadata(offered: Capacity) -> bytes:
+    """What a whole node with this capacity says when it joins."""
+    words = {"stages": True, "fenced": True, "calibrated": False}
+    standing = look_at(None, offered, words, 1, (), is_measured=False)
+    return encode_metadata(offered, accepts_runs=True, standing=standing)

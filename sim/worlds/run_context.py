@@ -42,6 +42,11 @@ class Setting:
     def requester(self) -> PeerId:
         return self.pool[0]
 
+    @property
+    def tie_breaker(self) -> PeerId | None:
+        """The member with which half of the voters decide, if the run has one."""
+        return self.requester if self.training.on_lost_quorum == "requester" else None
+
     def check_loss(self, step: int, loss: float) -> None:
         """Raises Broken where a committed step has another loss than in the undisturbed run."""
         if loss != self.truth.loss(step):

@@ -121,7 +121,7 @@ class RunWords:
         return StepCommitted(trained.run.id, plan_hash(plan), plan.height, event.step, counted, event.loss)
 
     def _ended(self, trained: Trained, event: events.RunEnded) -> RunEnded:
-        # Whoever was away may give a run up that others brought to its end.
+        # A member that was away may give up a run that others brought to its end.
         if trained.outcome != "done":
             trained.outcome, trained.reason = event.outcome, event.detail
             trained.weights = event.weights

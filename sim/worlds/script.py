@@ -88,7 +88,7 @@ class Direction:
         """A goodbye is over."""
         self._settle(number, "leave")
 
-    # Who is up.
+    # Peers that are up.
 
     def _arrive(self, number: int) -> None:
         self._arrived[number] = True

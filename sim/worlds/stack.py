@@ -383,7 +383,7 @@ class StackWorld:
         life.entered = life.entered or other is None
         if other is not None:
             return self.roster.address(other.number)
-        # Whoever cannot be dialled has to dial, even if it is the first: somebody who may come later.
+        # A peer that cannot be dialled has to dial. Even the first one dials, a peer that may come later.
         is_behind = self.links.at(life.peer).nat is not None
         return self.roster.address((life.number + 1) % len(self.peers)) if is_behind else None
 

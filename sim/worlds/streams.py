@@ -39,7 +39,7 @@ class Ground(Protocol):
         """Return whether both run, and each reaches the other."""
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
-        """So much leaves now; `land` is told when it will have arrived, before that instant."""
+        """Send `size_bytes` now; `land` is told when they will have arrived, before that instant."""
 
     def thaws(self, peer: PeerId) -> float:
         """Until when a peer stands still; not after now for one that does not."""

@@ -96,7 +96,7 @@ class Figures:
 
 
 class TableWorld:
-    """So many nodes at once, from `seed`. `median_seconds`: of their sessions, inf for no churn."""
+    """A world of nodes started at once from `seed`. `median_seconds`: of their sessions, inf for no churn."""
 
     def __init__(
         self,

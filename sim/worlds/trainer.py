@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
+from partition.run.events import PauseWanted, SaveWanted, StepsWanted
 from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
@@ -33,7 +34,7 @@ class Shell(Protocol):
         """The next plan must do without this peer."""
 
     def committed_steps(self, step: int) -> None:
-        """So many steps are."""
+        """`step` steps are committed."""
 
     def paused(self, step: int) -> None:
         """No step is open."""
@@ -115,10 +116,17 @@ class Trainer:
                 self._synced.add(sender)
             self._send_all(self.core.receive(self._setting.ground.now, sender, message))
 
-    def pause(self) -> None:
-        """Open nothing after this step."""
+    def steer(self, event: PauseWanted | SaveWanted | StepsWanted) -> None:
+        """Do what this peer's member wants between two steps."""
         if self.core is not None:
-            self._send_all(self.core.pause(self._setting.ground.now))
+            core, now = self.core, self._setting.ground.now
+            match event:
+                case PauseWanted():
+                    self._send_all(core.pause(now))
+                case SaveWanted():
+                    self._send_all(core.save(now))
+                case StepsWanted():
+                    self._send_all(core.unpause(now))
 
     def suspect(self, peer: PeerId) -> None:
         """It may be dead."""

@@ -10,6 +10,7 @@ Not here: placement (the first plan is given, to whoever is up when the run begi
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from crypto.identity import PeerId
@@ -29,6 +30,8 @@ from sim.worlds.run_messages import Disk, Question
 from sim.worlds.slots import Slots
 from sim.worlds.streams import Answer, Streams
 
+LAYERS = 4
+"""Of each stage: borders between stages may move."""
 LOOK_SECONDS = 0.1
 """A peer that leaves looks so often whether the others go on without it."""
 AGAIN_SECONDS = 1.0
@@ -177,6 +180,12 @@ class TrainingRuns:
     def slowness(self, peer: PeerId) -> float:
         """Return how many times longer than usual it computes."""
         return self._slowness.get(peer, 1.0)
+
+    def recut(self, peer: PeerId, cuts: tuple[int, ...]) -> None:
+        """Have `peer` move the borders between stages in the runs that it commits."""
+        for run in self._of.get(peer, ()):
+            if (member := run.member(peer)) is not None:
+                member.turn(partial(member.recut, cuts))
 
     def is_busy(self, peer: PeerId) -> bool:
         """Return whether it holds a stage of any run, or has promised to."""
@@ -327,7 +336,7 @@ def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[P
     if requester not in up or len(holders) < training.stages:
         return None
     stages = tuple(
-        StagePlan(number, number + 1, replicas, (RATE,) * len(replicas))
+        StagePlan(LAYERS * number, LAYERS * (number + 1), replicas, (RATE,) * len(replicas))
         for number in range(training.stages)
         for replicas in (tuple(holders[number :: training.stages]),)
     )

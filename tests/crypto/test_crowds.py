@@ -1,4 +1,4 @@
-"""Who makes room in a bounded table: members of the greediest source, and nobody who takes less."""
+"""Eviction from a bounded table: members of the greediest source make room, and none that takes less."""
 
 from collections import Counter
 

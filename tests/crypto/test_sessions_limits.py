@@ -1,5 +1,6 @@
 """What strangers, floods and forged addresses can do to datagram sessions: cost a little, nothing else."""
 
+import gc
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from crypto.sessions import handshakes, limits, memories, table
 from crypto.sessions.core import WAKEN_MAX, Sessions
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
-from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS
+from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS, PeerState
 from crypto.token_buckets import Bucket, prefix_of
 from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
 
@@ -215,7 +216,7 @@ class Crowd:
         self._hosts = hosts
 
     def come(self, now: float, target: Node, count: int) -> None:
-        """So many more have a session with `target`, if it gives them one."""
+        """Add `count` peers that have a session with `target`, if it gives them one."""
         for _ in range(count):
             number = len(self.members)
             member = Node(3, life=number, now=now)
@@ -323,6 +324,18 @@ def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after(
     with pytest.raises(DatagramRefused, match="older"):
         bob.receive(now + 60.0, caught, alice.source)
     assert bob.payloads.count(b"pay") == 1
+
+
+def test_of_a_peer_that_was_dropped_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "PEERS_MAX", 30)
+    monkeypatch.setattr(table, "WANTED_MAX", 5)
+    bob = Node(2)
+    friends_of(bob, 30)
+    gc.collect()
+    before_count = sum(isinstance(each, PeerState) for each in gc.get_objects())
+    for number in range(100):
+        bob.sessions.send(1.0, mallory_peer(7_000 + number), PING, b"are you there?")
+    assert sum(isinstance(each, PeerState) for each in gc.get_objects()) == before_count
 
 
 def test_what_strangers_make_us_say_does_not_displace_what_waits_for_others(

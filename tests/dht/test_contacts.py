@@ -84,7 +84,7 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
 
 
 def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
-    """Who is asked what, while nobody answers and so much time goes by."""
+    """Return the requests to each peer while nobody answers, until `seconds`."""
     counts: Counter[tuple[PeerId, type]] = Counter()
     while node.deadline <= seconds:
         counts.update((peer, type(message)) for peer, message in node.wake(node.deadline))

@@ -271,7 +271,7 @@ def test_two_halves_that_were_split_meet_again_and_agree_on_the_newest() -> None
     assert values == [b"new"] * 12
 
 
-# Who may be met.
+# Contacts that may be met.
 
 
 def test_a_contact_that_asks_and_never_answers_loses_its_place() -> None:

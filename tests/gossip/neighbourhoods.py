@@ -49,7 +49,7 @@ class Neighbourhoods(Swarm):
         return sorted(others, key=lambda number: distance(node_key(peer_of(number)), key))[:NEAREST]
 
     def missing(self, number: int) -> set[int]:
-        """Who runs in the scope of `number` and is not listed by it."""
+        """Return the peers that run in the scope of `number` and that it does not list."""
         return self.around(number) - self.listed(number)
 
     def listed(self, number: int) -> set[int]:
@@ -57,7 +57,7 @@ class Neighbourhoods(Swarm):
         return {self.numbers[peer] for peer, status in statuses if status is Status.ALIVE}
 
     def around(self, number: int) -> set[int]:
-        """Who runs in the scope of `number`."""
+        """Return the peers that run in the scope of `number`."""
         scope = self.cores[number].scope
         return {other for other in self.cores if scope.holds(peer_of(other))}
 

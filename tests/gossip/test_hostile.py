@@ -16,6 +16,7 @@ from gossip.messages import (
     Ack,
     AliveBody,
     Body,
+    BroadcastBody,
     Compare,
     DeadBody,
     Gossip,
@@ -45,6 +46,7 @@ bodies: st.SearchStrategy[Body] = st.one_of(
     st.builds(SuspectBody, peers, incarnations, st.integers(0, 5000)),
     st.builds(DeadBody, peers, incarnations, st.integers(0, 5000)),
     st.builds(LeftBody, incarnations),
+    st.builds(BroadcastBody, st.binary(min_size=1, max_size=3), incarnations, st.binary(max_size=3)),
 )
 true_facts = st.builds(lambda peer, body: sign_body(HashSigner(peer), body), peers, bodies)
 false_facts = st.builds(Fact, peers | st.binary(max_size=40), st.binary(max_size=80), st.binary(max_size=64))

@@ -1,4 +1,4 @@
-"""Who takes part in a run of averaging: the core, in virtual time."""
+"""The roster of a run of averaging: the core, in virtual time."""
 
 from random import Random
 

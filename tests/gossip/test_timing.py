@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.facts import Fact
-from gossip.dissemination import Dissemination
+from gossip.dissemination import (
+    ALL_CHANGES_MAX,
+    CHANGE_INTERVALS,
+    CHANGED_SENDS,
+    SENDS_MAX,
+    Changes,
+    Dissemination,
+)
 from gossip.messages import FACTS_MAX, DeadBody, SuspectBody, fact_bytes, sign_body
 from gossip.settings import PRESETS, Settings
 from gossip.suspicion import LocalHealth, Suspicion
@@ -53,7 +60,7 @@ def test_local_health_stays_between_one_and_eight() -> None:
     assert health.multiplier == 7
 
 
-@pytest.mark.parametrize("name", ["local", "lan", "wan"])
+@pytest.mark.parametrize("name", ["local", "host", "lan", "wan"])
 def test_presets_are_sound(name: str) -> None:
     settings = PRESETS[name]
     shortest, longest = settings.suspicion_bounds_seconds(5)
@@ -145,3 +152,12 @@ def test_a_message_never_exceeds_its_bounds_and_everything_gets_its_turns(
         for fact in facts:
             sent[fact] = sent.get(fact, 0) + 1
     assert sent == {suspect(subject, 99): transmits_max for subject in subjects}
+
+
+def test_a_first_change_is_sent_in_full_and_a_crowd_of_changes_hardly() -> None:
+    changes = Changes(1.0, 100, 0.0)
+    assert [changes.sends(peer_of(1), 0.0) for _ in range(3)] == [SENDS_MAX, CHANGED_SENDS, 0]
+    crowd = [changes.sends(peer_of(number), 0.0) for number in range(10, 40) for _ in range(2)]
+    assert crowd.count(SENDS_MAX) < ALL_CHANGES_MAX
+    assert sum(min(sends, 12) for sends in crowd) < 5 * 30
+    assert changes.sends(peer_of(1), 2 * CHANGE_INTERVALS) == SENDS_MAX

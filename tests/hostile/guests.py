@@ -91,7 +91,7 @@ class Guests(Attack):
         super().__init__(target)
         self._held: deque[Guest] = deque()
         self.turns = count()
-        """Who can misbehave in several ways does so in turn."""
+        """Strikes so far: an attack with several ways to misbehave takes them in turn."""
 
     def guest(self) -> Guest:
         return Guest(self.target, self.host())

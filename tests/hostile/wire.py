@@ -20,6 +20,7 @@ from crypto.contact import CONTACT_PURPOSE, ContactBody
 from dht.capabilities import Advert
 from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
+from node.averaging import service as averaging_service
 from node.averaging import transfer
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
@@ -28,11 +29,13 @@ from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
 from node.runs import traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
-from node.services import autonat, membership
+from node.seams import USUAL_STREAMS, StreamLimits
+from node.services import autonat, metadata
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
+from partition.run import ending
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -48,6 +51,7 @@ class Protocol:
     answered: Any = None
     datagrams: Any = None
     payloads: bool = False
+    limits: StreamLimits = USUAL_STREAMS
 
     @property
     def kinds(self) -> tuple[type, ...]:
@@ -59,13 +63,14 @@ PROTOCOLS = (
     Protocol(gossip.swim.PROTOCOL, None, datagrams=gossip.messages.Message),
     Protocol(dht.messages.PROTOCOL, None, datagrams=dht.messages.Message),
     Protocol(runs.RUNS_PROTOCOL, runs.Request, runs.Reply),
-    Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True),
+    Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True, limits=runs.PIPELINE_STREAMS),
     Protocol(blobs.BLOBS_PROTOCOL, blobs.Want, blobs.Reply),
     Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
-    Protocol(averaging.PROTOCOL, averaging.Message, payloads=True),
-    Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer),
+    Protocol(ending.PROTOCOL, None, datagrams=ending.Message),
+    Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
+    Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
 )
@@ -75,6 +80,7 @@ PURPOSES: Mapping[type, str] = {
     gossip.messages.SuspectBody: "swim-suspect",
     gossip.messages.DeadBody: "swim-dead",
     gossip.messages.LeftBody: "swim-left",
+    gossip.messages.BroadcastBody: "swim-broadcast",
     dht.records.RecordBody: dht.records.RECORD_PURPOSE,
     manifest.Manifest: manifest.MANIFEST_PURPOSE,
     runs.LeaseBody: runs.LEASE_PURPOSE,
@@ -101,9 +107,9 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, membership.Metadata, Calibration, Advert),
+    "value": (Change, replication.Offer, Calibration, Advert),
     "links": (Change,),
-    "metadata": (membership.Metadata,),
+    "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),
 }
 """Fields of bytes that are decoded once more, and as what."""

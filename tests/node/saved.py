@@ -109,6 +109,6 @@ def saved(name: str = "residual", stages: int = 2, *, by: str = "a", seed: int =
 
 
 def numbers(rng: Random, dtype: str, size: int) -> bytearray:
-    """So many bytes of finite numbers."""
+    """Return `size` bytes of finite numbers."""
     count = size // np.dtype(dtype).itemsize
     return bytearray(np.array([rng.gauss(0, 1) for _ in range(count)], dtype).tobytes())

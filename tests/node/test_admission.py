@@ -1,4 +1,4 @@
-"""Whose handshake is computed: bounds that hold for every crowd, and who goes first."""
+"""Admission to handshakes: bounds that hold for every crowd, and which connection goes first."""
 
 from collections import Counter
 

@@ -21,7 +21,7 @@ from node.checkpoints.chunks import ArenaReader, cut_state, restore_state
 from node.checkpoints.export import exporting
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import KEPT, CheckpointStore
-from node.checkpoints.weights import _join
+from node.checkpoints.weights import join_stages
 from node.content.blobs import BlobsMissing
 from node.content.graphs import graph_name
 from node.executor import RealExecutor
@@ -411,7 +411,7 @@ def joined(of: Saved) -> bytes:
         export_file(memoryview(arena), specification.dtype, parameter_layout(specification), graph.constants)
         for arena, specification, graph in zip(of.parameters, of.specifications, of.graphs, strict=True)
     ]
-    return _join(of.run, of.model.graph, parts)
+    return join_stages(of.run, of.model.graph, parts)
 
 
 @pytest.mark.parametrize("name", ["residual", "gpt", "gpt2", "unet", "lstm"])

@@ -113,7 +113,7 @@ BAD_INPUT = [
     *((line, 2, line + ":") for line in NO_START),
     ("--jion 10.0.0.5:9747", 2, "unknown flag --jion; did you mean --join?"),
     ("--memory lots", 2, "--memory lots: want an amount"),
-    ("--preset wlan", 2, "--preset wlan: want one of lan, wan, local; did you mean"),
+    ("--preset wlan", 2, "--preset wlan: want one of lan, wan, host, local; did you mean"),
     ("--require-join soon", 2, "--require-join soon: want a time"),
     ("--config none.toml", 2, "none.toml: no such file"),
     ("--config bad.toml", 2, "bad.toml:2: unknown key 'seed' in [join]; did you mean 'seeds'?"),
@@ -203,15 +203,22 @@ def test_starting_hands_over_the_config_and_gives_back_the_exit_code(
 ) -> None:
     seen: list[Any] = []
 
-    def main(config: Config, *, require_join_seconds: float | None, report: Callable[[object], None]) -> int:
-        seen.extend([config, require_join_seconds])
+    def main(
+        config: Config,
+        *,
+        require_join_seconds: float | None,
+        report: Callable[[object], None],
+        record: Path | None,
+    ) -> int:
+        seen.extend([config, require_join_seconds, record])
         report(STATE.started)
         return 4
 
     runtime(main)
     line = "--join 10.0.0.5:9747 --join [::1]:2 --name lab-1 --observer --require-join 30s --cores 2"
-    assert run(line.split()) == 4
-    config, seconds = seen
+    assert run([*line.split(), "--record", "x"]) == 4
+    config, seconds, record = seen
+    assert record == Path("x")
     assert [seed.short for seed in config.join.seeds] == ["10.0.0.5:9747", "[::1]:2"]
     assert (config.name, config.observer, config.resources.cores, seconds) == ("lab-1", True, 2, 30.0)
     assert "python -m node --join 192.168.1.20:9747" in capsys.readouterr().out

@@ -153,7 +153,7 @@ BAD_VALUES = [
     ({"memory": "180%"}, {}, "--memory 180%: want an amount"),
     ({"cores": "-1"}, {}, "--cores -1: want a whole number, 0 (all) to 4096"),
     ({"device": "gpu"}, {}, "--device gpu: want auto, cpu, cuda:0 or mps"),
-    ({"preset": "vlan"}, {}, "--preset vlan: want one of lan, wan, local; did you mean 'lan'?"),
+    ({"preset": "vlan"}, {}, "--preset vlan: want one of lan, wan, host, local; did you mean 'lan'?"),
     ({"name": "x" * 41}, {}, "--name " + "x" * 41 + ": want at most 40"),
     ({"name": "a\x1b[2J"}, {}, '--name "a\\u001b[2J": want at most 40 printable'),
     ({"swarm": ""}, {}, '--swarm "": must not be empty'),

@@ -24,8 +24,7 @@ from node.containment import (
     write_log,
 )
 from node.errors import StreamClosed
-from node.events import Event, RunEnded, StepCommitted
-from node.placement.leases import PlacementFailed
+from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.runs.progress import Telling
 from node.runtime import Node
 from node.seams import Stream
@@ -343,8 +342,9 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
                 monkeypatch.setattr(group.storages["a"], name, write)
             await trio.sleep(300)
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=2, steps=2))
-            with pytest.raises(PlacementFailed):
-                await group.nodes["b"].runs.submit(run)
+            await group.nodes["b"].runs.submit(run)
+            reasons = [event.reason for event in group.events["b"] if isinstance(event, RunChanged)]
+            assert "reduced to 1 x 1 for want of peers: 1 stages x 2 were asked for" in reasons
             assert node.runs.members == {}
             assert node.runs.has_slot
             with trio.fail_after(120):
@@ -352,6 +352,36 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
             await trio.sleep(5)
             assert group.nodes["b"].state.members[node.peer].status == "left"
             assert failures["remembering"] > 1
+
+    simulate(scenario)
+
+
+def test_a_full_disk_at_the_requester_ends_its_run_with_a_clear_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            node = group.nodes["c"]
+
+            def write(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            run = prepare(node, manifest(stages=1, replicas=2, steps=40))
+            with node.watch() as events:
+                await node.runs.submit(run)
+                async for event in events:
+                    if isinstance(event, StepCommitted):
+                        break
+            for name in ("write", "write_soon", "copy_in"):
+                monkeypatch.setattr(group.storages["c"], name, write)
+            group.kill("a")  # what follows must be promised, on a disk that has no room
+            with trio.fail_after(120):
+                while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            (ended,) = (event for event in group.events["c"] if isinstance(event, RunEnded))
+            assert ended.outcome == "failed"
+            assert "the disk of this node is full" in ended.detail
+            assert node.state.members, "the node goes on"
 
     simulate(scenario)
 

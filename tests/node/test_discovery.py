@@ -8,19 +8,21 @@ from gossip.member import MemberForgotten
 from node.checkpoints.weights import WEIGHTS_PURPOSE, weights_name
 from node.commands import Commands
 from node.protocols.manifest import Run
-from node.runtime import CAPACITY_PURPOSE
 from node.services.discovery import RECORD_SECONDS, RENEW_SECONDS
-from node.services.membership import read_metadata
+from node.services.metadata import encode_metadata, read_metadata
 from tests.stack import Swarm, manifest, simulate, swarm, train
 
 
-def test_every_node_finds_every_capacity_in_the_dht_signed_by_its_owner() -> None:
+def test_every_node_finds_what_every_other_published_signed_by_its_owner() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             await trio.sleep(5)
+            for owner in group.nodes.values():
+                metadata = encode_metadata(owner.capacity, accepts_runs=True)
+                await owner.discovery.publish("offer", owner.peer, metadata)
             for finder in group.nodes.values():
                 for owner in group.nodes.values():
-                    records = await finder.discovery.find(CAPACITY_PURPOSE, owner.peer)
+                    records = await finder.discovery.find("offer", owner.peer)
                     assert [record.publisher for record in records] == [owner.peer]
                     claim = read_metadata(records[0].value)
                     assert claim is not None

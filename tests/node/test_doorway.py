@@ -1,4 +1,4 @@
-"""Who gets a place in the doorway, and who has to leave for it."""
+"""Places in the doorway: which connection gets one, and which has to leave for it."""
 
 from collections import Counter
 

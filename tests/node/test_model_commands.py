@@ -344,3 +344,67 @@ def test_numbers_and_names_are_short() -> None:
     assert count_text(124_439_808) == "124.4 M"
     assert short_name("a." * 40 + "weight").startswith("...")
     assert len(short_name("a." * 40 + "weight")) == 44
+
+
+EXPLAINED = """
+import torch
+from torch import nn
+from partition.capture import Task
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.drop(self.first(x)))
+
+class Bad(Net):
+    def forward(self, x):
+        return self.head(self.first(x)) + torch.unique(x).sum() + torch.histc(x, 4).sum()
+
+def loss(output, labels):
+    return nn.functional.cross_entropy(output, labels)
+
+def task(model):
+    return Task(model, (torch.randn(4, 4),), (torch.zeros(4).long(),), loss=loss)
+
+def good():
+    return task(Net())
+
+def bad():
+    return task(Bad())
+"""
+
+
+def test_explain_says_what_becomes_of_a_model_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(EXPLAINED)
+    assert run(["model", "capture", f"{tmp_path}/mine.py:good", "--explain"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "can be captured",
+        "a sum, and what to divide it by",
+        "drawn in module 'drop'",
+        "spare.weight",
+    ):
+        assert words in out
+    assert run(["model", "capture", f"{tmp_path}/mine.py:good", "--explain", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["refusals"], document["facts"]["batch"]) == ([], "1 to 4096 samples in a micro-batch")
+    assert [path.name for path in tmp_path.glob("*.peerloom")] == []
+
+
+def test_explain_lists_all_reasons_with_line_and_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(EXPLAINED)
+    assert run(["model", "capture", f"{tmp_path}/mine.py:bad", "--explain"]) == 2
+    error = capsys.readouterr().err
+    assert "1. the model itself" in error
+    assert "2. the model itself" in error
+    assert f"mine.py:{EXPLAINED.splitlines().index('class Bad(Net):') + 3}" in error
+    assert "use a mask" in error
+    assert "for 2 reasons" in error

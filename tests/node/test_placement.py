@@ -6,14 +6,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from crypto.encoding import encode
 from crypto.identity import PeerId
 from node.events import RunPlanned
-from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims
+from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, smaller_shapes
 from node.runtime import Node
 from node.services.capacity import Capacity
-from node.services.membership import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
+from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
 from partition.run.decliners import DECLINERS_MAX, Decliners
 from tests.stack import manifest, simulate, swarm, train
 
@@ -90,3 +92,19 @@ def test_decliners_are_remembered_for_some_time_and_only_the_newest() -> None:
         decliners.note(PeerId(number.to_bytes(32, "big")), 20.0, 10.0)
     assert len(decliners.now(21.0)) == DECLINERS_MAX
     assert PeerId(bytes(32)) not in decliners.now(21.0)
+
+
+@given(stages=st.integers(0, 9), replicas=st.integers(0, 9), peers=st.integers(0, 40))
+def test_a_smaller_shape_needs_no_more_peers_than_there_are(stages: int, replicas: int, peers: int) -> None:
+    found = list(smaller_shapes((stages, replicas), peers))
+    for fewer, copies in found:
+        assert max(1, fewer) * max(1, copies) <= peers
+        assert fewer <= stages
+        assert copies <= replicas
+        assert bool(fewer) == bool(stages)
+        assert bool(copies) == bool(replicas)
+    assert bool(found) == (0 < peers < max(1, stages) * max(1, replicas))
+
+
+def test_stages_are_kept_before_replicas() -> None:
+    assert list(smaller_shapes((2, 2), 3)) == [(2, 1), (1, 2)]

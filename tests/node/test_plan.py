@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import node
 from node.cli.main import run
 from node.cli.plan_lines import plan_lines
 from node.cli.plan_svg import plan_svg
-from node.errors import UsageError
+from node.errors import RunFailed, UsageError
 from node.planning.document import plan_document
 from node.planning.peers import (
     Peers,
@@ -24,11 +25,13 @@ from node.planning.peers import (
     what_if,
 )
 from node.planning.planner import PlanReport, Wanted, plan_model
+from node.planning.request import graph_of
 from partition.model.graph import Graph
 from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES
 from partition.plan.problem import Infeasible
 from tests.partition.test_layers import transformer
+from tests.stack import simple_cnn, simulate, swarm
 
 PEERS = """
 [[peers]]
@@ -221,3 +224,47 @@ def test_the_command_prints_a_plan_and_its_document(
 
 def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> None:
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
+
+
+# The library
+
+TWO = """
+[[peers]]
+name = "one"
+memory = "8GB"
+rate = "50GFLOPS"
+
+[[peers]]
+name = "two"
+memory = "8GB"
+rate = "50GFLOPS"
+"""
+
+
+def test_a_plan_needs_no_node_and_no_torch(tmp_path: Path) -> None:
+    file = tmp_path / "PEERS.toml"
+    file.write_text(TWO)
+    report = node.plan(simple_cnn("float32").graph, file, batch=32)
+    assert report.samples_per_second > 0
+    assert node.plan(simple_cnn("float32").graph, read_peers(str(file)), batch=32) == report
+    assert node.plan(simple_cnn("float32").graph, file, batch=32, what_if="lose=two").left_out == ()
+    with pytest.raises(UsageError, match="objective"):
+        node.plan(simple_cnn("float32").graph, file, objective="speed")
+    with pytest.raises(UsageError, match="simple-cnn"):
+        node.plan("simple-cn", file)
+    with pytest.raises(RunFailed, match="simple-cnn"):
+        node.plan(simple_cnn("float32").graph, file, what_if="lose=one,lose=two")
+
+
+def test_a_model_by_name_is_captured_by_a_process_of_its_own() -> None:
+    assert graph_of("simple-cnn").name == "simple-cnn"
+
+
+def test_a_node_plans_over_its_swarm() -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            report = await group.nodes["a"].plan(simple_cnn("float32").graph, stages=2)
+            assert len(report.split.groups) == 2
+            assert {peer.name for peer in report.problem.peers} == {"a", "b"}
+
+    simulate(scenario)

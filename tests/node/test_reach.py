@@ -1,4 +1,4 @@
-"""Who can be reached: judged by others who dialled, real sockets on loopback, no third party dialled."""
+"""Reachability as judged by peers that dialled: real sockets on loopback, no third party dialled."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable

@@ -24,12 +24,13 @@ from node.pipeline.links import Links
 from node.pipeline.replica import ReplicaShell
 from node.pipeline.spans import Spans
 from node.placement.leases import PlacementFailed
+from node.placement.witnesses import WITNESSED_MAX
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, make_run
 from node.runs.runs import PIPELINE_IDLE_SECONDS_MAX
 from node.runs.server import RUNS_MAX
 from node.runtime import Node
-from node.seams import Network, RealClock
+from node.seams import Network, RealClock, make_core
 from node.state import RUNS_KEPT_MAX, State, apply
 from partition.plan.change import Change, encode_change, successor
 from partition.plan.history import extend, first_history
@@ -99,6 +100,22 @@ def start(sender: Node, fact: Fact, plan: Plan) -> wire.Start:
 
 async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Reply:
     return await ask(sender, receiver, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
+
+
+def test_a_node_is_the_witness_of_so_many_runs_only_however_many_it_has_promised() -> None:
+    async def scenario(_: Swarm, a: Node, b: Node) -> None:
+        runs = [run_of(b, seed=number) for number in range(4 + WITNESSED_MAX)]
+        plans = [replace(plan_of(run, b.peer), roster=tuple(sorted([a.peer, b.peer]))) for run in runs]
+        for part in (slice(0, 4), slice(4, None)):
+            rows = list(zip(runs[part], plans[part], strict=True))
+            for run, plan in rows:
+                reply = await ask(b, a, wire.LeaseRequest(run.fact, encode_plan(plan), None))
+                assert isinstance(reply, wire.Leased)
+            replies = [await ask(b, a, start(b, run.fact, plan)) for run, plan in rows]
+        assert [isinstance(reply, wire.Done) for reply in replies] == [True] * 4 + [False] * 4
+        assert sum(member.is_witness for member in a.runs.members.values()) == WITNESSED_MAX
+
+    two_nodes(scenario)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +350,9 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
 
 def test_a_run_that_was_not_placed_is_forgotten() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
+        for asking, holder in ((a, b), (b, a)):
+            other = run_of(asking, seed=9)
+            await lease(asking, holder, other, plan_of(other, holder.peer))
         with pytest.raises(PlacementFailed):
             await a.runs.submit(run_of(a, stages=9, replicas=9))
         assert a.runs.known() == []
@@ -448,7 +468,12 @@ async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_
         specification,
         (),
         BrokenStage(),
-        cast("Any", SimpleNamespace(clock=RealClock(), storage=MemoryStorage(), executor=SimExecutor())),
+        cast(
+            "Any",
+            SimpleNamespace(
+                clock=RealClock(), storage=MemoryStorage(), executor=SimExecutor(), core=make_core
+            ),
+        ),
         lambda *_: None,
         step=0,
         in_flight_max=1,

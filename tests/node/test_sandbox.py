@@ -286,6 +286,7 @@ def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
     assert "PATH" not in made
     assert made["HOME"] == made["TMPDIR"] == "/scratch"
     assert made["OMP_NUM_THREADS"] == "3"
+    assert made["OMP_WAIT_POLICY"] == "PASSIVE", "threads that spin take the time of what they wait for"
     assert (made["LD_LIBRARY_PATH"], made["CUDA_VISIBLE_DEVICES"], made["LC_ALL"]) == ("/opt/lib", "0", "C")
 
 

@@ -201,3 +201,27 @@ def test_a_split_loses_no_sample_and_doubles_none(count: int) -> None:
     assert np.array_equal(train_x, -train_y)
     assert np.array_equal(test_x, -test_y)
     assert len(test_x) >= 1
+
+
+def test_arrays_may_have_the_names_of_inputs_and_labels(tmp_path: Path) -> None:
+    arrays = {
+        "input_ids": np.arange(20).reshape(10, 2),
+        "mask": np.ones((10, 2), bool),
+        "score": np.arange(10.0),
+    }
+    np.savez(tmp_path / "all.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
+    found = converted(tmp_path / "all.npz", tmp_path / "out")
+    assert (set(found.train), found.train_samples, found.test_samples) == (set(arrays), 8, 2)
+    rows = np.concatenate([found.train["input_ids"], found.test["input_ids"]])
+    scores = np.concatenate([found.train["score"], found.test["score"]])
+    assert np.array_equal(rows[:, 0] // 2, scores), "rows stay together"
+    parts = {f"{part}_{name}": array for name, array in arrays.items() for part in ("train", "test")}
+    np.savez(tmp_path / "parts.npz", **parts)  # type: ignore[arg-type]  # numpy's own
+    found = converted(tmp_path / "parts.npz", tmp_path / "split")
+    assert (set(found.train), found.train_samples, found.test_samples) == (set(arrays), 10, 10)
+
+
+def test_arrays_of_different_lengths_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bad.npz", ids=np.zeros((4, 2)), mask=np.zeros((5, 2)))
+    with pytest.raises(UsageError, match="arrays of different lengths: ids 4, mask 5"):
+        convert(str(tmp_path / "bad.npz"), Path(), tmp_path)

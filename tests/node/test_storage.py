@@ -20,7 +20,7 @@ from node.content.dataset_store import data_name
 from node.errors import UsageError
 from node.paths import LOCK_NAME
 from node.protocols.runs import End, FetchData, FetchWeights
-from node.runs.runs import run_name
+from node.runs.recovery import run_name
 from node.storage.folder import IDENTITY_NAME, FolderStorage, lock, parts_of
 from node.storage.keys import load_keys
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered

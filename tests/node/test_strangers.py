@@ -1,4 +1,4 @@
-"""Who has connected and not shaken hands: sent away, put off, handed on; where time matters it is virtual."""
+"""Connections before their handshake: sent away, put off, handed on; where time matters it is virtual."""
 
 import gc
 import os
@@ -375,7 +375,7 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
         await until(lambda: len(bob._connections._doorway) == 2)
         assert await alice.identify(bob.addresses[0]) == bob.peer
-        # Who has stood there longest had to go.
+        # The connection that had stood there longest had to go.
         assert await idle[0].receive_some() == b""
         assert bob.counters["handshakes_displaced"] == 1
         assert len(bob._connections._doorway) == 1

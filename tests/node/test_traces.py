@@ -134,6 +134,7 @@ def test_a_frame_is_an_arrow_from_stage_to_stage_on_one_clock() -> None:
     end = next(event for event in events if event["ph"] == "f")
     assert (begin["pid"], begin["tid"], end["pid"], end["tid"]) == (1, 1, 2, 2)
     assert begin["id"] == end["id"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {4}, "as screens count"
     assert end["ts"] == pytest.approx(0.5)  # 1 us by its own clock, which is half one ahead
 
 

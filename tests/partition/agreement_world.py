@@ -111,6 +111,7 @@ class World:
     first: Plan
     agreement_class: type[PaxosChain] = PaxosChain
     may_fork: bool = False
+    tie_breaker: PeerId | None = None
     loss: float = 0.0
     double: float = 0.0
     slow_seconds: float = 0.1
@@ -153,7 +154,7 @@ class World:
         action()
 
     def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> bool:
-        """So much time, or until something holds; whether it does."""
+        """Run for `seconds`, or until `until` holds; return whether it does."""
         end = self.now + seconds
         while self.heap and self.heap[0][0] <= end:
             if until():
@@ -166,7 +167,9 @@ class World:
 
     def _core(self, me: PeerId, plan: Plan, durable: bytes) -> PaxosChain:
         rng = Random(self.rng.getrandbits(64))
-        return self.agreement_class(me, plan, rng, durable=durable, may_fork=self.may_fork)
+        return self.agreement_class(
+            me, plan, rng, durable=durable, may_fork=self.may_fork, tie_breaker=self.tie_breaker
+        )
 
     def _add(self, me: PeerId, plan: Plan) -> None:
         member = self.members[me] = Member(me, self._core(me, plan, b""))
@@ -349,7 +352,7 @@ class World:
         except RemoteProtocolError as error:
             if "on no roster" not in str(error):
                 raise Broken(f"the honest {sender!r} is refused: {message}: {error}") from error
-            # Who has joined since is a stranger to who has not heard of it.
+            # A member that joined since is a stranger to one that has not heard of it.
             if (core.durable, core.deadline) != before or core.events:
                 raise Broken("a refused message has changed something") from error
 
@@ -446,8 +449,11 @@ class World:
             raise Broken("a standing wish is not decided")
 
 
-def walk(seed: int, *, actions: int = 15, may_fork: bool = False, **given: Any) -> World:
-    """One history; raises Broken, naming the seed. What is not `given` is drawn."""
+def walk(
+    seed: int, *, actions: int = 15, may_fork: bool = False, breaks_ties: bool = False, **given: Any
+) -> World:
+    """One history; raises Broken, naming the seed. What is not `given` is drawn. Where it `breaks_ties`, the
+    first of the roster does, and there are few members."""
     rng = Random(seed)
     drawn: dict[str, Any] = {
         "first": genesis(rng.choice((1, 2, 3, 4, 5, 7, 9, 12)), rng.randint(1, 2)),
@@ -456,6 +462,9 @@ def walk(seed: int, *, actions: int = 15, may_fork: bool = False, **given: Any) 
         "slow_seconds": rng.choice((0.05, 0.3, 2.0)),
         "crashes": rng.choice((0.0, 0.002, 0.02)),
     }
+    if breaks_ties:
+        drawn["first"] = genesis(rng.choice((2, 2, 3, 4, 6)), rng.randint(1, 2))
+        drawn["tie_breaker"] = drawn["first"].members[0]
     world = World(rng, may_fork=may_fork, **(drawn | given))
     pause = rng.choice((5.0, 60.0)) if may_fork else rng.choice((0.5, 3.0, 15.0))
     try:

@@ -65,7 +65,7 @@ def opening(
     train: bool = True,
     first: int | None = None,
 ) -> Open:
-    """Whose the micro-batches are in the middle; elsewhere there is no choice."""
+    """Return an Open whose `middles` own the middle stage's micro-batches; elsewhere there is no choice."""
     owners = (bytes(len(middles)), bytes(middles), bytes(len(middles)))
     return Open(
         plan=PLAN_HASH,

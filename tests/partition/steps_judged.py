@@ -1,4 +1,4 @@
-"""Who loses its place in the world of the step machines, and whether that is right."""
+"""The members that lose their place in the world of the step machines, and whether that is right."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -37,7 +37,7 @@ from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 EVENTS_MAX = 60_000
 """A history has some thousand; more means that messages go round in circles."""
 IDLE_WAKES_MAX = 150
-"""So often timers may fire, with nothing but messages in between, before it is said that nothing happens."""
+"""Timers that may fire, with nothing but messages in between, before the world counts as stalled."""
 SLOW = 0.1
 """The share of links and of learners that are 20 times slower, so that what others say overtakes them."""
 ENCODED = 0.002
@@ -137,8 +137,8 @@ class World:
                 self.pool.add(Learning(machine))
 
     def _mend(self) -> None:
-        """Who holds wrong parameters, and may now be believed, holds the right ones instead: nobody promises
-        that the last who could contradict it lives."""
+        """Correct the replicas that hold wrong parameters and may now be believed: nobody promises that the
+        last one able to contradict them lives."""
         for stage in self.plan.stages:
             wrong = [each for each in self.alive(stage.replicas) if each.is_corrupt]
             right = [each for each in self.alive(stage.replicas) if not each.is_corrupt]

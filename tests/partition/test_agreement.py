@@ -1,6 +1,7 @@
 """The chain of plans under every disturbance that the world knows; lies are in `test_agreement_hostile`."""
 
 import os
+from collections.abc import Collection
 from random import Random
 from typing import Any
 
@@ -40,7 +41,7 @@ from partition.plan.paxos_messages import (
     other_branch_wins,
 )
 from partition.plan.plan import committee, plan_hash
-from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance
+from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance, decides
 from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
@@ -53,11 +54,15 @@ ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}
 # Whole histories
 
 
-@pytest.mark.parametrize("may_fork", [False, True], ids=["without forks", "with forks"])
-def test_no_disturbance_makes_two_plans_of_one(may_fork: bool) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"may_fork": True}, {"breaks_ties": True}],
+    ids=["without forks", "with forks", "with a tie-breaker"],
+)
+def test_no_disturbance_makes_two_plans_of_one(rules: dict[str, bool]) -> None:
     events = decisions = restarts = seed = 0
     while events < WALK_EVENTS:
-        world = walk(seed, may_fork=may_fork)
+        world = walk(seed, **rules)
         events += world.events
         decisions += len(world.decided)
         restarts += world.restarts
@@ -84,8 +89,13 @@ class IgnoresWhatWasAccepted(PaxosChain):
 
 
 class IsContentWithHalf(PaxosChain):
-    def _needed(self, instance: Instance) -> int:
-        return (len(instance.committee) + 1) // 2
+    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+        return 2 * len(votes) >= len(instance.committee)
+
+
+class IsItsOwnTieBreaker(PaxosChain):
+    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+        return decides(instance.committee, votes, self.me)
 
 
 class AcceptsBelowItsPromise(PaxosChain):
@@ -106,6 +116,7 @@ class AcceptsBelowItsPromise(PaxosChain):
         {"sends_before_saving": True},
         {"agreement_class": IgnoresWhatWasAccepted},
         {"agreement_class": IsContentWithHalf},
+        {"agreement_class": IsItsOwnTieBreaker},
         {"agreement_class": AcceptsBelowItsPromise},
     ],
     ids=lambda planted: str(next(iter(planted.values()))),
@@ -350,7 +361,7 @@ def test_what_was_stored_is_refused_where_it_is_damaged_or_anothers() -> None:
         PaxosChain(me, replace(room.plan, microbatches=7), Random(0), durable=durable)
 
 
-# Who is behind
+# Members that are behind
 
 
 def grown(links: int) -> Room:
@@ -433,7 +444,7 @@ def test_who_missed_too_much_is_told_so_and_can_rejoin() -> None:
     assert room.cores[late].head == room.cores[other].head
 
 
-# Who is in reach
+# Members in reach
 
 
 def test_a_lost_quorum_is_told_after_a_while_and_so_is_its_return() -> None:
@@ -442,7 +453,7 @@ def test_a_lost_quorum_is_told_after_a_while_and_so_is_its_return() -> None:
     core.reach(10.0, room.seats[:2])
     assert core.deadline == 10.0 + QUORUM_SECONDS
     core.wake(10.0 + QUORUM_SECONDS)
-    assert core.events == [QuorumLost(0, live=2, needed=3)]
+    assert core.events == [QuorumLost(0, live=2, needed=3, missing=room.seats[2:])]
     core.reach(40.0, room.seats[:2])
     core.reach(41.0, room.seats[:3])
     assert core.events[1:] == [QuorumFound(0)]
@@ -462,7 +473,7 @@ def test_a_short_gap_is_not_told() -> None:
 
 
 def split(room: Room, size: int) -> tuple[PeerId, ...]:
-    """So many of the last of the committee lose sight of the others, until they may fork."""
+    """Cut the last `size` of the committee off from the others, until they may fork; return them."""
     few = room.seats[-size:]
     room.deaf = {me for me in room.cores if me not in few}
     for me in few:
@@ -535,7 +546,7 @@ def test_after_healing_only_one_side_is_told_to_give_up() -> None:
     room.carry(other, room.cores[other].tell(one))
     assert [type(event) for event in room.events(other)][-1] is ForkFound
     assert ForkFound not in [type(event) for event in room.events(one)]
-    # Who gave up goes on where the other is; it comes in by the next plan.
+    # The member that gave up goes on where the other is; it comes in by the next plan.
     room.cores[other].rejoin(80.0, room.cores[one].base, room.cores[one].chain)
     assert room.cores[other].head == room.cores[one].head
 

@@ -231,3 +231,22 @@ def test_a_fork_that_is_named_by_others_than_stay_is_refused() -> None:
     follow(PLAN, encode_change(Change(lost=(A, D, E), fork=fork)))
     with pytest.raises(RemoteProtocolError, match="not named by those"):
         follow(PLAN, encode_change(Change(lost=(A, D), fork=fork)))
+
+
+# Borders
+
+
+def test_borders_move_only_with_a_checkpoint_and_leave_no_stage_empty() -> None:
+    plan = PLAN
+    last = plan.stages[-1].last_layer
+    saved = Change(restored=bytes([7]) * 32, step=4)
+    moved = successor(plan, replace(saved, cuts=(1,)))
+    assert [(stage.first_layer, stage.last_layer) for stage in moved.stages] == [(0, 1), (1, last)]
+    assert [stage.replicas for stage in moved.stages] == [stage.replicas for stage in plan.stages]
+    assert decode_change(encode_change(replace(saved, cuts=(1,)))) == replace(saved, cuts=(1,))
+    for wrong in (
+        Change(cuts=(1,)),
+        *(replace(saved, cuts=cuts) for cuts in ((0,), (last,), (1, 2), (1, 1))),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            successor(plan, wrong)

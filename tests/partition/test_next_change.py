@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
 from partition.plan.plan import NO_HASH, Plan, StagePlan, check_plan
+from partition.run.messages import Recut
 from partition.run.next_change import NoViablePlan, PlanInputs, next_change, ranked
 
 
@@ -21,7 +22,7 @@ PLAN = Plan(
     roster=(FIRST, SECOND, THIRD, FOURTH, REQUESTER),
     trainers=(REQUESTER,),
     microbatches=4,
-    stages=(StagePlan(0, 1, (FIRST, SECOND), (1, 1)), StagePlan(1, 2, (THIRD, FOURTH), (1, 1))),
+    stages=(StagePlan(0, 2, (FIRST, SECOND), (1, 1)), StagePlan(2, 4, (THIRD, FOURTH), (1, 1))),
 )
 CHECKPOINT = (b"c" * 32, 40)
 
@@ -50,9 +51,15 @@ def test_a_lost_replica_leaves_the_roster_and_its_stage_goes_on_with_the_other()
 
 def test_candidates_that_declined_come_after_all_others() -> None:
     offers = [(peer(number), rate) for number, rate in ((1, 9), (2, 8), (3, 1))]
-    order = ranked(offers, first=(), roster=(), last={peer(1), peer(2)})
+    order = ranked(offers, first=(), trainers=(), roster=(), last={peer(1), peer(2)})
     assert [candidate for candidate, _ in order] == [peer(3), peer(1), peer(2)]
-    order = ranked(offers, first={peer(2)}, roster={peer(3)}, last=())
+    order = ranked(offers, first={peer(2)}, trainers=(), roster={peer(3)}, last=())
+    assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
+
+
+def test_a_trainer_takes_a_stage_only_where_nobody_is_idle() -> None:
+    offers = [(peer(1), 9), (peer(2), 1), (peer(3), 5)]
+    order = ranked(offers, first=(), trainers=[peer(1)], roster={peer(1), peer(2)}, last=())
     assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
 
 
@@ -133,3 +140,11 @@ def test_every_wish_makes_a_valid_plan_without_the_absent(
     back = {row.peer for row in found.joined}
     assert not (absent - back) & set(plan.roster)
     assert (found.restored != NO_HASH) == any(set(stage.replicas) <= absent for stage in PLAN.stages)
+
+
+def test_borders_move_where_nobody_is_lost_or_leaves() -> None:
+    recut = Recut(bytes(32), 40, CHECKPOINT[0], (1,))
+    change = change_of(view(recut=recut))
+    assert change == Change(restored=CHECKPOINT[0], step=40, cuts=(1,))
+    assert change_of(view((SECOND,), recut=recut)).cuts == ()
+    assert next_change(view(recut=recut, leaving=frozenset({FIRST}))) is None

@@ -1,4 +1,4 @@
-"""Who is held to be stuck when nothing goes on; whole histories are in `test_steps_walk`."""
+"""Members judged stuck when nothing goes on; whole histories are in `test_steps_walk`."""
 
 from typing import Any
 

@@ -113,7 +113,7 @@ def test_an_altered_byte_is_refused_or_makes_another_plan(place: int, value: int
     assert (plan_hash(plan) == plan_hash(PLAN)) == (plan == PLAN)
 
 
-# Who decides what comes next
+# Members that decide what comes next
 
 
 def crowded(members: int, run: bytes = bytes(32)) -> Plan:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from partition.plan.cost import LayerCost
 from partition.plan.forecast import forecast
 from partition.plan.problem import Constraints, Infeasible, Link, PeerCost, Problem, Split
-from partition.plan.rebalance import HYSTERESIS_PERCENT, diff, rebalance
+from partition.plan.rebalance import HYSTERESIS_PERCENT, diff, measured, move_borders, rebalance
 from partition.plan.solver import solve
 from tests.partition.planned import is_allowed, layers_in_order, problems
 
@@ -115,3 +115,60 @@ def test_nothing_fits_any_more_is_said() -> None:
     peers = tuple(replace(peer, memory_bytes=1) for peer in problem.peers)
     with pytest.raises(Infeasible):
         rebalance(replace(problem, peers=peers), old)
+
+
+def test_measured_times_take_the_place_of_claims() -> None:
+    """A peer that claims ten times its rate ends with the share it deserves."""
+    honest = three((1000, 1000, 1000))
+    liar = replace(honest, peers=(*honest.peers[:2], *three((1000, 1000, 100)).peers[2:]))
+    split = solve(liar)
+    assert max(last - first for first, last in split.ranges) > 12
+    found = {
+        honest.peers[place].name: 3_000_000 * (last - first)
+        for (first, last), (place,) in zip(split.ranges, split.groups, strict=True)
+    }
+    assert measured(liar, split, found) == honest
+    decision = move_borders(measured(liar, split, found), split, steps_left=100)
+    assert [last - first for first, last in decision.split.ranges] == [8, 8, 8]
+
+
+def test_a_peer_that_was_not_measured_is_as_far_off_its_claim_as_the_others() -> None:
+    problem = three((1000, 1000, 1000))
+    split = Split(((0, 8), (8, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
+    found = measured(problem, split, {"peer-0": 8 * 6_000_000, "peer-1": 8 * 6_000_000})
+    assert found == three((2000, 2000, 2000))
+    assert measured(problem, split, {}) == problem
+
+
+@pytest.mark.parametrize("liar", ["peer-0", "peer-1", "peer-2"])
+def test_a_peer_that_claims_to_take_centuries_breaks_no_plan(liar: str) -> None:
+    problem = three((1000, 1000, 1000))
+    split = Split(((0, 8), (8, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
+    decision = move_borders(measured(problem, split, {liar: 2**63 - 1}), split, steps_left=100)
+    assert layers_in_order(decision.split) == list(range(24))
+
+
+def test_borders_stay_where_the_steps_left_do_not_pay_for_the_pause() -> None:
+    old = solve(three((4000, 2000, 1000)))
+    throttled = three((4000, 2000, 3000))
+    pause = 5_000_000_000
+    assert move_borders(throttled, old, steps_left=1_000, pause_nanoseconds=pause).is_change
+    assert not move_borders(throttled, old, steps_left=2, pause_nanoseconds=pause).is_change
+    assert not move_borders(three((4000, 2000, 1030)), old, steps_left=10**6).is_change
+
+
+@given(problems(), st.lists(st.integers(1, 10**9), min_size=8, max_size=8), st.integers(0, 10**4))
+@settings(max_examples=25, deadline=None)
+def test_moved_borders_keep_every_peer_in_its_stage_and_fit(
+    problem: Problem, times: list[int], steps_left: int
+) -> None:
+    try:
+        old = solve(problem)
+    except Infeasible:
+        return
+    names = [problem.peers[place].name for group in old.groups for place in group]
+    now = measured(problem, old, dict(zip(names, times, strict=False)))
+    decision = move_borders(now, old, steps_left=steps_left)
+    assert decision.split.groups == old.groups
+    assert layers_in_order(decision.split) == list(range(len(problem.layers)))
+    assert is_allowed(now, decision.split.ranges, decision.split.groups)

@@ -13,7 +13,7 @@ from partition.plan.paxos import ForkFound, LeftBehind, PaxosChain
 from partition.plan.paxos_messages import ChainHead
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.branches import Branches, Verdict
-from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, check_sender
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.progress import Progress
 
 PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 5))
@@ -101,7 +101,8 @@ NAME = plan_hash(PLAN)
 
 
 def test_only_the_committer_speaks_for_the_run_and_anyone_for_itself() -> None:
-    for message in (GivenUp(NAME), Checkpointed(NAME, 3, bytes(32)), Absent(NAME, (SECOND, THIRD), "dead")):
+    recut, saved = Recut(NAME, 3, bytes(32), (1,)), Checkpointed(NAME, 3, bytes(32))
+    for message in (GivenUp(NAME), saved, recut, Absent(NAME, (SECOND, THIRD), "dead")):
         check_sender(PLAN, COMMITTER, message)
         with pytest.raises(RemoteProtocolError, match="only the run's committer"):
             check_sender(PLAN, SECOND, message)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -40,7 +41,7 @@ from partition.run.events import (
     StateChanged,
 )
 from partition.run.member import Member
-from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving
+from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut
 from partition.run.proposals import Surroundings
 from partition.run.states import NEXT, State
 
@@ -192,6 +193,75 @@ def test_newcomers_are_released_where_another_plan_is_decided() -> None:
     assert [(ask.peer, type(ask.request)) for ask in node.asked()] == [(SPARE, ReleaseStage)]
     node.reply(opening, Done())
     assert node.proposed() == Change(lost=(THREE,))
+
+
+def test_a_member_without_a_quorum_asks_nobody_and_gives_back_what_it_holds() -> None:
+    node, plan = short_of_a_replica()
+    (lease,) = node.asked()
+    node.reply(lease, Done())
+    (opening,) = node.asked()
+    assert isinstance(opening.request, OpenStage)
+    node.die(*[peer for peer in plan.members if peer != node.me])
+    node.at(node.now)
+    assert [(ask.peer, type(ask.request)) for ask in node.asked()] == [(SPARE, ReleaseStage)]
+    node.at(node.now + 2 * timeouts.REFILL_SECONDS)
+    assert not [ask for ask in node.asked() if isinstance(ask.request, HoldStage)]
+
+
+def test_a_provider_that_refuses_is_asked_again_soon_and_then_ever_later() -> None:
+    node, _ = short_of_a_replica()
+    node.free = [(SPARE, 9)]
+    waits, refused_at = [], node.now
+    (lease,) = node.asked()
+    for _ in range(6):
+        node.reply(lease, Declined("busy"))
+        node.asked()
+        asked: list[Ask] = []
+        while not asked:
+            node.core.members_changed(node.now)
+            node.at(node.now + 1.0)
+            asked = [ask for ask in node.asked() if isinstance(ask.request, HoldStage)]
+        (lease,) = asked
+        waits.append(node.now - refused_at)
+        refused_at = node.now
+    assert waits == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+TWO_MEMBERS = replace(PLAN, roster=(REQUESTER, ONE), stages=(StagePlan(0, 1, (ONE,), (1,)),))
+
+
+def test_a_run_of_two_members_takes_a_witness_that_agrees_first() -> None:
+    node = Node(committee(TWO_MEMBERS)[0], plan=TWO_MEMBERS, free=[(ONE, 1), (SPARE, 9), (OTHER, 5)])
+    node.core.begin(0.0, node.chain, (1,))
+    node.at(0.0)
+    (lease,) = node.asked()
+    assert isinstance(lease.request, HoldStage)
+    assert (lease.peer, lease.request.stage) == (SPARE, None)
+    node.reply(lease, Declined("busy"))
+    assert [type(ask.request) for ask in node.asked()] == [ReleaseStage]
+    node.at(node.now)
+    (lease,) = node.asked()
+    assert lease.peer == OTHER
+    node.reply(lease, Done())
+    (opening,) = node.asked()
+    assert isinstance(opening.request, OpenStage)
+    node.reply(opening, Done())
+    assert node.proposed() == Change(admitted=(OTHER,))
+    assert node.decided(Change(admitted=(OTHER,))).witnesses == (OTHER,)
+    assert node.proposed() is None, "three votes are enough"
+
+
+def test_a_witness_that_dies_is_replaced() -> None:
+    plan = successor(TWO_MEMBERS, Change(admitted=(OTHER,)))
+    first = committee(successor(plan, Change(lost=(OTHER,))))[0]
+    node = Node(first, plan=plan, free=[(SPARE, 9)])
+    node.core.begin(0.0, node.chain, (1,))
+    node.die(OTHER)
+    assert node.proposed() == Change(lost=(OTHER,))
+    node.decided(Change(lost=(OTHER,)))
+    node.at(node.now)
+    asked = [ask for ask in node.asked() if isinstance(ask.request, HoldStage)]
+    assert [(ask.peer, ask.request.stage) for ask in asked] == [(SPARE, None)]  # type: ignore[union-attr]  # all are of this kind
 
 
 def test_only_the_first_of_the_committee_asks() -> None:
@@ -360,6 +430,8 @@ MESSAGES = (
     Leaving(NAME, at_once=True),
     Checkpointed(NAME, 4, bytes(32)),
     GivenUp(NAME),
+    Recut(NAME, 4, bytes([4]) * 32, (1,)),
+    Recut(NAME, 4, bytes([4]) * 32, (99,)),
 )
 REPLIES = (Done(), Declined("no"), Unanswered("silence"))
 
@@ -378,6 +450,8 @@ def test_whatever_comes_the_core_keeps_to_its_table_and_says_nothing_once_it_is_
         lambda: node.core.receive(node.now, rng.choice(PEERS), rng.choice(MESSAGES)),
         lambda: node.core.leave(node.now),
         lambda: node.core.paused(node.now, 3),
+        lambda: node.core.recut((1,)),
+        lambda: node.core.checkpointed(node.now),
         lambda: node.reply(rng.choice(open_asks), rng.choice(REPLIES)) if open_asks else None,
         lambda: node.core.on_chain(node.now, QuorumLost(0, 1, 3)),
         lambda: node.core.on_chain(node.now, QuorumFound(0)),

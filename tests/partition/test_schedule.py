@@ -1,4 +1,4 @@
-"""Who takes which micro-batch: in proportion to the rates, and the same for everybody."""
+"""Assignment of micro-batches: in proportion to the rates, and the same on every member."""
 
 from fractions import Fraction
 from math import ceil

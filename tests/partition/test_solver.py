@@ -64,7 +64,7 @@ def test_a_small_split_is_the_best_of_all_that_are_allowed(problem: Problem) -> 
 @given(problems())
 @settings(max_examples=25, deadline=None)
 def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:
-    # So long that filling the pipeline is nothing; as many frames as that are kept on the disk.
+    # The step is so long that filling the pipeline costs nothing; so many frames are kept on the disk.
     peers = tuple(
         replace(peer, memory_bytes=peer.memory_bytes + KEPT_FRAMES_BYTES_MAX) for peer in problem.peers
     )
@@ -289,3 +289,20 @@ def test_an_infeasible_run_says_what_is_missing(
 def test_peers_of_one_name_are_a_mistake() -> None:
     with pytest.raises(ValueError, match="two peers of one name"):
         Problem((layer(1),), (PeerCost("a", BIG, (1,), (1,)),) * 2)
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
+def test_cuts_that_tie_by_their_links_share_the_compute(pipeline: str) -> None:
+    """Links as slow as assumed tie all cuts of a small model; the first gives one peer one layer."""
+    layers = tuple(LayerCost(0, 0, 0, 100_000, 0) for _ in range(11))
+    peers = tuple(PeerCost(name, 8 * 2**30, (100_000,) * 11, (200_000,) * 11) for name in "ab")
+    problem = Problem(
+        layers=layers,
+        peers=peers,
+        microbatches=8,
+        input_bytes=100_000,
+        pipeline=pipeline,  # type: ignore[arg-type]  # a literal
+        constraints=Constraints(stages=2, replicas=1),
+    )
+    sizes = sorted(last - first for first, last in solve(problem).ranges)
+    assert sizes == [5, 6]

@@ -30,7 +30,7 @@ from tests.partition.steps_world import World
 WALKS = 600
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_WALK_EVENTS", "0"))
 PLANTED_WALKS = 1_500
-"""So many are given to find a planted bug; most are found in some dozens."""
+"""Walks allowed to find a planted bug; most are found in some dozens."""
 KINDS = (
     DISTURBANCES,
     DISTURBANCES,

@@ -119,7 +119,7 @@ class Story:
             ]
 
     def _orders(self) -> list[tuple[float, PeerId, str, Order]]:
-        # Whom everybody can reach, without having been called first.
+        # The first peer that all can reach without having been called first.
         first = next(peer for peer in self.peers if self.links.at(peer).nat is None)
         second, last = self.peers[1], self.peers[-1]
         orders: list[tuple[float, PeerId, str, Order]] = []

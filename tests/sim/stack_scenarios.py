@@ -25,7 +25,7 @@ DIGITS = Scenario(
     about="Digits are trained on machines that come and go, and a little of everything befalls them.",
     fidelity="stack",
     nodes=7,
-    seconds=135.0,
+    seconds=170.0,
     churn=Churn(profile="spot", speedup=720.0),
     events=(
         Event(32.0, "slow", share=0.3, lasts_seconds=30.0),

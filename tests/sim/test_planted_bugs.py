@@ -3,6 +3,7 @@
 A bug is a core that takes the place of ours, as a user's own would (`sim.worlds.factories`).
 """
 
+from collections.abc import Collection
 from typing import Any
 from unittest.mock import ANY
 
@@ -198,8 +199,8 @@ def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
 class DecidesAlone(PaxosChain):
     """It takes its own vote for a majority."""
 
-    def _needed(self, instance: Instance) -> int:
-        return 1
+    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+        return bool(votes)
 
 
 SPLIT_RUN = Scenario(

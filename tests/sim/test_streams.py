@@ -24,7 +24,7 @@ A, B, C = sorted(seeded_peer(1, index) for index in range(3))
 
 
 def narrow(*, up: float = math.inf, down: float = math.inf) -> NetworkModel:
-    """So many bytes a second of what streams carry, for everybody."""
+    """Return a network that gives every peer this many bytes a second of what streams carry."""
     mbit = STREAM_OVERHEAD / BYTES_PER_MBIT
     return NetworkModel(access=(Access(1.0, up_mbit_per_second=up * mbit, down_mbit_per_second=down * mbit),))
 

@@ -38,7 +38,7 @@ def is_step(number: int) -> Callable[[Observed], bool]:
 
 
 def assert_done(played: Troubled, steps: int) -> None:
-    """Whoever says how the run ended says well, and no step is missing. Sums were compared on the way."""
+    """Assert that every reported end is "done" and no step is missing. Sums were compared on the way."""
     assert played.story.outcomes, played.world.training.standing(0)
     assert set(played.story.outcomes.values()) == {"done"}, played.describe()
     applied = {row.event.step for row in played.story.of(SamplesCounted)}
@@ -339,3 +339,25 @@ def test_a_run_waits_until_enough_of_its_members_are_up() -> None:
     played.play()
     assert min(row.time for row in played.story.of(PlanAdopted)) >= 25.0
     assert_done(played, 10)
+
+
+# Borders between stages
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+def test_sums_stay_exact_where_borders_move_while_members_die(seed: int) -> None:
+    played = Troubled(scenario(training(steps=40), seconds=150), seed)
+    rng = seeded_rng(seed, PeerId(bytes(32)))
+    for step in (3, 9, 10, 17, 25):
+        cut = rng.randrange(1, 8)
+        played.when(is_step(step), partial(move_borders, played, cut))
+        if rng.random() < 0.5:
+            played.when(is_step(step), partial(played.crash, rng.randrange(1, 7), seconds=15.0))
+    assert_done(played.play(), 40)
+    assert played.story.of(PlanAdopted)[-1].event.height >= 2
+
+
+def move_borders(played: Troubled, cut: int) -> None:
+    """Have the committer move the border between the two stages."""
+    for peer in played.world.peers:
+        played.world.training.recut(peer, (cut,))

@@ -65,11 +65,12 @@ class NodeEnded(PeerloomError):
 class SwarmProcesses:
     """The nodes of one swarm, below `folder`. Use `close` in the end, whatever happened.
 
-    The preset `local` notices a death in a second or two, at the price of five probes a second.
+    The preset `host` notices a killed process in a second or two, at the price of five probes a second, and
+    holds none for dead that a busy machine lets stand for 3 s.
     """
 
     def __init__(
-        self, folder: Path, swarm: str, pause: Pause, *, preset: str = "local", with_page: str = ""
+        self, folder: Path, swarm: str, pause: Pause, *, preset: str = "host", with_page: str = ""
     ) -> None:
         self.folder = folder
         self._preset = preset
@@ -82,7 +83,7 @@ class SwarmProcesses:
 
     def launch(self, names: Sequence[str]) -> None:
         """Start a process for each name; they load their modules side by side, then wait for `start`."""
-        # Whoever is killed cannot clear up: what it has put there goes with this folder.
+        # A killed process cannot clean up: its temporary files are removed with this folder.
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         for name in names:

@@ -23,7 +23,7 @@ from node.errors import PeerloomError, RunFailed
 
 NAMES = ("a", "b", "c", "d", "e")
 PAGE_NODE = "d"
-"""Whose page shows the story: neither the starter, which leaves, nor who is likely to be killed."""
+"""The node whose page shows the story: not the starter, which leaves, nor a node likely to be killed."""
 STARTER = "e"
 """The node that asks for the run, and so trains it; the other four compute its stages."""
 MODEL = "simple-cnn"
@@ -103,6 +103,8 @@ class Play:
             self._stop.pause(LOOK_SECONDS)
         took = seconds_text(time.monotonic() - begun)
         shown = f"   watch: {self.page}" if self.page else ""
+        if self.page:
+            self._screen.link(self.page)
         self._screen.finish(1, label, f"{' '.join(NAMES)} joined in {took}, each through another{shown}")
 
     @property

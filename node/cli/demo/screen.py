@@ -16,6 +16,7 @@ class DemoScreen:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._footer = ""
         self._lines: dict[int, str] = {}
         self._live: Any = None
         if stream.isatty() and not os.environ.get("NO_COLOR"):
@@ -28,6 +29,11 @@ class DemoScreen:
                 transient=True,
             )
             self._live.start()
+
+    def link(self, address: str) -> None:
+        """Show below the five, as long as they change, where the same can be seen in a browser."""
+        self._footer = f"    watch: {address}"
+        self._refresh()
 
     def update(self, number: int, label: str, text: str) -> None:
         """What line `number` says for now; only a terminal shows it."""
@@ -57,6 +63,7 @@ class DemoScreen:
             from rich.text import Text
 
             lines = [self._lines[number] for number in sorted(self._lines)]
+            lines += [self._footer] if self._footer else []
             self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
 
 

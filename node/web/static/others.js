@@ -29,7 +29,19 @@ export function Plan() {
       <${Notice} kind=${answer.is_feasible ? "" : "warn"}>${answer.text}<//>
       <${Table} caption="Stages" heads=${["Stage", "Layers", "Now", "Then", "Busy now", "Busy then"]} rows=${answer.stages.map((stage) =>
         [stage.stage, stage.stage + 1, `${stage.layers[0]}-${stage.layers[1] - 1}`, stage.replicas.map(nameOf).join(", "),
-          stage.left.map(nameOf).join(", ") || "nobody", share(stage.busy), share(stage.busy_then)])} />`}`;
+          stage.left.map(nameOf).join(", ") || "nobody", share(stage.busy), share(stage.busy_then)])} />
+      <${Planned} found=${answer.planned} />`}`;
+}
+
+// What the planner of `node plan` would do anew with all who are alive, and without those who are chosen.
+function Planned({ found }) {
+  if (!found) return html`<p class="quiet">This node is not in the run, so the planner cannot be asked here.</p>`;
+  const { now, then } = found;
+  return html`<h2>A new plan</h2>${then.is_feasible ? html`<${Cards} rows=${[["samples/s with all", now.is_feasible ? now.samples_per_second.toPrecision(3) : "-"],
+      ["then", then.samples_per_second.toPrecision(3)], ["step then", seconds(then.step_seconds)], ["rate then", share(found.rate_share)]]} />
+    <${Table} caption="Stages, as planned without them" heads=${["Stage", "Layers", "Peers", "Takes", "Memory"]} rows=${then.stages.map((stage, index) =>
+      [index, index + 1, stage.layers.join("-"), stage.peers.join(", "), seconds(stage.seconds), bytes(stage.memory_bytes)])} />`
+    : html`<${Notice} kind="bad">${then.text}<//>`}`;
 }
 
 export function Models() {
@@ -55,7 +67,9 @@ export function ThisNode() {
     ${capacity ? html`<${Cards} rows=${[["device", capacity.device], ["cores", capacity.cores], ["free memory", bytes(capacity.memory_free_bytes)],
       ["of", bytes(capacity.memory_total_bytes)], ["measured speed", flops(capacity.flops_per_second)]]} />` : html`<p class="quiet">Not measured yet.</p>`}
     <${Pairs} rows=${Object.entries(limits).map(([name, value]) => [name.replaceAll("_", " "), value === "" ? "-" : String(value)])} />
-    <p class="quiet">Set at the start: flags, <code>PEERLOOM_*</code>, file.</p>
+    <p class="quiet">Set at the start: flags, <code>PEERLOOM_*</code>, file. Until this node ends:</p>
+    <p><${Action} name="limits" label=${limits.accept_runs === "never" ? "Take stages of others" : "Take no more stages"}
+      body=${{ accept_runs: limits.accept_runs === "never" ? "swarm" : "never" }} /></p>
     <h2>Checks</h2>
     ${node.fences ? html`<${Notice} kind=${node.fences.unfenced.length ? "warn" : ""}>${node.fences.unfenced.length
       ? `Fences are incomplete: ${node.fences.unfenced.join("; ")}` : "A stage is held to its files, memory and processor, and has no network."}<//>` : ""}

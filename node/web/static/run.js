@@ -1,5 +1,5 @@
 // A run: its pipeline, its curve with everything that happened to it, and what each stage does.
-import { html, useMemo } from "/static/vendor/htm-preact.js";
+import { html, useMemo, useState } from "/static/vendor/htm-preact.js";
 import { Chart } from "/static/chart.js";
 import { Action, Cards, Notice, Table, bytes, clock, count, loss, nameOf, named, seconds, share } from "/static/parts.js";
 import { course, mayAct, store } from "/static/store.js";
@@ -8,7 +8,7 @@ const OVER = ["done", "failed", "stopped"];
 
 export function Run({ id, go }) {
   const runs = [...store.runs.values()].reverse();
-  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Begin one: <code>python -m node train simple-cnn</code><//>`;
+  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Begin one here, or: <code>python -m node train RUN.toml</code><//><${Begin} />`;
   const run = store.runs.get(id) || runs.find((each) => !OVER.includes(each.status)) || runs[0];
   const found = course(run.run);
   const member = new Set((run.plan ? run.plan.stages : []).flatMap((stage) => stage.replicas));
@@ -29,7 +29,16 @@ export function Run({ id, go }) {
     <${Curves} course=${found} />
     <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
       rows=${found.marks.slice(-60).reverse().map((mark, index) => [`${mark[0]}-${index}`, clock(mark[0]), count(mark[1]),
-        html`<span class=${{ death: "bad", leave: "warn", join: "good" }[mark[2]] || ""}>${mark[2]}</span>`, named(mark[3])])} />`;
+        html`<span class=${{ death: "bad", leave: "warn", join: "good" }[mark[2]] || ""}>${mark[2]}</span>`, named(mark[3])])} />
+    <details><summary>Start another run</summary><${Begin} /></details>`;
+}
+
+const RUN = `model = "simple-cnn"\ndata = "digits"\n\n[train]\nsteps = 300\nbatch = 128\nmicrobatch = 16\noptimizer = "adam"\nlearning_rate = 0.003\n`;
+
+function Begin() {
+  const [text, setText] = useState(RUN);
+  return html`<p><label>RUN.toml<br /><textarea rows="10" cols="60" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)}></textarea></label></p>
+    <p><${Action} name="start" label="Start the run" body=${{ text }} /></p>`;
 }
 
 function Strip({ run }) {

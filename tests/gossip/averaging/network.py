@@ -7,11 +7,13 @@ order, as on a stream. Every message is encoded and decoded on its way.
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from blake3 import blake3
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -19,10 +21,11 @@ from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.group import Group, Member, Terms
 from gossip.averaging.messages import MESSAGE_BYTES_MAX, Message
-from gossip.averaging.outcome import Averaged, Failed, Patience
+from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
-from gossip.averaging.rounds import Round, RoundSettings
+from gossip.matchmaking import Declined, Wish
+from gossip.matchmaking import Message as MatchMessage
 from tests.gossip.swarm import HashSigner, peer_of
 
 PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0)
@@ -191,7 +194,7 @@ class Network(Generic[C]):
         if receiver in self.gone:
             return
         try:
-            message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+            message: Any = decode(data, Message | MatchMessage, bytes_max=MESSAGE_BYTES_MAX)
             sends = self.attempts[receiver].receive(self.now, peer_of(sender), message)
         except RemoteProtocolError as error:
             self.refusals.append((receiver, str(error)))
@@ -219,7 +222,171 @@ class Averaging(Network[Attempt]):
         super().__init__(attempts, **network)
 
 
-class Rounds(Network[Round]):
+@dataclass(frozen=True)
+class PlaySettings:
+    """`window_seconds`: how long a group waits for members that are expected. `form_seconds`: how long a peer
+    waits for a group at all."""
+
+    window_seconds: float = 0.2
+    form_seconds: float = 10.0
+    attempts_max: int = 5
+
+
+class Play:
+    """One peer's side of one round, driven as a node does (`node.averaging.participation`): a wish for a
+    group, an attempt, and where that fails another of both."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        name: bytes,
+        terms: Terms,
+        vector: Vector | None,
+        rate: int,
+        expected: Sequence[PeerId],
+        nonce: Callable[[int], bytes],
+        settings: PlaySettings,
+    ) -> None:
+        self.result: Averaged | Failed | None = None
+        self.attempt: Attempt | None = None
+        self.attempt_count = 0
+        self._old: list[Attempt] = []
+        self._signer = HashSigner(peer)
+        self._peer = peer
+        self._name = name
+        self._terms = terms
+        self._vector = vector
+        self._rate = rate
+        self._expected = [each for each in expected if each != peer]
+        self._nonce = nonce
+        self._settings = settings
+        self._pace = Pace(1e7, 0.5)
+        self._wish: Wish | None = None
+        self._lost: set[PeerId] = set()
+        self._met: dict[bytes, Wish] = {}
+        self._early: dict[bytes, list[tuple[PeerId, Any]]] = {}
+
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        return () if self._wish is None else self._wish.awaited
+
+    @property
+    def deadline(self) -> float:
+        wish = inf if self._wish is None or self.attempt is not None else self._wish.deadline
+        return min([wish, *(each.deadline for each in self._attempts)])
+
+    @property
+    def ready(self) -> tuple[PeerId, ...]:
+        return tuple(dict.fromkeys(peer for each in self._attempts for peer in each.ready))
+
+    @property
+    def is_closed(self) -> bool:
+        return self.result is not None and not self._attempts
+
+    @property
+    def _attempts(self) -> list[Attempt]:
+        found = self._old if self.attempt is None else [self.attempt, *self._old]
+        return [each for each in found if not each.is_closed]
+
+    def start(self, now: float) -> Any:
+        return self._begin(now, self._expected)
+
+    def _begin(self, now: float, expected: Sequence[PeerId]) -> Any:
+        if not [peer for peer in expected if peer not in self._lost]:
+            self.result = Failed(Reason.ALONE)
+            return []
+        key = blake3(self._name + self._terms.signature + bytes([self.attempt_count])).digest()
+        me = Member(self._peer, self._nonce(16), self._rate, self._vector is not None)
+        number = self.attempt_count
+        self._wish = Wish(
+            me,
+            key,
+            [peer for peer in expected if peer not in self._lost],
+            lambda members: Group(b"test", 0, number, self._terms, members),
+            now,
+            window_seconds=self._settings.window_seconds,
+            patience_seconds=self._settings.form_seconds,
+        )
+        self._met[key] = self._wish
+        sends = self._wish.wake(now)
+        for sender, message in self._early.pop(key, []):
+            sends += self._wish.receive(now, sender, message)
+        return sends + self._advance(now)
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Any:
+        if isinstance(message, MatchMessage):
+            self._lost.discard(sender)
+            wish = self._met.get(message.key)
+            if wish is None:
+                # As a wish that is told again: whoever forms a later group waits for this peer.
+                self._early.setdefault(message.key, []).append((sender, message))
+                return []
+            return [*wish.receive(now, sender, message), *self._advance(now)]
+        for each in self._attempts:
+            if each.id == message.attempt:
+                return [*each.receive(now, sender, message), *self._advance(now)]
+        if self.result is None:  # as a node's stream, it waits until its group is known here
+            self._early.setdefault(message.attempt, []).append((sender, message))
+        return []
+
+    def pull(self, now: float, peer: PeerId) -> Any:
+        for each in self._attempts:
+            if peer in each.ready:
+                return [*each.pull(now, peer), *self._advance(now)]
+        return []
+
+    def lost(self, now: float, peer: PeerId) -> Any:
+        self._lost.add(peer)
+        sends: list[Any] = []
+        for each in self._attempts:
+            if peer in each.group.peers:
+                sends += each.lost(now, peer)
+        if self._wish is not None and self.attempt is None:
+            sends += self._wish.lost(now, peer)
+        return sends + self._advance(now)
+
+    def wake(self, now: float) -> Any:
+        sends: list[Any] = []
+        for each in self._attempts:
+            sends += each.wake(now)
+        if self._wish is not None and self.attempt is None:
+            sends += self._wish.wake(now)
+        return sends + self._advance(now)
+
+    def _advance(self, now: float) -> Any:
+        sends: list[Any] = []
+        wish = self._wish
+        if self.result is not None or wish is None:
+            return sends
+        for event in [event for each in self._met.values() for event in each.events]:
+            if isinstance(event, Declined):
+                for each in self._attempts:
+                    if each.id == event.attempt:
+                        sends += each.lost(now, event.peer)
+        for met in self._met.values():
+            met.events.clear()
+        if self.attempt is None and wish.group is not None:
+            patience = self._pace.patience(4 * wish.group.terms.items)
+            self.attempt_count += 1
+            self.attempt = Attempt(self._signer, wish.group, self._vector, 1.0, now, patience)
+            sends += self.attempt.start(now)
+            for sender, message in self._early.pop(self.attempt.id, []):
+                sends += self.attempt.receive(now, sender, message)
+        elif self.attempt is None and wish.is_over:
+            self.result = Failed(Reason.ALONE)
+        if self.attempt is None or self.attempt.result is None:
+            return sends
+        result = self.attempt.result
+        if isinstance(result, Averaged) or self.attempt_count >= self._settings.attempts_max:
+            self.result = result
+            return sends
+        failed, self.attempt = self.attempt, None
+        self._old = [failed, *self._old[:1]]
+        others = [peer for peer in failed.group.peers if peer != self._peer]
+        return sends + self._begin(now, others)
+
+
+class Rounds(Network[Play]):
     """One round of peers that know each other."""
 
     def __init__(
@@ -229,38 +396,28 @@ class Rounds(Network[Round]):
         *,
         numbers: Sequence[int] | None = None,
         dtype: str = "float32",
-        settings: RoundSettings | None = None,
-        rates: dict[int, int] | None = None,
+        settings: PlaySettings | None = None,
         terms: Terms | None = None,
         **network: Any,
     ) -> None:
         self.vectors = vectors
         self.present = range(count) if numbers is None else numbers
-        self.own_rates = rates or {}
         items = len(next(iter(vectors.values())))
         self.terms = terms or Terms("butterfly", dtype, SIGNATURE, items, dtype)  # type: ignore[arg-type]  # as on the wire
-        self.settings = settings or RoundSettings(0.2, 10.0, 5)
+        self.settings = settings or PlaySettings()
         self.rounds = dict.fromkeys(self.present, 7)
         self.drawn = Random(network.get("seed", 1))
-        self.now = 0.0
         super().__init__({number: self.core(number) for number in self.present}, **network)
 
-    def core(self, number: int, now: float = 0.0) -> Round:
-        expected = [peer_of(other) for other in self.present]
-        vector = self.vectors.get(number)
-        rate = self.own_rates.get(number, 1_000_000)
-        return Round(
-            HashSigner(peer_of(number)),
-            b"test",
-            self.rounds[number],
+    def core(self, number: int) -> Play:
+        return Play(
+            peer_of(number),
+            b"test" + self.rounds[number].to_bytes(4, "big"),
             self.terms,
-            vector,
-            1.0,
-            rate,
-            expected,
+            self.vectors.get(number),
+            1_000_000,
+            [peer_of(other) for other in self.present],
             self.drawn.randbytes,
-            now,
-            Pace(1e7, 0.5),
             self.settings,
         )
 

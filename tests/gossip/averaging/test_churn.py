@@ -63,7 +63,7 @@ def test_averaging_goes_on_while_peers_die_and_return() -> None:
         seen.discard(number)
         world.rounds[number] = newest
         world.present = sorted(alive)
-        world.attempts[number] = world.core(number, world.now)
+        world.attempts[number] = world.core(number)
         world.send(number, world.attempts[number].start(world.now))
 
     stalls: list[float] = []

@@ -51,7 +51,7 @@ def train(strategies: list[Strategy], rounds: int, failing: float = 0.0) -> tupl
                 mean = None if vector is None or place in late else Mean(vector)
                 thetas[place] = strategies[place].take(thetas[place], mean)
             if vector is not None and grouping == "all":
-                # Whoever missed the round catches up from a member that did not.
+                # A member that missed the round catches up from one that did not.
                 for place in late:
                     strategies[place].load(strategies[here[0]].state())
                     thetas[place] = thetas[here[0]].copy()

@@ -15,6 +15,7 @@ from crypto.contact import parse_address
 from crypto.identity import peer_text
 from node import config
 from node.averaging.once import Averaged
+from node.averaging.service import PURPOSE
 from node.errors import UsageError
 from node.events import AveragingEnded, AveragingJoined
 from node.runtime import Node
@@ -166,3 +167,18 @@ async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Pat
         else:
             assert result.error
     assert len({result.tensors["w"].tobytes() for result in results if result.is_averaged}) <= 1
+
+
+async def test_participants_outside_each_others_member_list_meet_by_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nodes(tmp_path, 3) as found:
+        third = found[2].peer
+        for node in found[:2]:
+            # As in a large swarm: their lists hold a peer that takes no part, and not each other.
+            monkeypatch.setattr(node.averaging, "_live", lambda node=node: [node.peer, third])
+        results = await average_all(found[:2], [{"w": np.ones(4)}, {"w": np.zeros(4)}])
+        assert [result.error for result in results] == ["", ""]
+        assert results[0].tensors["w"].tolist() == [0.5] * 4
+        records = await found[2].discovery.find(PURPOSE, found[0].averaging.runs[0].key)
+        assert {record.publisher for record in records} == {found[0].peer, found[1].peer}

@@ -19,7 +19,7 @@ async def test_who_dials_an_address_that_a_network_says_finds_its_peer_there(wor
         for address in bob.addresses:
             assert address.peer == bob.peer
             assert await alice.identify(address.of(None)) == bob.peer
-        # Whoever was found there is known from then on.
+        # The peer found there is known from then on.
         bob.inbox(TALK)
         alice.send(bob.peer, TALK, b"found")
         assert await arrival(bob) == (alice.peer, b"found")

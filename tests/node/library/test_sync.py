@@ -22,6 +22,7 @@ from node.library.blocking import BlockingSurface
 from node.library.portal import Portal, PortalClosed
 from node.library.surface import Surface
 from node.library.sync import SyncNode
+from node.services.broadcasts import Broadcast
 
 
 def settings(folder: Path, name: str) -> config.Config:
@@ -101,6 +102,36 @@ def test_events_begin_with_those_that_were_kept_and_end_with_the_node(
     thread.join(10)
     assert [type(event) for event in seen] == [MemberJoined]
     assert not thread.is_alive(), "the end of the node ends its events"
+
+
+def test_a_broadcast_is_heard_by_other_programs_until_their_node_leaves(
+    open_node: Callable[..., SyncNode],
+) -> None:
+    heard: list[Broadcast] = []
+    with open_node("a") as a:
+        with open_node("b", (a.addresses[0],)) as b:
+
+            def follow() -> None:
+                heard.extend(b.broadcasts("price"))
+
+            b.wait_for_members(1)
+            thread = threading.Thread(target=follow)
+            thread.start()
+            first = b.broadcasts()
+            waiting = threading.Thread(target=lambda: heard.append(next(first)))
+            waiting.start()
+            for count in range(200):  # a listener may begin to listen late
+                a.broadcast("price", b"%d" % count)
+                waiting.join(0.05)
+                if not waiting.is_alive() and len(heard) > 1:
+                    break
+            with pytest.raises(UsageError, match="512"):
+                a.broadcast("price", bytes(513))
+            with pytest.raises(UsageError, match="topic"):
+                a.broadcast("", b"")
+        thread.join(10)
+        assert not thread.is_alive(), "the end of the node ends its broadcasts"
+        assert {(told.peer, told.topic) for told in heard} == {(a.id, "price")}
 
 
 def test_too_few_members_are_an_error_that_says_how_many(open_node: Callable[..., SyncNode]) -> None:

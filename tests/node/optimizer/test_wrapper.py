@@ -14,12 +14,15 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import node
 from crypto.contact import parse_address
+from gossip.averaging.codecs import Exact
 from node import config
 from node.library.sync import SyncNode
+from node.optimizer import plugins
 from node.optimizer.samples import SampleCounter
 from node.optimizer.wrapper import PeerOptimizer
 
 torch.set_num_threads(1)
+WINDOW_SECONDS = 60.0
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
@@ -220,20 +223,24 @@ def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
     models = [model_of(), model_of(), model_of()]
     optimizers = together(
         *(
-            lambda each=each, model=model: each.optimizer(adamw(model), "r", local_steps=10)
+            # A group forms once all are ready, however busy the machine is.
+            lambda each=each, model=model: each.optimizer(
+                adamw(model), "r", local_steps=10, window_seconds=WINDOW_SECONDS
+            )
             for each, model in zip(found, models, strict=True)
         )
     )
     until(lambda: all(each.stats.peers == 2 for each in optimizers))
 
     def train(number: int) -> None:
-        for step in range(25):
+        for step in range(15):  # a round begins at the tenth
             backward(models[number], batch_of(100 * number + step))
             optimizers[number].step()
 
     together(*(lambda number=number: train(number) for number in range(3)))
+    assert together(*(lambda each=each: each.finish(WINDOW_SECONDS) for each in optimizers)) == [True] * 3
+    assert [(each.stats.rounds, each.stats.rounds_failed) for each in optimizers] == [(1, 0)] * 3
     assert len({weights(model) for model in models}) == 3, "each has trained on by itself"
-    assert sum(each.stats.rounds for each in optimizers) > 0
     assert together(*(each.average_now for each in optimizers)) == [True] * 3
     last = [each.stats.last_round for each in optimizers]
     assert {len(made.shares) for made in last} == {3}
@@ -357,3 +364,108 @@ def test_samples_are_counted_where_they_enter_the_outermost_module() -> None:
     model.eval()(batch_of(1, 4))
     assert counter.take() == 9
     counter.close()
+
+
+class Halfway:
+    """A person's own strategy: half the way to the mean."""
+
+    local_steps = 1
+    grouping = "all"
+    mode = "butterfly"
+    averages = "parameters"
+
+    def __init__(self, theta: Any, *, local_steps: int, codec: str) -> None:
+        self.local_steps, self.codec = local_steps, codec
+        self.size = theta.size
+
+    def offer(self, theta: Any) -> Any:
+        return theta.copy()
+
+    def take(self, theta: Any, mean: Any) -> Any:
+        return theta if mean is None else (theta + mean.vector) / 2
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Any) -> None:
+        del state
+
+
+class Own:
+    """An entry point."""
+
+    def __init__(self, name: str, found: Any) -> None:
+        self.name = name
+        self._found = found
+
+    def load(self) -> Any:
+        return self._found
+
+
+def one_round(
+    nodes: Callable[[int], list[SyncNode]], make: Make, **options: Any
+) -> tuple[list[torch.nn.Sequential], list[PeerOptimizer]]:
+    """Two peers that begin alike, make three steps on their own batches, and hold one round."""
+    found = nodes(2)
+    models = [model_of(), model_of()]
+    optimizers = together(
+        *(
+            lambda each=each, model=model: each.optimizer(
+                make(model), "r", local_steps=50, window_seconds=WINDOW_SECONDS, **options
+            )
+            for each, model in zip(found, models, strict=True)
+        )
+    )
+    until(lambda: all(each.stats.peers == 1 for each in optimizers))
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for step in range(3):
+            backward(model, batch_of(10 * number + step))
+            optimizer.step()
+    return models, optimizers
+
+
+def test_moments_are_averaged_with_the_parameters_where_asked(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
+    models, optimizers = one_round(nodes, adamw, average_moments=True)
+    moments = [each.state_dict()["state"] for each in optimizers]
+    means = {
+        (number, key): (moments[0][number][key] + moments[1][number][key]) / 2
+        for number, memory in moments[0].items()
+        for key in ("exp_avg", "exp_avg_sq")
+        if memory
+    }
+    assert together(*(each.average_now for each in optimizers)) == [True] * 2
+    assert weights(models[0]) == weights(models[1])
+    for each in optimizers:
+        state = each.state_dict()["state"]
+        for (number, key), mean in means.items():
+            torch.testing.assert_close(state[number][key], mean)
+
+
+def test_a_persons_own_strategy_and_codec_are_taken_by_entry_point(
+    nodes: Callable[[int], list[SyncNode]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {
+        "peerloom.strategies": [Own("halfway", Halfway)],
+        "peerloom.codecs": [Own("mine", Exact)],
+    }
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points[group])
+    models, optimizers = one_round(nodes, adamw, strategy="halfway", codec="mine")
+    before = [torch.nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+    assert together(*(each.average_now for each in optimizers)) == [True] * 2
+    mean = (before[0] + before[1]) / 2
+    for model, own in zip(models, before, strict=True):
+        after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.testing.assert_close(after, (own + mean) / 2)
+    with pytest.raises(ValueError, match="no strategy 'other'"):
+        plugins.strategy_maker("other", 1, "float32")
+    with pytest.raises(ValueError, match="no codec 'other'"):
+        plugins.own_codecs("other", "float32")
+
+
+def test_outer_steps_bring_peers_to_one_model(nodes: Callable[[int], list[SyncNode]]) -> None:
+    models, optimizers = one_round(nodes, adamw, strategy="diloco")
+    assert together(*(each.average_now for each in optimizers)) == [True] * 2
+    assert weights(models[0]) == weights(models[1])
+    assert weights(models[0]) != weights(model_of())

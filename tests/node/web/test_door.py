@@ -115,13 +115,14 @@ def test_a_form_is_no_action_even_with_the_token() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9748", "localhost", "LOCALHOST:1", "[::1]:80"])
 def test_names_of_this_machine_are_served(host: str) -> None:
-    assert refuse_stranger("GET", {"host": host}) is None
+    assert refuse_stranger("GET", "/", {"host": host}) is None
 
 
 def test_a_link_from_elsewhere_opens_the_page() -> None:
     headers = {"host": "localhost:1", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    assert refuse_stranger("GET", headers) is None
-    assert refuse_stranger("POST", headers) is not None
+    assert refuse_stranger("GET", "/runs", headers) is None
+    assert refuse_stranger("GET", "/api/whatif", headers) is not None
+    assert refuse_stranger("POST", "/runs", headers) is not None
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import trio
 
@@ -100,7 +101,7 @@ def run_events(run: str = "ab" * 8, steps: int = 3) -> list[events.Event]:
 
 @dataclass
 class _Network:
-    """Who was heard; the rest of the seam the page does not use."""
+    """The peers that were heard; the page does not use the rest of the seam."""
 
     heard: set[PeerId] = field(default_factory=set)
 
@@ -135,10 +136,15 @@ class Told:
     history: EventHistory = field(default_factory=EventHistory)
     counters: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    runs: Any = field(default_factory=lambda: SimpleNamespace(members={}))
 
     def publish(self, event: events.Event) -> None:
         self.state = apply(self.state, event)
         self.history.append(event)
+
+    def limit(self, *, accept_runs: Literal["swarm", "never"]) -> None:
+        resources = replace(self.config.resources, accept_runs=accept_runs)
+        self.config = replace(self.config, resources=resources)
 
     @property
     def handlers(self) -> dict[str, CommandHandler]:

@@ -1,4 +1,4 @@
-"""Who comes and goes when: in order, the same for the same seed, in the steady state from the beginning."""
+"""Churn schedules: in order, the same for the same seed, in the steady state from the beginning."""
 
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ churns = st.builds(
 
 
 def up_at(found: list[Change], numbers: range, moment: float) -> set[int]:
-    """Who is up at a moment."""
+    """Return the peers that are up at a moment."""
     up = set(numbers)
     for change in found:
         if change.time <= moment:

@@ -91,7 +91,7 @@ def test_in_both_fidelities_the_same_peers_find_out_that_they_are_not_reached(se
 def test_who_lets_nobody_in_is_a_client_and_nobody_else(seed: int) -> None:
     nats = cores(seed).nats()
     assert cores(seed).clients == {peer for peer, nat in nats.items() if nat in ("restricted", "symmetric")}
-    # Who has a public address asks nobody.
+    # A peer with a public address asks nobody.
     assert set(cores(seed).judged) == {peer for peer, nat in nats.items() if nat != "none"}
 
 
@@ -194,5 +194,5 @@ def test_tables_without_those_who_are_not_reached_spare_a_swarm_most_requests_in
     found, silent, hidden = lookups(Counting)
     assert found >= found_before > 0.98
     assert silent < silent_before / 3
-    # Who asked in vain for long has not found out yet.
+    # Peers that have long asked in vain have not found out yet.
     assert hidden < hidden_before / 5

@@ -1,0 +1,54 @@
+"""Facts by this peer: made, signed, and those of others checked. Nothing here decides what to say."""
+
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from gossip.member import Profile
+from gossip.messages import (
+    AliveFact,
+    Body,
+    BroadcastBody,
+    DeadBody,
+    LeftBody,
+    SuspectBody,
+    alive_body,
+    announced,
+    check_body,
+    milliseconds,
+    sign_body,
+)
+
+
+class OwnFacts:
+    """Signs for one peer. `checks` counts the signatures of others that were checked."""
+
+    __slots__ = ("_signer", "checks")
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self.checks = 0
+
+    def alive(self, profile: Profile, incarnation: int) -> AliveFact:
+        """As we know it ourselves, with all the addresses that may not have fitted."""
+        body = alive_body(profile, incarnation)
+        return announced(sign_body(self._signer, body), profile, body)
+
+    def left(self, incarnation: int) -> Fact:
+        """We go."""
+        return sign_body(self._signer, LeftBody(incarnation))
+
+    def suspect(self, peer: PeerId, incarnation: int, silence_seconds: float) -> Fact:
+        """`peer` has not answered us for so long."""
+        return sign_body(self._signer, SuspectBody(peer, incarnation, milliseconds(silence_seconds)))
+
+    def dead(self, peer: PeerId, incarnation: int, silence_milliseconds: int) -> Fact:
+        """`peer` has not refuted in time."""
+        return sign_body(self._signer, DeadBody(peer, incarnation, silence_milliseconds))
+
+    def broadcast(self, body: BroadcastBody) -> Fact:
+        """What our user tells."""
+        return sign_body(self._signer, body)
+
+    def check(self, fact: Fact, body: Body) -> None:
+        """Check another's signature. Raises RemoteProtocolError."""
+        self.checks += 1
+        check_body(self._signer, fact, body)

@@ -1,0 +1,96 @@
+"""How members answer the probes of this peer: in time, late, or only to others. A mark is no accusation.
+
+A member that answers late is degraded, and one that only relays can reach has no path from here: both live,
+and nobody else is told. What is not answered at all is a matter of suspicion (`gossip.suspicion`). Nothing is
+counted while this peer doubts itself (Lifeguard's local health), for then it may be late itself.
+"""
+
+import enum
+
+from crypto.identity import PeerId
+from gossip.member import Condition, MemberDegraded, MemberRecovered
+
+RECENT = 8
+"""Probes of a member that count: the latest."""
+LATE_MIN = 4
+"""Late answers among these that make a member degraded; it is no more when as many in a row were in time."""
+RELAYED_MIN = 4
+"""Probes in a row that only relays had answered, for a path to count as lost. With 10 % loss each way chance
+makes four of a million probes so."""
+
+JITTER_SHARE = 0.15
+"""Of the probe timeout, by which a round trip may exceed the usual one."""
+
+
+class Answer(enum.IntEnum):
+    """How one probe was answered."""
+
+    IN_TIME = 0
+    LATE = 1
+    RELAYED = 2
+
+
+def is_resent_answered(seconds: float, usual_seconds: float | None, timeout_seconds: float) -> bool:
+    """Return whether an answer so long after a second ping may well be one to that ping, where a round trip
+    usually takes so long (None: it is not known)."""
+    usual = 0.0 if usual_seconds is None else usual_seconds
+    return 0.5 * usual <= seconds <= 1.5 * usual + JITTER_SHARE * timeout_seconds
+
+
+class Punctuality:
+    """Marks of those that did not answer in time, lately; of all others nothing is kept."""
+
+    __slots__ = ("_recent", "marks")
+
+    def __init__(self) -> None:
+        self.marks: dict[PeerId, MemberDegraded] = {}
+        self._recent: dict[PeerId, tuple[tuple[Answer, float], ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def note(self, peer: PeerId, answer: Answer, seconds: float) -> MemberDegraded | MemberRecovered | None:
+        """A probe was answered after so many seconds. Returns the event, if that changes its mark."""
+        if answer is Answer.IN_TIME and peer not in self._recent:
+            return None
+        recent = (*self._recent.get(peer, ())[1 - RECENT :], (answer, seconds))
+        if len(recent) == RECENT and all(kind is Answer.IN_TIME for kind, _ in recent):
+            del self._recent[peer]
+        else:
+            self._recent[peer] = recent
+        mark = self.marks.get(peer)
+        found = _judge(peer, recent, None if mark is None else mark.condition)
+        if found is None:
+            return None if self.marks.pop(peer, None) is None else MemberRecovered(peer)
+        self.marks[peer] = found
+        return found if mark is None or mark.condition is not found.condition else None
+
+    def forget(self, peer: PeerId) -> None:
+        """It is dead, or no longer listed."""
+        self._recent.pop(peer, None)
+        self.marks.pop(peer, None)
+
+
+def _judge(
+    peer: PeerId, recent: tuple[tuple[Answer, float], ...], held: Condition | None
+) -> MemberDegraded | None:
+    relayed = _in_a_row(recent, Answer.RELAYED)
+    if relayed >= RELAYED_MIN or (held is Condition.NO_PATH and relayed):
+        text = f"no direct answer to the last {relayed} probes, though others reach it"
+        return MemberDegraded(peer, Condition.NO_PATH, 0.0, recent[-1][1], text)
+    late = [seconds for kind, seconds in recent if kind is Answer.LATE]
+    is_still_late = held is Condition.LATE and late and _in_a_row(recent, Answer.IN_TIME) < LATE_MIN
+    if len(late) >= LATE_MIN or is_still_late:
+        usual = sorted(late)[len(late) // 2]
+        text = f"{len(late)} of the last {len(recent)} probes were answered late, after {usual:.2g} s"
+        return MemberDegraded(peer, Condition.LATE, 1 - len(late) / len(recent), usual, text)
+    return None
+
+
+def _in_a_row(recent: tuple[tuple[Answer, float], ...], wanted: Answer) -> int:
+    count = 0
+    for kind, _ in reversed(recent):
+        if kind is not wanted:
+            break
+        count += 1
+    return count

@@ -1,0 +1,257 @@
+"""Samples of a person's own objects as a folder of `train.npz` and `test.npz`: the form that a run takes.
+
+What has length and items (`torch.utils.data.Dataset`), what can be iterated over, a mapping of whole arrays,
+or a pair of such things, for training and held out. A sample is a mapping by the names of the model's inputs
+and labels, a pair of input and label (arrays x and y), or a tuple in their order; in it arrays, tensors,
+numbers, images. It all happens in the requester's own process: what travels afterwards is arrays. They are
+written as they come, so only one sample is in memory. Where nothing is held out by the source, every fifth
+sample is.
+"""
+
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from node.content.sources import HELD_OUT, SAMPLES_MIN
+from node.errors import UsageError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SAMPLES_BYTES_MAX = 1 << 32
+"""Of all arrays. What is larger is better made once, by the person, and kept."""
+COLUMNS_MAX = 64
+ITEM = "item_"
+"""The n-th tensor of a tuple is called item_n, and is the n-th of the model's inputs and labels."""
+_PARTS = ("train", "test")
+
+
+def write_samples(source: Any, folder: Path, where: str) -> None:
+    """Write what a source gives into `folder`, which exists; errors call the source `where`.
+
+    Raises:
+        UsageError: no samples, or some that are unlike the first, with the number of the first such.
+    """
+    with ExitStack() as stack:
+        parts = {name: stack.enter_context(_Part(name, where)) for name in _PARTS}
+        if isinstance(source, tuple) and len(source) == 2 and all(map(_is_source, source)):
+            for part, each in zip(parts.values(), source, strict=True):
+                for sample in _samples(each, where):
+                    part.add(sample)
+        else:
+            _dealt(_samples(source, where), parts)
+        train, test = parts["train"], parts["test"]
+        if not train.count or not test.count:
+            count = train.count + test.count
+            raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
+        told = [", ".join(map(str, part.columns.values())) for part in (train, test)]
+        if told[0] != told[1]:
+            raise UsageError(
+                f"{where}: samples have {told[0]}; those held out {told[1]}", "pad or cut all to one shape"
+            )
+        for name, part in parts.items():
+            try:
+                part.write(folder / f"{name}.npz")
+            except OSError as error:
+                raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
+
+
+def _dealt(samples: Iterator[Any], parts: "Mapping[str, _Part]") -> None:
+    """Every fifth sample is held out; of fewer than five, the last."""
+    waiting: list[Any] = []
+    for number, sample in enumerate(samples):
+        for each in waiting:
+            parts["train"].add(each)
+        waiting = []
+        if number % HELD_OUT == HELD_OUT - 1:
+            parts["test"].add(sample)
+        elif parts["test"].count:
+            parts["train"].add(sample)
+        else:
+            waiting = [sample]
+    for sample in waiting:
+        parts["test"].add(sample)
+
+
+def _is_source(value: Any) -> bool:
+    """Return whether samples come out of it, and it is not one itself."""
+    return not hasattr(value, "__array__") and not isinstance(value, int | float | str | bytes)
+
+
+def _samples(source: Any, where: str) -> Iterator[Any]:
+    """Samples in their order. Raises UsageError: nothing that gives some, or it raises itself."""
+    if hasattr(source, "batch_sampler") and hasattr(source, "dataset"):
+        raise UsageError(
+            f"{where}: is a DataLoader, which gives batches; a run wants samples", "return its dataset"
+        )
+    if isinstance(source, Mapping):
+        yield from _rows(source, where)
+        return
+    is_sized = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if not is_sized and not hasattr(source, "__iter__"):
+        raise UsageError(
+            f"{where}: is {type(source).__name__}, which gives no samples",
+            "return a Dataset, an iterator, arrays by name, or a pair of them for training and held out",
+        )
+    number = 0
+    iterator = (source[place] for place in range(len(source))) if is_sized else iter(source)
+    while True:
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # a person's own code
+            text = " ".join(str(error).split())[:200]
+            raise UsageError(f"{where}: sample {number}: {type(error).__name__}: {text}") from error
+        yield sample
+        number += 1
+
+
+def _rows(columns: Mapping[Any, Any], where: str) -> Iterator[dict[str, Array]]:
+    arrays = {str(name): _array(value, where, str(name), 0) for name, value in columns.items()}
+    lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or -1 in lengths.values():
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise UsageError(f"{where}: arrays of different lengths: {told}")
+    for row in range(next(iter(lengths.values()))):
+        yield {name: array[row] for name, array in arrays.items()}
+
+
+class _Part:
+    """Samples of one file, a temporary file for each array."""
+
+    def __init__(self, name: str, where: str) -> None:
+        self.count = 0
+        self.columns: dict[str, _Column] = {}
+        self._where = where if name == "train" else f"{where} (held out)"
+        self._bytes = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Part":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, sample: Any) -> None:
+        """Append one. Raises UsageError."""
+        arrays = dict(self._named(sample))
+        if not self.columns:
+            if not 0 < len(arrays) <= COLUMNS_MAX:
+                raise UsageError(f"{self._where}: samples of {len(arrays)} arrays; from 1 to {COLUMNS_MAX}")
+            for name, array in arrays.items():
+                file: IO[bytes] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - on the stack
+                self.columns[name] = _Column(name, file, array.dtype, array.shape)
+        if arrays.keys() != self.columns.keys():
+            has, had = ", ".join(arrays) or "nothing", ", ".join(self.columns)
+            raise UsageError(f"{self._where}: sample {self.count} has {has}, those before {had}")
+        for name, array in arrays.items():
+            column = self.columns[name]
+            if array.shape != column.shape:
+                raise UsageError(
+                    f"{self._where}: sample {self.count}: {name} is of shape {array.shape}, before "
+                    f"{column.shape}",
+                    "pad or cut all samples to one shape",
+                )
+            if not np.can_cast(array.dtype, column.dtype, "same_kind"):
+                raise UsageError(
+                    f"{self._where}: sample {self.count}: {name} is {array.dtype}, before {column.dtype}",
+                    "give all samples numbers of one type",
+                )
+            self._bytes += column.file.write(np.ascontiguousarray(array, column.dtype).tobytes())
+        self.count += 1
+        if self._bytes > SAMPLES_BYTES_MAX:
+            raise UsageError(
+                f"{self._where}: more than {SAMPLES_BYTES_MAX >> 30} GiB after {self.count} samples",
+                "an iterator without an end? take some: itertools.islice(samples, 10_000)",
+            )
+
+    def _named(self, sample: Any) -> Iterator[tuple[str, Array]]:
+        leaves = list(_leaves(sample, ""))
+        is_tuple = isinstance(sample, tuple | list)
+        if is_tuple and len(sample) == 2 and not any(map(_is_tree, sample)):
+            # (x, y), or a mapping of inputs with a label beside it.
+            leaves = [
+                (name.removeprefix("0.").removeprefix("1.") if "." in name else "xy"[int(name)], value)
+                for name, value in leaves
+            ]
+        elif is_tuple:
+            leaves = [(f"{ITEM}{place}", value) for place, (_, value) in enumerate(leaves)]
+        for name, value in leaves:
+            yield name or "x", _array(value, self._where, name or "x", self.count)
+
+    def write(self, path: Path) -> None:
+        """As numpy writes an npz: equal samples make equal bytes."""
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for name, column in self.columns.items():
+                entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
+                with archive.open(entry, "w", force_zip64=True) as out:
+                    header = {
+                        "descr": np.lib.format.dtype_to_descr(column.dtype),
+                        "fortran_order": False,
+                        "shape": (self.count, *column.shape),
+                    }
+                    np.lib.format.write_array_header_1_0(out, header)
+                    column.file.seek(0)
+                    shutil.copyfileobj(column.file, out)
+
+
+class _Column:
+    """The bytes of one array, sample after sample."""
+
+    def __init__(self, name: str, file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.name, self.file, self.dtype, self.shape = name, file, dtype, shape
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+def _leaves(sample: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What lies in a sample, by the names in it with dots between."""
+    pairs: Sequence[tuple[Any, Any]]
+    if isinstance(sample, Mapping):
+        pairs = list(sample.items())
+    elif _is_tree(sample):
+        pairs = list(enumerate(sample))
+    else:
+        yield name, sample
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, tuple | list) and not _is_numbers(value)
+
+
+def _is_numbers(value: Sequence[Any]) -> bool:
+    """Return whether a list is one array: of numbers, as a tokenizer gives them."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, int | float) for each in value)
+
+
+def _array(value: Any, where: str, name: str, number: int) -> Array:
+    """A tensor, an array, a number or an image as an array. Raises UsageError: it is none of these."""
+    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor, without torch
+        tensor = value.detach().cpu()
+        value = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    elif hasattr(value, "getbands") and hasattr(value, "convert"):  # an image of Pillow
+        pixels = np.asarray(value.convert("RGB"), np.float32) / np.float32(255)
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{where}: sample {number}: {name}: {str(error)[:200]}") from None
+    if found.dtype.kind == "f" and not hasattr(value, "dtype"):
+        found = found.astype(np.float32)
+    if found.dtype.kind not in "biuf":
+        kind = "text" if found.dtype.kind in "US" else type(value).__name__
+        raise UsageError(
+            f"{where}: sample {number}: {name} is {kind}, and no numbers",
+            "turn it into numbers in the dataset: a tokenizer for text, an index for a class",
+        )
+    return found

@@ -1,0 +1,80 @@
+"""What machines offer and how they are, as plain values for `--json`, the page and the log."""
+
+from typing import Any
+
+from node import events
+
+
+def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
+    """What others say of reaching this node; None before anybody was asked, and where nobody has to be."""
+    if found is None:
+        return None
+    return {"reachable": found.reachable, "asked": found.asked, "of": found.of}
+
+
+def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
+    """What a stage's process is held to here; None before it was tried, and where nothing is computed."""
+    if tried is None:
+        return None
+    return {
+        "fences": list(tried.fences),
+        "unfenced": list(tried.unfenced),
+        "allow_unfenced": tried.is_allowed,
+        "takes_stages_of_others": tried.is_allowed or not tried.unfenced,
+    }
+
+
+def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any] | None:
+    """What a machine offers."""
+    if capacity is None:
+        return None
+    return {
+        "device": capacity.device,
+        "cores": capacity.cores,
+        "memory_free_bytes": capacity.memory_free_bytes,
+        "memory_total_bytes": capacity.memory_total_bytes,
+        "flops_per_second": capacity.flops_per_second,
+        "location": capacity.location,
+    }
+
+
+def standing_document(standing: events.Standing | None) -> dict[str, Any] | None:
+    """How a member says it is now; None where it says nothing of it."""
+    if standing is None:
+        return None
+    return {
+        "capabilities": list(standing.capabilities),
+        "load_percent": standing.load_percent,
+        "memory_available_bytes": standing.memory_available_bytes,
+        "slots_free": standing.slots_free,
+        "stages": [{"run": run, "stage": stage} for run, stage in standing.stages],
+    }
+
+
+def degraded_document(degraded: events.MemberDegraded | None) -> dict[str, Any] | None:
+    """What ails a member that lives, as this node measured it; None for nothing."""
+    if degraded is None:
+        return None
+    return {
+        "condition": degraded.condition,
+        "rate": round(degraded.rate, 3),
+        "seconds": round(degraded.seconds, 4),
+        "reason": degraded.reason,
+    }
+
+
+def step_document(committed: events.StepCommitted | None) -> dict[str, Any] | None:
+    """The newest step as `status --json` says it; None before the first. `step` counts from 0, `step_number`
+    from 1 as screens do."""
+    if committed is None:
+        return None
+    return {
+        "step": committed.step,
+        "step_number": committed.step + 1,
+        "seconds": committed.seconds,
+        "samples": committed.samples,
+        "utilisation": list(committed.utilisation),
+        "bubble": committed.bubble,
+        "sent_bytes": list(committed.sent_bytes),
+        "returned_bytes": list(committed.returned_bytes),
+    }

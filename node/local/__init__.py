@@ -1,0 +1,1 @@
+"""Runs in local mode: members train the whole model on shards of their own, and average in groups."""

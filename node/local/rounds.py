@@ -1,0 +1,131 @@
+"""The rounds of one member in local mode: one at a time, beside the training, never waited for.
+
+What is averaged is copied out when a round begins; what came of it is added to what has been learnt since
+(`gossip.averaging.strategies.Delayed`).
+"""
+
+from functools import partial
+
+import trio
+
+from crypto.identity import PeerId
+from gossip.averaging.catalogue import EVERY_ROUND, OUTER, group_size, make_strategy
+from gossip.averaging.reduction import Vector
+from gossip.averaging.strategies import Delayed, Mean
+from node.averaging.participation import Participation, Round, Wanted
+from node.local.trainer import LocalTrainer
+from partition.run.local_settings import LocalSettings
+
+WINDOW_SECONDS_MIN, WINDOW_SECONDS_MAX = 1.0, 30.0
+WINDOW_ROUNDS = 1.5
+"""A group waits for those that are expected as long as so many rounds' worth of steps take here."""
+PATIENCE_SECONDS = 60.0
+
+
+class Rounds:
+    """Those of one member. `make` it once the stage is open and its first state is there."""
+
+    def __init__(
+        self, me: PeerId, settings: LocalSettings, trainer: LocalTrainer, part: Participation
+    ) -> None:
+        self.count = 0
+        self.failed_count = 0
+        self.error = ""
+        self._me = me
+        self._settings = settings
+        self._trainer = trainer
+        self._part = part
+        self._moments = settings.strategy not in OUTER
+        self._begun_step = self._begun_samples = 0
+        self._begun_at = 0.0
+        self._is_under_way = False
+        self._made: Round | None = None
+        self._life = 0
+
+    async def open(self) -> None:
+        """Prepare the strategy for the numbers that the model begins with."""
+        theta = await self._trainer.copy_out(moments=self._moments)
+        self._strategy = make_strategy(
+            self._settings.strategy, theta, self._settings.local_steps, self._settings.codec
+        )
+        self._delayed = Delayed(self._strategy)
+        self._begun_at = trio.current_time()
+
+    @property
+    def outer(self) -> dict[str, Vector]:
+        """What a late joiner needs beside parameters and moments."""
+        return dict(self._strategy.state())
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a round that was missed has to be made up for by the state of others."""
+        return self._settings.strategy in EVERY_ROUND
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough local steps have been made since the last round began, which is over."""
+        steps = self._trainer.step - self._begun_step
+        return steps >= self._settings.local_steps and not self._is_under_way and self._made is None
+
+    def skip(self) -> None:
+        """Nobody else is there: count anew."""
+        self._restart()
+
+    def _restart(self) -> None:
+        self._begun_step, self._begun_samples = self._trainer.step, self._trainer.samples
+        self._begun_at = trio.current_time()
+
+    async def begin(self, nursery: trio.Nursery) -> None:
+        """Copy out what is averaged, and look for a group in the background."""
+        samples = self._trainer.samples - self._begun_samples
+        weight = float(max(1, samples)) if self._settings.weighting == "samples" else 1.0
+        lasted = trio.current_time() - self._begun_at
+        self._restart()
+        theta = await self._trainer.copy_out(moments=self._moments)
+        offered = await self._part.compute(partial(self._delayed.offer, theta))
+        wanted = Wanted(
+            codec=self._strategy.codec,
+            mode=self._strategy.mode,
+            window_seconds=min(max(WINDOW_SECONDS_MIN, WINDOW_ROUNDS * lasted), WINDOW_SECONDS_MAX),
+            patience_seconds=PATIENCE_SECONDS,
+            size_max=group_size(self._strategy.grouping),
+        )
+        self._is_under_way = True
+        nursery.start_soon(self._hold, offered, weight, wanted)
+
+    async def _hold(self, offered: Vector, weight: float, wanted: Wanted) -> None:
+        life = self._life
+        try:
+            made = await self._part.average(offered, weight, wanted)
+            if life == self._life:
+                self._made = made
+        finally:
+            self._is_under_way = False
+
+    async def use(self) -> Round | None:
+        """Go on from what a round that is over gave; the round, None where none is over. Raises
+        StageFailed."""
+        made, self._made = self._made, None
+        if made is None:
+            return None
+        mean = None
+        if made.vector is not None:
+            stale = self._trainer.step - self._begun_step
+            mean = Mean(made.vector, is_included=self._me in made.shares, stale_steps=stale)
+        theta = await self._trainer.copy_out(moments=self._moments)
+        taken = await self._part.compute(partial(self._delayed.take, theta, mean))
+        if mean is None:
+            self.failed_count, self.error = self.failed_count + 1, made.error
+        else:
+            await self._trainer.copy_in(taken)
+            self.count, self.error = self.count + 1, ""
+        return made
+
+    def take_over(self, count: int, outer: dict[str, Vector]) -> None:
+        """Go on from the state of others, after so many rounds. A round under way is not used any more."""
+        self.count = count
+        self._life += 1
+        self._made = None
+        self._strategy.load(outer)
+        self._delayed = Delayed(self._strategy)
+        self._restart()

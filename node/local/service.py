@@ -1,0 +1,209 @@
+"""All runs in local mode that this node knows: joins them when it is asked, and ends them.
+
+Stages of exact runs and of these share the node's one slot (`hosts`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from node.checkpoints.weights import has_result
+from node.errors import Unreachable
+from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
+from node.local.context import Service
+from node.local.member import LocalMember, whole_plan
+from node.placement.lease_checks import LeaseChecks
+from node.placement.leases import PlacementFailed
+from node.protocols import runs as wire
+from node.protocols.manifest import Run, check_run
+from node.runs.archive import ArchiveShell
+from node.services.driver import Driver
+from partition.run import ending as core
+from partition.run.messages import REASON_LENGTH_MAX
+
+PLACE_SECONDS = 30.0
+"""A requester that takes no stages waits so long at least for the first that trains."""
+
+
+class LocalRuns:
+    """The service, beside `node.runs.runs.Runs`, whose parts it uses."""
+
+    def __init__(self, service: Service, archive: ArchiveShell) -> None:
+        self.members: dict[bytes, LocalMember] = {}
+        self._service = service
+        self._archive = archive
+        seams = service.seams
+        self._checks = LeaseChecks(service.signer.peer, seams.executor, seams.clock, service.machine)
+        self._endings = core.Endings()
+        self._driver = Driver(
+            self._endings,
+            core.PROTOCOL,
+            core.Message,
+            message_bytes_max=core.MESSAGE_BYTES_MAX,
+            network=seams.network,
+            clock=seams.clock,
+            publish=self._on_event,
+            refuse=service.refuse,
+        )
+        self.run = self._driver.run
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this node trains in a run in local mode."""
+        return any(member.is_training for member in self.members.values())
+
+    async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
+        """Begin a run that this node asks for. Raises PlacementFailed: nobody trains in it within
+        `wait_seconds`, or PLACE_SECONDS where that is longer."""
+        service = self._service
+        is_training = service.has_slot and service.accepts(run) is None
+        member = self._begin(run, is_training=is_training, holders=[])
+        with trio.move_on_after(max(PLACE_SECONDS, wait_seconds)):
+            await member.begun.wait()
+        if member.reason or not member.begun.is_set():
+            reason = member.reason or "no node that is known takes part"
+            await self.end(member, "failed", reason, "")
+            raise PlacementFailed(reason)
+
+    async def join(self, peer: PeerId, fact: Fact) -> wire.Reply:
+        """A member of a run asks this node to take part. Raises RemoteProtocolError."""
+        service = self._service
+        run = check_run(service.signer, fact)
+        if run.manifest.local is None:
+            raise RemoteProtocolError("asked to join a run that has a plan")
+        if service.is_over(run.id):
+            return wire.Declined("the run is over")
+        if run.id in self.members:
+            return wire.Done()
+        if not service.has_slot:
+            return wire.Declined("busy")
+        reason = service.accepts(run)
+        if reason is None:
+            try:
+                graph = await service.models.get(run.manifest.graph_hash, [peer, run.requester])
+            except Unreachable as error:
+                return wire.Declined(error.detail[:REASON_LENGTH_MAX])
+            plan = whole_plan(run, graph, service.signer.peer)
+            reason = await self._checks.rejection_reason(peer, run, graph, plan, 0)
+        if reason is not None:
+            return wire.Declined(reason[:REASON_LENGTH_MAX])
+        return self._take(run, peer)
+
+    def _take(self, run: Run, peer: PeerId) -> wire.Reply:
+        """Take part, unless the slot was given to another while this run was looked at."""
+        if not self._service.has_slot:
+            return wire.Declined("busy")
+        self._begin(run, is_training=True, holders=[peer])
+        return wire.Done()
+
+    def _begin(self, run: Run, *, is_training: bool, holders: list[PeerId]) -> LocalMember:
+        service, manifest = self._service, run.manifest
+        assert manifest.local is not None, "a run in local mode"
+        ending = core.Ending(service.signer.peer, run.id, manifest.local)
+        now = service.seams.clock.monotonic()
+        self._endings.open(now, ending)
+        member = self.members[run.id] = LocalMember(
+            service, run, ending, is_training=is_training, holders=holders, tell=self._command
+        )
+        service.note_guests()
+        service.publish(
+            RunAccepted(
+                at=service.seams.clock.wall(),
+                run=run.text,
+                model=manifest.model,
+                data=manifest.data,
+                steps=manifest.steps,
+                requester=run.requester,
+                metrics=manifest.metrics,
+            )
+        )
+        service.start_task(self._live, member, of=run)
+        return member
+
+    async def _live(self, member: LocalMember) -> None:
+        is_own = member.run.requester == self._service.signer.peer
+        had_others = await member.live()
+        if is_own and had_others and member.is_training and not member.is_over:
+            member.is_training = False  # the others train on, and this node follows
+            await member.live()
+        if member.is_over or self.members.get(member.run.id) is not member:
+            return
+        if is_own:
+            await self.end(member, "failed", member.reason, "")
+        else:
+            self._left(member)
+
+    def _left(self, member: LocalMember) -> None:
+        """This node cannot go on in a run; the others do."""
+        run, wall = member.run, self._service.seams.clock.wall()
+        self.members.pop(run.id, None)
+        self._endings.close(run.id)
+        changed = RunChanged(at=wall, run=run.text, state="failed", reason=member.reason[:REASON_LENGTH_MAX])
+        self._service.publish(changed)
+        self._service.publish(RunReleased(at=wall, run=run.text))
+
+    # The end
+
+    def _command(self, ending: core.Ending, order: Callable[[float], core.Sends]) -> None:
+        self._driver.command(lambda now: self._endings.drained(ending, order(now)))
+
+    def _on_event(self, event: core.Event) -> None:
+        member = self.members.get(event.run)
+        if member is None or member.is_over:
+            return
+        match event:
+            case core.EvaluationHeard():
+                member.evaluation_heard(event.evaluated)
+            case core.Preferred():
+                self._service.start_task(member.fetch, event.conclusion, of=member.run)
+            case core.Settled():
+                found = event.conclusion
+                end = partial(self.end, member, found.outcome, found.reason, found.weights, for_all=True)
+                self._service.start_task(end, of=member.run)
+            case core.Voided():
+                pass
+
+    async def end(
+        self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False
+    ) -> None:
+        """A run is over here: close its stage, remember how it ended, say so."""
+        service, run = self._service, member.run
+        if self.members.get(run.id) is not member:
+            return
+        del self.members[run.id]
+        if not member.ending.is_settled:
+            self._endings.close(run.id)
+        member.cancel()
+        await self._archive.note(
+            run, member.shown, outcome, detail, weights, stop=member.stopped_by, for_all=for_all
+        )
+        storage = service.seams.storage
+        is_here = bool(weights) and await service.seams.executor.run(partial(has_result, storage, run.text))
+        service.publish(
+            RunEnded(
+                at=service.seams.clock.wall(),
+                run=run.text,
+                outcome=outcome,
+                detail=detail,
+                weights=weights,
+                is_here=is_here,
+            )
+        )
+        if outcome == "done" and is_here:
+            service.start_task(service.provide, run.text, weights, of=None)
+
+    async def stop(self, run: bytes, fact: Fact, detail: str) -> None:
+        """The requester has stopped a run: end it here."""
+        member = self.members.get(run)
+        if member is not None:
+            member.stopped_by = fact
+            await self.end(member, "stopped", detail, "", for_all=True)
+
+    async def leave(self) -> None:
+        """This node says goodbye: take no further part in any run."""
+        for member in list(self.members.values()):
+            member.cancel()

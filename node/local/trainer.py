@@ -1,0 +1,208 @@
+"""The training of one member in local mode: a stage's process that holds the whole model, and its own shard.
+
+Steps, evaluations, and its numbers as a vector that is averaged. Not here: when a round is due, and with whom
+(`node.local.member`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from crypto.identity import PeerId
+from gossip.averaging.reduction import Vector
+from node.averaging.snapshot import Snapshot, make_snapshot
+from node.content.datasets import Array, Batches
+from node.errors import StageDiverged, StageFailed
+from node.local.shard import Shard
+from node.protocols.manifest import Run
+from node.seams import Executor, Stage
+from partition import stage as api
+from partition.codec import Payload, pack, typed
+from partition.stage import StageSpecification, gradient_bytes
+
+OUTER = "outer/"
+"""Before the names of what a strategy hands to late joiners, in a snapshot."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One local step: the mean loss of its samples, or why it changed nothing."""
+
+    loss: float
+    samples: int
+    diverged: str = ""
+
+
+class LocalTrainer:
+    """One member's model. One call at a time."""
+
+    def __init__(
+        self,
+        run: Run,
+        specification: StageSpecification,
+        stage: Stage,
+        batches: Batches,
+        executor: Executor,
+        me: PeerId,
+    ) -> None:
+        self.step = 0
+        self.samples = 0
+        self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me)
+        self.stage = stage
+        self.dtype = specification.dtype
+        self._manifest = run.manifest
+        self._batches = batches
+        self._executor = executor
+        self._items = gradient_bytes(specification) // specification.item_bytes
+        self._moments = specification.optimizer.moments
+        # Random operators draw by micro-batch: other members must draw otherwise.
+        self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
+
+    @property
+    def signature_rows(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """What is averaged, for the run's signature."""
+        return [("parameters", (self._items,), self.dtype), ("moments", (self._moments,), self.dtype)]
+
+    async def train_step(self) -> Stepped:
+        """One optimizer step on this member's next samples. Raises StageFailed."""
+        manifest, samples, loss = self._manifest, 0, 0.0
+        try:
+            for number in range(manifest.microbatches):
+                rows = self.shard.take(manifest.microbatch)
+                inputs, labels = await self._executor.run(partial(self._packed, self._batches.pick, rows))
+                microbatch = self._first + (self.step * manifest.microbatches + number) % (1 << 24)
+                done = await self.stage.call(api.Forward(self.step, microbatch, True, inputs, labels))
+                assert isinstance(done, api.Forwarded)
+                samples, loss = samples + done.samples, loss + done.loss
+        except StageDiverged as error:
+            return await self._skip(str(error))
+        self._arena("totals")[:] = self._arena("gradients")
+        normed = await self.stage.call(api.Norm())
+        assert isinstance(normed, api.Normed)
+        if not (isfinite(normed.squared_norm) and isfinite(loss)):
+            return await self._skip("the gradient is not finite")
+        norm = normed.squared_norm if manifest.optimizer.clip_norm else None
+        await self.stage.call(api.Apply(self.step, max(1, samples), norm))
+        self.step += 1
+        self.samples += samples
+        return Stepped(loss / max(1, samples), samples)
+
+    async def _skip(self, reason: str) -> Stepped:
+        await self.stage.call(api.Discard())
+        await self.stage.call(api.Apply(self.step, 1, None if not self._clips else 0.0, is_skipped=True))
+        self.step += 1
+        return Stepped(0.0, 0, reason)
+
+    @property
+    def _clips(self) -> bool:
+        return bool(self._manifest.optimizer.clip_norm)
+
+    async def evaluate(self) -> tuple[float, int, tuple[float, ...]]:
+        """The mean loss over the held-out samples, how many these are, and the sums of their metrics. Raises
+        StageFailed."""
+        loss, samples = 0.0, 0
+        metrics = np.zeros(len(self._manifest.metrics))
+        left = self._manifest.test_samples
+        for number in range(self._manifest.evaluations):
+            inputs, labels = await self._executor.run(partial(self._packed, self._test, (number, left)))
+            left -= self._manifest.microbatch
+            done = await self.stage.call(api.Forward(self.step, number, False, inputs, labels))
+            assert isinstance(done, api.Forwarded)
+            loss, samples, metrics = loss + done.loss, samples + done.samples, metrics + done.metrics
+        return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
+
+    def _test(self, which: tuple[int, int]) -> tuple[list[Array], list[Array]]:
+        number, left = which
+        inputs, labels = self._batches.test(number)
+        return [each[:left] for each in inputs], [each[:left] for each in labels]
+
+    def _packed(self, pick: Any, which: object) -> tuple[Payload, Payload]:
+        inputs, labels = pick(which)
+        sizes = (len(inputs[0]), *self._manifest.sizes)
+        first, second = (
+            pack([typed(array) for array in arrays], "raw", sizes) for arrays in (inputs, labels)
+        )
+        return first, second
+
+    # The numbers
+
+    def _arena(self, name: str) -> Vector:
+        array: Vector = np.frombuffer(self.stage.vector(name), self.dtype)
+        return array
+
+    async def copy_out(self, *, moments: bool) -> Vector:
+        """A copy of what is trained, and of the optimizer's moments behind it."""
+        return await self._executor.run(partial(self._copy_out, moments))
+
+    def _copy_out(self, moments: bool) -> Vector:
+        parameters = self._arena("parameters")[: self._items]
+        return np.concatenate([parameters, self._arena("moments")]) if moments else parameters.copy()
+
+    async def copy_in(self, vector: Vector) -> None:
+        """Go on from these numbers, as `copy_out` gives them. Raises StageFailed."""
+        await self._executor.run(partial(self._copy_in, vector))
+        await self.stage.call(api.Restore(self.step))
+
+    def _copy_in(self, vector: Vector) -> None:
+        self._arena("parameters")[: self._items] = vector[: self._items]
+        if vector.size > self._items:
+            moments = self._arena("moments")
+            moments[:] = vector[self._items :]
+            if self._moments == 2:  # what a codec made of the mean of squares, and of what came since
+                squares = moments[self._items :]
+                np.maximum(squares, 0, out=squares)
+
+    # The state, for late joiners
+
+    async def snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
+        """This member's whole state, with what its strategy adds."""
+        return await self._executor.run(partial(self._snapshot, rounds, lineage, outer))
+
+    def _snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
+        vectors = {"parameters": self._arena("parameters"), "moments": self._arena("moments")}
+        vectors |= {OUTER + name: vector for name, vector in outer.items()}
+        arrays = {
+            name: (self.dtype, (vector.size,), vector.view(np.uint8)) for name, vector in vectors.items()
+        }
+        return make_snapshot(self.step, rounds, lineage, arrays)
+
+    @property
+    def state_bytes_max(self) -> int:
+        """The most bytes that a snapshot of this model has."""
+        arenas = len(self.stage.vector("parameters")) + len(self.stage.vector("moments"))
+        return 4 * arenas + (1 << 20)
+
+    async def take_over(self, found: Snapshot) -> dict[str, Vector]:
+        """Go on from the state of others; what it has for the strategy. Raises StageFailed: it is not of this
+        model. ValueError: its numbers cannot be used."""
+        if found.table.step > self._manifest.steps:
+            raise ValueError("the state of others is of a step that the run does not have")
+        arrays = found.arrays()
+        outer: dict[str, Vector] = {}
+        for name in ("parameters", "moments"):
+            row, data = arrays.get(name, (None, None))
+            size = self._arena(name).size
+            if row is None or data is None or row.shape != (size,) or row.dtype != self.dtype:
+                raise StageFailed(f"the state of others has no such {name}")
+        for _, data in arrays.values():
+            if not np.isfinite(data.view(self.dtype)).all():
+                raise ValueError("the state of others is not finite")
+        for name, (row, data) in arrays.items():
+            if name.startswith(OUTER) and row.shape == (self._items,) and row.dtype == self.dtype:
+                outer[name.removeprefix(OUTER)] = data.view(self.dtype).copy()
+        for name in ("parameters", "moments"):
+            await self._executor.run(partial(np.copyto, self._arena(name), arrays[name][1].view(self.dtype)))
+        self.step = found.table.step
+        await self.stage.call(api.Restore(self.step))
+        return outer
+
+    async def export(self) -> bytes:
+        """The model as a safetensors file of one stage. Raises StageFailed."""
+        exported = await self.stage.call(api.Export())
+        assert isinstance(exported, api.Exported)
+        return exported.data

@@ -1,0 +1,47 @@
+"""What optimizers of torch remember, as tensors that are averaged with the parameters.
+
+A moment is a floating tensor of its parameter's shape in an optimizer's state. Which there are is known once
+a step was made; parameters that had no gradient yet have none, and stand in for zeros.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from node.optimizer.layout import FLOATING, Layout
+
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"})
+"""Moments that are never below 0, whatever rounding and late steps make of them."""
+
+
+def moments_of(
+    parameters: Layout, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[tuple[str, torch.Tensor]]:
+    """The moments of all parameters in their order, by name; missing ones are made of zeros."""
+    keys: dict[str, torch.dtype] = {}
+    states = {id(parameter): state for inner in optimizers for parameter, state in inner.state.items()}
+    for slot in parameters.slots:
+        for key, value in states.get(id(slot.tensor), {}).items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dtype in FLOATING
+                and value.shape == slot.tensor.shape
+                and value.dim()
+            ):
+                keys[key] = value.dtype
+    found: list[tuple[str, torch.Tensor]] = []
+    for key in sorted(keys):
+        for slot in parameters.slots:
+            value = states.get(id(slot.tensor), {}).get(key)
+            if value is None or value.shape != slot.tensor.shape:
+                value = torch.zeros_like(slot.tensor, dtype=keys[key])
+            found.append((f"{slot.name}/{key}", value))
+    return found
+
+
+def keep_above_zero(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Bring back moments that are squares and have become negative."""
+    with torch.no_grad():
+        for name, tensor in named:
+            if name.rpartition("/")[2] in SQUARES:
+                tensor.clamp_(min=0)

@@ -1,0 +1,51 @@
+"""A person's own strategies and codecs, by entry point: `peerloom.strategies` and `peerloom.codecs`.
+
+    [project.entry-points."peerloom.strategies"]
+    mine = "my_package:MyStrategy"        # called as MyStrategy(theta, local_steps=..., codec=...)
+    [project.entry-points."peerloom.codecs"]
+    mine = "my_package:MyCodec"           # called as MyCodec(dtype), "float32" or "float64"
+
+They are loaded in this process alone, by a name that its own script gives; a peer can name none. All peers of
+a run need the same ones: the name is in the run's signature.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from gossip.averaging.catalogue import NAMES, make_strategy
+from gossip.averaging.codecs import Codec, codec_of
+from gossip.averaging.reduction import Vector
+from gossip.averaging.strategies import Strategy
+
+STRATEGIES, CODECS = "peerloom.strategies", "peerloom.codecs"
+Make = Callable[[Vector], Strategy]
+
+
+def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
+    """Return what makes the strategy of this name for the numbers that training begins with. Raises
+    ValueError."""
+    if name in NAMES:
+        return lambda theta: make_strategy(name, theta, local_steps, codec)
+    own = _loaded(STRATEGIES, name)
+    if own is None:
+        raise ValueError(f"no strategy {name!r}: there are {', '.join(NAMES)}, and entry points {STRATEGIES}")
+    return lambda theta: own(theta, local_steps=local_steps, codec=codec)
+
+
+def own_codecs(name: str, dtype: str) -> dict[str, Codec]:
+    """Return the codec of this name by its name, where it is a person's own; nothing for ours. Raises
+    ValueError: there is none."""
+    try:
+        codec_of(name, dtype)
+    except ValueError as error:
+        own = _loaded(CODECS, name)
+        if own is None:
+            raise ValueError(f"{error}, and entry points {CODECS}") from None
+        return {name: own(dtype)}
+    return {}
+
+
+def _loaded(group: str, name: str) -> Any:
+    found = [each for each in entry_points(group=group) if each.name == name]
+    return found[0].load() if found else None

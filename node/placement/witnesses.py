@@ -1,0 +1,54 @@
+"""What this node has agreed to be a witness of: a member with a vote, and without a stage.
+
+A witness votes on plans and keeps the chain and checkpoints, so it needs no slot. Promises are kept in memory
+only: what a restart forgets, the run replaces.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
+WITNESSED_MAX = 8
+"""Others' runs in which a node has a vote and no stage: each may have it fetch the run's data."""
+PROMISES_MAX = 64
+"""Plans that may yet come about; the oldest of the planner with the most makes room."""
+PROMISES_PER_PEER_MAX = 8
+
+
+@dataclass(frozen=True)
+class _Promise:
+    run: bytes
+    planner: PeerId
+    until: float
+
+
+class WitnessPromises:
+    """Those of one node, by the hash of the plan they are for."""
+
+    def __init__(self) -> None:
+        self._promises: OrderedDict[bytes, _Promise] = OrderedDict()
+
+    def promise(self, now: float, run: bytes, plan: bytes, planner: PeerId, seconds: float) -> None:
+        """Agree to vote in `plan` for so many seconds. A planner's oldest promise makes room for its
+        newest."""
+        self._promises.pop(plan, None)
+        theirs = [name for name, row in self._promises.items() if row.planner == planner]
+        if len(theirs) >= PROMISES_PER_PEER_MAX:
+            del self._promises[theirs[0]]
+        self._promises[plan] = _Promise(run, planner, now + seconds)
+        if len(self._promises) > PROMISES_MAX:
+            # The planner with the most, so that a few peers that ask often push out only one another.
+            count = Counter(row.planner for row in self._promises.values())
+            del self._promises[max(self._promises, key=lambda name: count[self._promises[name].planner])]
+
+    def holds(self, now: float, run: bytes, plan: bytes) -> bool:
+        """Return whether this node has agreed to vote in exactly this plan."""
+        row = self._promises.get(plan)
+        return row is not None and row.run == run and now < row.until
+
+    def release(self, plan: bytes, planner: PeerId) -> None:
+        """Forget what was promised to `planner` for `plan`."""
+        row = self._promises.get(plan)
+        if row is not None and row.planner == planner:
+            del self._promises[plan]

@@ -1,0 +1,32 @@
+"""Events that tell people of a plan: what came into force here, and what is being opened here."""
+
+from crypto.identity import PeerId
+from node.events import RunPlanned, StageLeased
+from node.protocols.manifest import Run
+from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
+from partition.plan.quorum import indispensable
+
+
+def run_planned(at: float, run: Run, plan: Plan) -> RunPlanned:
+    """Return the event that `plan` is in force here since the wall time `at`."""
+    waits = run.manifest.on_lost_quorum != "fork"
+    return RunPlanned(
+        at=at,
+        run=run.text,
+        plan=plan_hash(plan).hex()[:16],
+        height=plan.height,
+        trainer=plan.committer,
+        planner=committee(plan)[0],
+        layers=tuple((stage.first_layer, stage.last_layer) for stage in plan.stages),
+        stages=tuple(tuple(PeerId(peer) for peer in stage.replicas) for stage in plan.stages),
+        trainers=tuple(PeerId(peer) for peer in plan.trainers),
+        witnesses=plan.witnesses,
+        pauses_without=indispensable(plan, run.tie_breaker) if waits else (),
+        restored_step=plan.step if plan.restored != NO_HASH else None,
+    )
+
+
+def stage_leased(at: float, run: Run, plan: Plan, stage: int) -> StageLeased:
+    """Return the event that a stage of `plan` is being opened here."""
+    row = plan.stages[stage]
+    return StageLeased(at=at, run=run.text, stage=stage, layers=(row.first_layer, row.last_layer))

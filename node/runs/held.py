@@ -1,0 +1,35 @@
+"""Which stages this node holds and whether it has a free slot, for others to know."""
+
+from collections.abc import Iterable, Mapping
+
+from crypto.identity import PeerId
+from node.runs.member import RunMember
+from node.runs.runs import Runs
+from node.services.capacity import Capacity
+from node.services.metadata import Standing
+from node.services.standing import look_at
+
+
+def standing_of(
+    told: Standing | None,
+    capacity: Capacity,
+    words: Mapping[str, bool],
+    runs: Runs | None,
+    me: PeerId,
+    *,
+    is_measured: bool,
+) -> Standing:
+    """Return how a node is; before there are `runs` it holds nothing."""
+    slots_free = int(words["stages"] and (runs is None or runs.has_slot))
+    held = [] if runs is None else stages_held(runs.members.values(), me)
+    return look_at(told, capacity, words, slots_free, held, is_measured=is_measured)
+
+
+def stages_held(members: Iterable[RunMember], me: PeerId) -> list[tuple[str, int]]:
+    """Return (run, stage) of each stage that is open here or being opened."""
+    held = []
+    for member in members:
+        stage = member.plan.stage_of(me) if member.hosts and member.plan is not None else None
+        if stage is not None:
+            held.append((member.run.text, stage))
+    return held

@@ -1,0 +1,142 @@
+"""As the committer: what replicas were measured to take, and whether other borders between stages are worth a
+pause. What is then done about it is the core's (`partition.run.recutting`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.events import StageDegraded
+from node.placement.leases import Offer, problem_of
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from partition.model.graph import Graph
+from partition.plan.plan import Plan
+from partition.plan.problem import Link, Problem, Split
+from partition.plan.rebalance import measured, move_borders
+from partition.plan.tables import Tables
+from partition.run.rate_watch import RateWatch
+from partition.steps.slowness import SlowReplicas
+
+PAUSE_NANOSECONDS = 5_000_000_000
+"""Saving, deciding, and processes that import torch: what moving any layer costs, beside its bytes."""
+COMPUTING_SHARE = 0.5
+"""Of a step's time that the slowest stage must explain: else links set the pace, and moving layers would not
+change it."""
+ASSUMED_LINK = Link(1_250_000_000, 100_000)
+"""For steps that computing explains."""
+
+
+class Rebalancing:
+    """One member's, over all plans of a run. `recut` is told the borders that are better by now."""
+
+    def __init__(self, service: Service, run: Run, recut: Callable[[Plan, tuple[int, ...]], None]) -> None:
+        self._service = service
+        self._run = run
+        self._recut = recut
+        self._watch = RateWatch()
+        self._slow = SlowReplicas()
+        self._base: Problem | None = None
+        self._cuts: tuple[int, ...] | None = None
+
+    def begin(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        cuts = _cuts(plan)
+        self._slow.begin()
+        self._watch.begin(has_moved=self._cuts not in (None, cuts))
+        self._cuts, self._base = cuts, None
+
+    def stepped(self, plan: Plan, step: int, seconds: float, paces: Mapping[PeerId, int]) -> None:
+        """Note a committed step and the nanoseconds that each replica takes for a micro-batch, 0 for
+        unknown."""
+        for slow in self._slow.stepped(plan, paces):
+            self._service.publish(
+                StageDegraded(
+                    at=self._service.seams.clock.wall(),
+                    run=self._run.text,
+                    stage=slow.stage,
+                    peer=slow.peer,
+                    rate=slow.rate,
+                    reason="" if slow.rate >= 1 else f"computes at {slow.rate:.0%} of what was promised",
+                )
+            )
+        is_due = self._watch.stepped(seconds)
+        steps_left = self._run.manifest.steps - step - 1
+        if is_due and len(plan.stages) > 1 and steps_left > 0 and any(paces.values()):
+            # Of no run: one whose borders could not be looked at goes on as it is.
+            self._service.start_task(self._look, plan, steps_left, dict(paces), of=None)
+
+    async def _look(self, plan: Plan, steps_left: int, paces: Mapping[PeerId, int]) -> None:
+        service = self._service
+        try:
+            graph = await service.models.get(self._run.manifest.graph_hash, list(plan.members))
+            offers = tuple(service.offers())
+            run = service.seams.executor.run
+            if self._base is None:
+                self._base = await run(partial(base_problem, self._run, graph, plan, offers), apart=True)
+            seconds = self._watch.seconds
+            work = partial(better_cuts, self._base, plan, paces, steps_left=steps_left, seconds=seconds)
+            cuts = await run(work, apart=True)
+        except (Unreachable, RemoteProtocolError, ValueError):
+            return
+        if self._cuts == _cuts(plan) and self._watch.found(cuts):
+            self._recut(plan, cuts)
+
+
+def _cuts(plan: Plan) -> tuple[int, ...]:
+    return tuple(stage.last_layer for stage in plan.stages[:-1])
+
+
+def base_problem(run: Run, graph: Graph, plan: Plan, offers: Sequence[Offer]) -> Problem:
+    """Return a plan's own problem, by what its replicas claim. Raises ValueError, RemoteProtocolError."""
+    memory = {offer.peer: offer.memory_bytes for offer in offers}
+    rows = [
+        Offer(PeerId(peer), float(rate), memory.get(PeerId(peer), 0), has_slot=True)
+        for stage in plan.stages
+        for peer, rate in zip(stage.replicas, stage.rates, strict=True)
+    ]
+    problem = replace(problem_of(run.manifest, graph, rows), default_link=ASSUMED_LINK, hides_links=True)
+    # Whatever a peer offers by now, what it holds has been let in.
+    tables, split = Tables(problem), split_of(problem, plan)
+    needed = {
+        place: int(tables.memory(len(split.groups) - number)[first, last])
+        for number, ((first, last), group) in enumerate(zip(split.ranges, split.groups, strict=True))
+        for place in group
+    }
+    peers = tuple(
+        replace(peer, memory_bytes=max(peer.memory_bytes, peer.baseline_bytes + needed[place]))
+        for place, peer in enumerate(problem.peers)
+    )
+    return replace(problem, peers=peers)
+
+
+def split_of(problem: Problem, plan: Plan) -> Split:
+    """Return a plan as the solver's split of its problem."""
+    places = {peer.name: place for place, peer in enumerate(problem.peers)}
+    groups = tuple(
+        tuple(sorted(places[PeerId(peer).hex()] for peer in stage.replicas)) for stage in plan.stages
+    )
+    return Split(tuple((stage.first_layer, stage.last_layer) for stage in plan.stages), groups, 0, 0)
+
+
+def better_cuts(
+    problem: Problem, plan: Plan, paces: Mapping[PeerId, int], *, steps_left: int, seconds: float
+) -> tuple[int, ...]:
+    """Return where a plan should be cut by what its replicas take, () where it may stay as it is.
+
+    `seconds` is what a step takes.
+    """
+    old = split_of(problem, plan)
+    now = measured(problem, old, {peer.hex(): pace for peer, pace in paces.items()})
+    tables = Tables(now)
+    slowest = max(
+        int(tables.group_time(group)[first, last])
+        for (first, last), group in zip(old.ranges, old.groups, strict=True)
+    )
+    if slowest * plan.microbatches < COMPUTING_SHARE * seconds * 1e9:
+        return ()
+    decision = move_borders(now, old, steps_left=steps_left, pause_nanoseconds=PAUSE_NANOSECONDS)
+    return tuple(last for _, last in decision.split.ranges[:-1]) if decision.is_change else ()

@@ -1,0 +1,183 @@
+"""What a node says of itself in its SWIM fact, beside name and addresses: what it offers, and how it is now.
+
+Two parts. The capacity is measured at the start and is what plans are made with. The standing is how the node
+is at the moment: what it can do, its load, free memory, free slots and the stages that it holds. It is in
+whole steps, and told anew when one has changed, for each change costs every member some sends. All of it is a
+claim; 300 bytes hold it, and what does not fit is left out, the stages first.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated
+
+import msgspec
+import psutil
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from gossip.dissemination import CHANGE_INTERVALS, CHANGES_MAX
+from gossip.member import METADATA_BYTES_MAX
+from gossip.messages import MEMBERS_MAX
+from node import events
+from node.services.capacity import Capacity, device_memory
+
+METADATA_VERSION = 2
+"""2 has the standing; a reader of 1 ignores it, and of 1 it is None."""
+FLOPS_PER_SECOND_MAX = 1e16
+"""No device of today multiplies fp32 matrices as fast; a claim beyond it is not read at all."""
+CAPABILITIES_MAX = 8
+STAGES_TOLD_MAX = 4
+RUN_LETTERS = 8
+LOAD_PERCENT_MAX = 10_000
+LOAD_STEP_PERCENT = 25
+MEMORY_STEPS = 8
+"""Free memory is told in eighths of all."""
+LOOK_SECONDS = 5.0
+CHANGES_KEPT = CHANGES_MAX - 1
+"""Of the changes that others pass on at once, one stays for another address."""
+CHANGE_INTERVALS_A_MEMBER = 2.0
+"""Among n members each changes once in so many times n probe intervals at most: all together one in two
+intervals, which costs each some kilobyte in that time."""
+
+Text = Annotated[str, msgspec.Meta(max_length=64)]
+Word = Annotated[str, msgspec.Meta(max_length=16)]
+RunPrefix = Annotated[str, msgspec.Meta(max_length=RUN_LETTERS)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+
+StageHeld = tuple[RunPrefix, StageNumber]
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """How a node is now, in steps."""
+
+    capabilities: Annotated[tuple[Word, ...], msgspec.Meta(max_length=CAPABILITIES_MAX)] = ()
+    load_percent: Annotated[int, msgspec.Meta(ge=0, le=LOAD_PERCENT_MAX)] = 0
+    memory_available_bytes: Size = 0
+    slots_free: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    stages: Annotated[
+        tuple[tuple[RunPrefix, StageNumber], ...], msgspec.Meta(max_length=STAGES_TOLD_MAX)
+    ] = ()
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a member's SWIM fact carries beside name and addresses, in its own words."""
+
+    version: int
+    accepts_runs: bool
+    device: Text
+    cores: Size
+    memory_free_bytes: Size
+    memory_total_bytes: Size
+    flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=FLOPS_PER_SECOND_MAX)]
+    location: Text
+    standing: Standing | None = None
+
+
+def encode_metadata(capacity: Capacity, *, accepts_runs: bool, standing: Standing | None = None) -> bytes:
+    """The metadata of a node with this capacity."""
+    while True:
+        metadata = Metadata(
+            METADATA_VERSION,
+            accepts_runs,
+            capacity.device,
+            capacity.cores,
+            capacity.memory_free_bytes,
+            capacity.memory_total_bytes,
+            min(capacity.flops_per_second, FLOPS_PER_SECOND_MAX),
+            capacity.location,
+            standing,
+        )
+        data = encode(metadata)
+        if len(data) <= METADATA_BYTES_MAX or standing is None:
+            return data
+        if standing.stages or standing.capabilities:
+            standing = msgspec.structs.replace(
+                standing,
+                stages=standing.stages[:-1],
+                capabilities=standing.capabilities if standing.stages else standing.capabilities[:-1],
+            )
+        else:
+            standing = None
+
+
+@lru_cache(maxsize=MEMBERS_MAX)
+def read_metadata(data: bytes) -> Metadata | None:
+    """A member's claim, None where this version cannot read it."""
+    try:
+        metadata: Metadata = decode(data, Metadata, bytes_max=METADATA_BYTES_MAX)
+    except RemoteProtocolError:
+        return None
+    return metadata
+
+
+def claimed_capacity(data: bytes, at: float) -> events.CapacityMeasured | None:
+    """What a member says it offers."""
+    metadata = read_metadata(data)
+    if metadata is None:
+        return None
+    return events.CapacityMeasured(
+        at=at,
+        device=metadata.device,
+        cores=metadata.cores,
+        memory_free_bytes=metadata.memory_free_bytes,
+        memory_total_bytes=metadata.memory_total_bytes,
+        flops_per_second=metadata.flops_per_second,
+        location=metadata.location,
+    )
+
+
+def claimed_standing(data: bytes) -> events.Standing | None:
+    """How a member says it is now."""
+    metadata = read_metadata(data)
+    if metadata is None or metadata.standing is None:
+        return None
+    standing = metadata.standing
+    return events.Standing(
+        # Texts of others reach terminals.
+        capabilities=tuple(word for word in standing.capabilities if word.isprintable()),
+        load_percent=standing.load_percent,
+        memory_available_bytes=standing.memory_available_bytes,
+        slots_free=standing.slots_free,
+        stages=tuple((run, stage) for run, stage in standing.stages if run.isalnum()),
+    )
+
+
+def machine_now(device: str, cores: int) -> tuple[float, int, int]:
+    """Return this machine's load in percent of `cores`, and (free, total) bytes of its device's memory."""
+    total, free = device_memory(device)
+    return 100.0 * os.getloadavg()[0] / max(1, min(cores, psutil.cpu_count() or 1)), free, total
+
+
+def standing_now(
+    told: Standing | None,
+    capabilities: Sequence[str],
+    load_percent: float,
+    memory_bytes: tuple[int, int],
+    slots_free: int,
+    stages: Sequence[tuple[str, int]],
+) -> Standing:
+    """Return how a node is, in steps; where nothing has moved by a whole step from what it `told`, that.
+
+    `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
+    """
+    free, total = memory_bytes
+    before = Standing() if told is None else told
+    return Standing(
+        tuple(capabilities)[:CAPABILITIES_MAX],
+        min(_stepped(before.load_percent, load_percent, LOAD_STEP_PERCENT), LOAD_PERCENT_MAX),
+        _stepped(before.memory_available_bytes, free, max(1, total // MEMORY_STEPS)),
+        min(slots_free, 255),
+        tuple((run[:RUN_LETTERS], stage) for run, stage in stages)[:STAGES_TOLD_MAX],
+    )
+
+
+def change_seconds(interval_seconds: float, live: int) -> float:
+    """How long a node waits from one change to the next, once it has used up those at once."""
+    return interval_seconds * max(CHANGE_INTERVALS, CHANGE_INTERVALS_A_MEMBER * live)
+
+
+def _stepped(told: int, now: float, step: int) -> int:
+    """The nearest whole step, unless what was told is less than a step away."""
+    return told if abs(now - told) < step else round(now / step) * step

@@ -1,0 +1,81 @@
+"""Tells others how this node is, when that has changed by a step (`node.services.metadata`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import trio
+
+from crypto.token_buckets import Bucket
+from gossip.settings import PRESETS
+from node.seams import Clock
+from node.services.capacity import Capacity
+from node.services.metadata import (
+    CHANGES_KEPT,
+    LOOK_SECONDS,
+    Standing,
+    change_seconds,
+    machine_now,
+    standing_now,
+)
+
+
+class StandingKeeper:
+    """`look(told)` says how the node is, `tell` announces it; `live` members pay for that. The `first`
+    is what the node says when it joins."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        preset: str,
+        *,
+        first: Standing,
+        look: Callable[[Standing], Standing],
+        tell: Callable[[], None],
+        live: Callable[[], int],
+    ) -> None:
+        self.told = first
+        self._clock = clock
+        self._interval_seconds = PRESETS[preset].probe_interval_seconds
+        self._look = look
+        self._tell = tell
+        self._live = live
+        self._changes = Bucket(1.0, CHANGES_KEPT, CHANGES_KEPT, clock.monotonic())
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.look()
+            await trio.sleep(LOOK_SECONDS)
+
+    def look(self) -> None:
+        """Tell how the node is, if that is another than it told and it has not told too often."""
+        now = self._clock.monotonic()
+        found = self._look(self.told)
+        if found == self.told:
+            return
+        left = self._changes.left(now)
+        self._changes.tokens, self._changes.at = left, now
+        self._changes.rate = 1 / change_seconds(self._interval_seconds, self._live())
+        if self._changes.take(now):
+            self.told = found
+            self._tell()
+
+
+def look_at(
+    told: Standing | None,
+    capacity: Capacity,
+    words: Mapping[str, bool],
+    slots_free: int,
+    stages: Sequence[tuple[str, int]],
+    *,
+    is_measured: bool,
+) -> Standing:
+    """Return how a node of this capacity is; where it is not to be measured, as if it were idle.
+
+    `words` are capabilities and whether it has them, `stages` (run, stage) of those that it holds.
+    """
+    load, memory_bytes = 0.0, (capacity.memory_free_bytes, capacity.memory_total_bytes)
+    if is_measured:
+        load, free, total = machine_now(capacity.device, capacity.cores)
+        memory_bytes = free, total
+    capabilities = [word for word, holds in words.items() if holds]
+    return standing_now(told, capabilities, load, memory_bytes, slots_free, stages)

@@ -1,0 +1,98 @@
+"""How many threads a stage computes with: found by measuring, and found again when its machine gets busy.
+
+A small stage beside somebody's own work is faster on one thread than on two that wait for each other, a large
+one on an idle machine is not. Between two steps another number is tried for one step; numbers whose trials
+cost more are tried more seldom. Within a step the number stays, so that what is computed twice is the same.
+"""
+
+from collections.abc import Callable, Sequence
+
+from partition.stage import Apply, Backward, Forward, Reply, Request
+
+TRIAL_SHARE = 0.05
+"""Of the time since a number was last tried: so much more than the best one a trial may take."""
+TRIAL_STEPS_MIN = 20
+BETTER_SHARE = 0.9
+"""Another number must take at most so much of the time: less is noise."""
+EWMA_SHARE = 0.5
+"""Of the newest step in what the number in use takes."""
+
+
+def candidates(most: int) -> tuple[int, ...]:
+    """Return the numbers of threads that are worth a trial, where `most` are allowed; the most first."""
+    halves = {most, most // 2, most // 4, 1}
+    return tuple(sorted((number for number in halves if number), reverse=True))
+
+
+class ThreadChooser:
+    """`threads` is what to compute the next step with."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        """`numbers` may be tried; the first is used until more is known."""
+        self.threads = self._home = numbers[0]
+        self._seconds: dict[int, float | None] = dict.fromkeys(numbers)
+        self._since: dict[int, float] = dict.fromkeys(numbers, 0.0)
+        self._steps = 0
+
+    def stepped(self, seconds: float, passes: int) -> None:
+        """Note what a step took with `threads`, for so many passes of a micro-batch."""
+        self._steps += 1
+        if not passes or self._steps == 1:  # the first loads libraries
+            return
+        found, before = seconds / passes, self._seconds[self.threads]
+        if before is not None and self.threads == self._home:
+            found = before + EWMA_SHARE * (found - before)
+        self._seconds[self.threads] = found
+        for number in self._since:
+            self._since[number] += seconds
+        self._since[self.threads] = 0.0
+        self._settle()
+        self.threads = self._trial(passes, seconds)
+
+    def _settle(self) -> None:
+        """Use the number that is found to be the best, if it is clearly better than the one in use."""
+        known = {number: seconds for number, seconds in self._seconds.items() if seconds is not None}
+        best = min(known, key=lambda number: known[number])
+        if known[best] < BETTER_SHARE * known.get(self._home, float("inf")):
+            self._home = best
+
+    def _trial(self, passes: int, step_seconds: float) -> int:
+        """Return a number that is not known, or was not tried for long enough; else the one in use."""
+        home = self._seconds[self._home]
+        for number, seconds in self._seconds.items():
+            if number == self._home or home is None:
+                continue
+            if seconds is None:
+                return number
+            lost = max(0.0, seconds - home) * passes
+            if self._since[number] >= max(lost / TRIAL_SHARE, TRIAL_STEPS_MIN * step_seconds):
+                return number
+        return self._home
+
+
+def adaptive(
+    handle: Callable[[Request], Reply],
+    chooser: ThreadChooser,
+    *,
+    set_threads: Callable[[int], None],
+    clock: Callable[[], int],
+) -> Callable[[Request], Reply]:
+    """Return `handle` with as many threads as the chooser says, by a clock of nanoseconds."""
+    spent, passes = 0, 0
+
+    def handled(request: Request) -> Reply:
+        nonlocal spent, passes
+        begun = clock()
+        reply = handle(request)
+        match request:
+            case Forward(train=True) | Backward():
+                spent, passes = spent + clock() - begun, passes + 1
+            case Apply():
+                before = chooser.threads
+                chooser.stepped(spent / 1e9, passes)
+                spent, passes = 0, 0
+                if chooser.threads != before:
+                    set_threads(chooser.threads)
+        return reply
+
+    return handled

@@ -1,0 +1,131 @@
+"""What the planner of `node plan` makes of a run's model without some peers: the same code, over those alive.
+
+Only a node that is in the run has its graph. `node.web.whatif` scales the last step instead, for all others;
+the page shows both where there are both.
+"""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any, Protocol
+
+import trio
+
+from node import state as states
+from node.errors import Unreachable, UsageError
+from node.planning.document import plan_document
+from node.planning.peers import Peers, live_peers
+from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
+from node.protocols.manifest import Manifest
+from node.runs.runs import Runs
+from node.seams import Seams
+from node.state import State
+from node.web.views import KEY_LETTERS
+from partition.model.graph import Graph
+from partition.plan.problem import Constraints, Infeasible
+
+PEERS_MAX = 256
+"""More are not planned for at a click: `node plan` has no such limit."""
+FIND_SECONDS_MAX = 2.0
+
+
+class PlannedNode(Protocol):
+    """What a prediction needs of `node.runtime.Node`."""
+
+    seams: Seams
+    state: State
+
+    @property
+    def runs(self) -> Runs: ...
+
+
+class Predictor:
+    """Plans for one page, one plan at a time; what was asked last is known."""
+
+    def __init__(self, node: PlannedNode) -> None:
+        self._node = node
+        self._lock = trio.Lock()
+        self._last: tuple[object, dict[str, Any]] | None = None
+
+    async def predict(self, run: str, without: Set[str]) -> dict[str, Any] | None:
+        """The plan with all and that without the peers of these keys; None: this node has no graph of it."""
+        node = self._node
+        members = node.runs.members.values()
+        member = next((each for each in members if each.run.text == run), None)
+        if member is None:
+            return None
+        async with self._lock:
+            manifest = member.run.manifest
+            graph: Graph | None = None
+            with trio.move_on_after(FIND_SECONDS_MAX):
+                try:
+                    graph = await node.runs.models.get(manifest.graph_hash, ())
+                except Unreachable:
+                    return None
+            if graph is None:
+                return None
+            found, wanted = graph, wanted_of(manifest)
+            peers, left = _alive(node.state, frozenset()), _alive(node.state, without)
+            asked = run, peers, left
+            if self._last is None or self._last[0] != asked:
+                document = await node.seams.executor.run(lambda: _compare(found, peers, left, wanted))
+                self._last = asked, document
+            return self._last[1]
+
+
+def wanted_of(manifest: Manifest) -> Wanted:
+    """What a run's manifest asks of a plan."""
+    settings = manifest.optimizer
+    return Wanted(
+        batch=manifest.microbatch * manifest.microbatches,
+        microbatch=manifest.microbatch,
+        recompute=manifest.recompute,
+        pipeline=manifest.pipeline,
+        optimizer=settings.kind,
+        optimizer_moments=settings.moments,
+        constraints=Constraints(
+            stages=manifest.stages, replicas=manifest.replicas, frame_bytes_max=FRAME_BYTES_MAX
+        ),
+    )
+
+
+def _alive(state: State, without: Set[str]) -> Peers:
+    status, others = states.status_document(state, 0.0, {}), states.peers_document(state, 0.0)
+    rows = [row for row in others["peers"] if row["peer"][-KEY_LETTERS:] not in without]
+    if str(status["peer"])[-KEY_LETTERS:] in without:
+        status = {**status, "capacity": None}
+    return live_peers(status, {"peers": rows[:PEERS_MAX]})
+
+
+def _compare(graph: Graph, peers: Peers, left: Peers, wanted: Wanted) -> dict[str, Any]:
+    now, then = _plan(graph, peers, wanted), _plan(graph, left, wanted)
+    share = None
+    if now["is_feasible"] and then["is_feasible"]:
+        share = then["samples_per_second"] / max(1e-12, now["samples_per_second"])
+    return {"now": now, "then": then, "rate_share": share}
+
+
+def _plan(graph: Graph, peers: Peers, wanted: Wanted) -> dict[str, Any]:
+    try:
+        document = plan_document(plan_model(graph, peers, wanted))
+    except (Infeasible, UsageError) as error:
+        if wanted.constraints.replicas:  # a run goes on with fewer replicas than it began with
+            freer = replace(wanted.constraints, replicas=0)
+            return _plan(graph, peers, replace(wanted, constraints=freer))
+        return {"is_feasible": False, "text": str(error)}
+    rows = [
+        {
+            "layers": [stage["first_layer"], stage["last_layer"]],
+            "peers": stage["peers"],
+            "seconds": stage["seconds"],
+            "memory_bytes": stage["memory_bytes"],
+        }
+        for stage in document["stages"]
+    ]
+    return {
+        "is_feasible": True,
+        "samples_per_second": document["samples_per_second"],
+        "step_seconds": document["step_seconds"],
+        "bubble": document["bubble"],
+        "stages": rows,
+        "text": "; ".join(document["reasons"][:2]),
+    }

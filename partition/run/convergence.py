@@ -1,0 +1,31 @@
+"""When a run in local mode has stopped improving: the rule of its manifest over a series of evaluations.
+
+A series is carried by its last evaluation alone (`Progress`), so whoever evaluates next goes on with it,
+also after the death of whoever evaluated before.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Up to an evaluation at `step`: the `best` loss, and how many evaluations came `since` it was
+    reached."""
+
+    step: int = -1
+    best: float = inf
+    since: int = 0
+
+
+def advance(progress: Progress, step: int, loss: float, improvement: float) -> Progress:
+    """Return the series with one more evaluation. A loss counts as better if it is lower by `improvement` at
+    least, and lower at all."""
+    if loss < progress.best and loss <= progress.best - improvement:
+        return Progress(step, loss, 0)
+    return Progress(step, progress.best, progress.since + 1)
+
+
+def has_converged(progress: Progress, patience: int) -> bool:
+    """Return whether the last `patience` evaluations all failed to improve; with patience 0 none ever do."""
+    return patience > 0 and progress.since >= patience

@@ -1,0 +1,337 @@
+"""Plays what `node.recording` wrote: the same cores, given the same turns, must make the same of them.
+
+Nothing outside the file is asked: time is what each turn was told, signatures and whatever else a core asked
+are answered as they were. So a record says on any machine, as often as it is played, whether these cores do
+what they did; the first turn in which one does not is the end, for all that follows rests on it.
+
+A file may be a stranger's: only the cores named here are made, only their public methods are called.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crypto.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from crypto.identity import peer_text
+from dht.kademlia import Kademlia
+from gossip import member as membership
+from gossip.swim import Swim
+from node import runtime
+from node.recording import values
+from node.recording.blocks import Damage, read_blocks
+from node.recording.recorder import OUTBOXES, PARTS, Handed, outcome
+from node.recording.values import Unrecordable, read
+from partition.plan.paxos import PaxosChain
+from partition.run.events import StateChanged
+from partition.run.member import Member
+from partition.steps.committer import Committer
+from partition.steps.feeder import Feeder
+from partition.steps.replica import Replica
+
+CORES = {
+    f"{kind.__module__}:{kind.__qualname__}": kind
+    for kind in (Committer, Feeder, Kademlia, Member, PaxosChain, Replica, Swim)
+}
+LOADED = runtime
+"""The types of all values are found among what is loaded: a node with all that it has."""
+RAISED = {kind.__name__: kind for kind in (LocalProtocolError, ProtocolError, RemoteProtocolError)}
+ITEM_BYTES_MAX = 64 << 20
+TELLING = {
+    membership.MemberUp: "MemberJoined",
+    membership.MemberChanged: "MemberJoined",
+    membership.MemberSuspected: "MemberSuspected",
+    membership.MemberRefuted: "MemberRefuted",
+    membership.MemberDown: "MemberLost",
+    membership.MemberLeft: "MemberLeft",
+}
+"""Each event of membership, and the one that people are told for it."""
+
+
+class Diverged(Exception):
+    """A core did not do what it did."""
+
+
+class Broken(Exception):
+    """The file is not what a recorder writes."""
+
+
+@dataclass
+class Played:
+    """What came of one record. `diverged` and `damage` are empty where all went as recorded."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    turns: Counter[str] = field(default_factory=Counter)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    learnt: int = 0
+    derived: int = 0
+    first: float | None = None
+    now: float = 0.0
+    over: str = ""
+    diverged: str = ""
+    damage: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long the node was recorded, by its own clock."""
+        return 0.0 if self.first is None else self.now - self.first
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every turn came out as it was recorded."""
+        return not (self.diverged or self.damage)
+
+
+def play(path: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -> Played:
+    """Play a file to its end, or to the first turn that is another. Raises OSError."""
+    player = _Player(_items(path.read_bytes()), on_event)
+    return player.play()
+
+
+def _items(data: bytes) -> Iterator[Any]:
+    """Yield what was written, in order; a Damage ends it."""
+    for block in read_blocks(data):
+        if isinstance(block, Damage):
+            yield block
+            return
+        at = 0
+        while at < len(block):
+            length = int.from_bytes(block[at : at + 4], "little")
+            if length > min(ITEM_BYTES_MAX, len(block) - at - 4):
+                raise Broken("an item is longer than its block")
+            try:
+                item = values.decode(block[at + 4 : at + 4 + length])
+            except ValueError as error:
+                raise Broken(f"an item that is no MessagePack: {error}") from None
+            at += 4 + length
+            if not (isinstance(item, list) and item):
+                raise Broken("an item that is none")
+            yield item
+
+
+class _Player:
+    def __init__(self, items: Iterator[Any], on_event: Callable[[dict[str, Any]], None] | None) -> None:
+        self._items = items
+        self._on_event = on_event
+        self._cores: dict[int, Any] = {}
+        self._played = Played()
+        self._turn = ""
+        self._handed = Handed()
+        self._to_tell: Counter[tuple[str, str]] = Counter()
+
+    def play(self) -> Played:
+        played = self._played
+        try:
+            while not played.over:
+                item = next(self._items, None)
+                if item is None:
+                    break
+                self._do(item)
+        except Diverged as error:
+            played.diverged = f"turn {played.turns.total()}, {self._turn}: {error}"
+        except (Broken, Unrecordable, IndexError, KeyError, TypeError, ValueError) as error:
+            text = f"{type(error).__name__}: {error}" if not isinstance(error, Broken) else str(error)
+            played.damage = (
+                f"after turn {played.turns.total()} ({self._turn or 'the beginning'}): {text[:300]}"
+            )
+        return played
+
+    def _do(self, item: Any) -> None:
+        played = self._played
+        if isinstance(item, Damage):
+            raise Broken(item.text)
+        match item:
+            case ["node", dict() as about]:
+                played.about = about
+                played.first = played.now = float(about["monotonic"])
+            case ["event", dict() as document]:
+                self._told(document)
+            case ["make", int() as number, str() as name, given, named]:
+                self._make(number, name, given, named)
+            case ["call", int() as number, str() as name, given, named]:
+                self._call(number, name, given, named)
+            case ["set", int() as number, str() as path, value]:
+                core, name = self._find(number, path)
+                setattr(core, name, self._read(value))
+            case ["gone", int() as number]:
+                self._cores.pop(number, None)
+            case ["over", str() as reason]:
+                played.over = reason
+            case ["answer", int(), str() as name, _]:
+                raise Diverged(f"it does not ask for {name or 'what it asked for'} any more")
+            case _:
+                raise Broken(f"an item of the unknown kind {str(item[0])[:40]!r}")
+
+    # Turns
+
+    def _make(self, number: int, name: str, given: Any, named: Any) -> None:
+        kind = CORES.get(name)
+        if kind is None:
+            raise Broken(f"this version replays no {name[:80]}")
+        self._begin(kind.__name__, "made", given)
+        arguments, by_name = self._read(given), self._read(named)
+        core = self._cores[number] = kind(*arguments, **by_name)
+        self._end(core, None)
+
+    def _call(self, number: int, path: str, given: Any, named: Any) -> None:
+        whole = self._cores[number]
+        core, name = self._find(number, path)
+        arguments, by_name = self._read(given), self._read(named)
+        self._begin(type(whole).__name__, path, arguments)
+        method = getattr(core, name)
+        try:
+            returned = method(*arguments, **by_name)
+        except ProtocolError as error:
+            returned = ["raised", type(error).__name__, str(error)]
+        except (Diverged, Broken):
+            raise
+        except Exception as error:
+            raise Diverged(f"it fails: {type(error).__name__}: {error}") from error
+        self._end(whole, returned)
+        self._handed.note(returned)
+
+    def _begin(self, kind: str, name: str, given: Any) -> None:
+        played = self._played
+        played.turns[kind] += 1
+        if isinstance(given, list | tuple) and given and isinstance(given[0], float):
+            played.now = max(played.now, given[0])
+        what = f" of {type(given[2]).__name__}" if name == "receive" and len(given) > 2 else ""
+        self._turn = f"{kind}.{name}{what} at {played.seconds:.3f} s"
+
+    def _end(self, core: Any, returned: Any) -> None:
+        """Compare what came of a turn with what is recorded, and empty what its shell would have emptied."""
+        item = next(self._items, None)
+        while item is not None and not isinstance(item, Damage) and item[0] != "end":
+            self._do(item)
+            item = next(self._items, None)
+        if item is None:
+            raise Broken("the record ends within a turn")
+        if isinstance(item, Damage):
+            raise Broken(item.text)
+        _, events, sent, digest = item
+        now_events, now_sent, now_digest = outcome(core, {}, returned, self._refer)
+        if now_digest != digest or now_events != events:
+            raise Diverged(_difference((events, sent), (now_events, now_sent)))
+        self._played.learnt += len(now_events)
+        for event in getattr(core, "events", ()):
+            told = TELLING.get(type(event))
+            if told is not None:
+                self._to_tell[told, peer_text(event.peer)] += 1
+            elif isinstance(event, StateChanged):
+                self._to_tell["RunChanged", event.state] += 1
+        for box in OUTBOXES:
+            if hasattr(core, box):
+                getattr(core, box).clear()
+        if isinstance(core, Member):
+            core.asks.take()
+
+    def _told(self, document: dict[str, Any]) -> None:
+        """Hold an event for people against what the cores have learnt in this replay."""
+        kind, played = str(document.get("kind")), self._played
+        if kind in TELLING.values() or kind == "RunChanged":
+            what = kind, str(document.get("state" if kind == "RunChanged" else "peer"))
+            if not self._to_tell[what]:
+                raise Diverged(f"the node told of {kind} {what[1]}, which no core has learnt")
+            self._to_tell[what] -= 1
+            played.derived += 1
+        played.events.append(document)
+        if self._on_event is not None:
+            self._on_event(document)
+
+    # Values
+
+    def _find(self, number: int, path: str) -> tuple[Any, str]:
+        """Return where a method or an attribute is: of the core, or of a part that shells change."""
+        core: Any = self._cores[number]
+        part, dot, name = path.rpartition(".")
+        if name.startswith("_") or (dot and part not in PARTS):
+            raise Broken(f"nothing of a core that may be called or changed: {path[:80]}")
+        return (getattr(core, part) if dot else core), name
+
+    def _read(self, value: Any) -> Any:
+        return read(value, self._resolve)
+
+    def _resolve(self, reference: list[Any]) -> object:
+        if reference[0] == "core":
+            return self._cores[reference[1]]
+        if reference[0] == "handed":
+            return self._handed.get(reference[1])
+        number = int(reference[1])
+        if len(reference) == 2:
+            return Replayed(self.answer, number, "")
+        return ReplayedObject(self.answer, number, frozenset(map(str, reference[2])))
+
+    def _refer(self, value: object) -> list[Any] | None:
+        if isinstance(value, Replayed | ReplayedObject):
+            return ["asked", value.asked_number]
+        if type(value) in CORES.values():
+            return next((["core", number] for number, core in self._cores.items() if core is value), None)
+        return None
+
+    def answer(self, number: int, name: str) -> Any:
+        """Return what a core was answered the last time. Raises Diverged: it asked something else then."""
+        while True:
+            item = next(self._items, None)
+            if item is None or isinstance(item, Damage) or item[0] == "end":
+                if isinstance(item, Damage):
+                    raise Broken(item.text)
+                raise Diverged(f"it asks for {name or 'something'}, and did not")
+            if item[0] == "answer":
+                break
+            self._do(item)
+        _, asked, found_name, found = item
+        if (asked, found_name) != (number, name):
+            raise Diverged(
+                f"it asks for {name or 'something'}, and asked for {found_name or 'something else'}"
+            )
+        if isinstance(found, list) and found[:1] == ["raised"]:
+            raise RAISED[found[1]](found[2])
+        return self._read(found)
+
+
+class Replayed:
+    """A function that answers as it did."""
+
+    def __init__(self, answer: Callable[[int, str], Any], number: int, name: str) -> None:
+        self.asked_number = number
+        self._answer = answer
+        self._name = name
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        del given, named
+        return self._answer(self.asked_number, self._name)
+
+
+class ReplayedObject:
+    """An object that answers as it did, such as a signer: its key was never written."""
+
+    def __init__(self, answer: Callable[[int, str], Any], number: int, names: frozenset[str]) -> None:
+        self.asked_number = number
+        self._answer = answer
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._names:
+            return Replayed(self._answer, self.asked_number, name)
+        return self._answer(self.asked_number, name)
+
+
+def _difference(recorded: tuple[list[Any], str], found: tuple[list[Any], str]) -> str:
+    """Say how the outcome of a turn differs: events first, for they are what the others follow from."""
+    for number, (before, now) in enumerate(zip(recorded[0], found[0], strict=False)):
+        if before != now:
+            return f"event {number} was {_short(before)} and is {_short(now)}"
+    if len(recorded[0]) != len(found[0]):
+        longer, said = (recorded, "misses") if len(recorded[0]) > len(found[0]) else (found, "has also")
+        return f"it {said} the event {_short(longer[0][min(len(recorded[0]), len(found[0]))])}"
+    if recorded[1] != found[1]:
+        return f"it sent [{recorded[1]}] and sends [{found[1]}]"
+    return f"what it sends or answers is another: [{found[1]}]"
+
+
+def _short(value: Any) -> str:
+    text = str(value[1:] if isinstance(value, list) and value[:1] == ["of"] else value)
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,102 @@
+"""Members that answer late or only through others: marked at those who see it, and alive everywhere."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossip.member import Condition, MemberDegraded, MemberDown, MemberRecovered, Status
+from gossip.messages import Ack
+from gossip.punctuality import LATE_MIN, RECENT, RELAYED_MIN, Answer, Punctuality
+from gossip.settings import Settings
+from gossip.swim import Sends
+from tests.gossip.swarm import Swarm, peer_of
+
+LAN = Settings.lan()
+
+
+class SlowAnswers(Swarm):
+    """What `slow` answers to pings leaves `delay` seconds late."""
+
+    slow = 0
+    delay = 0.0
+
+    def send(self, number: int, sends: Sends) -> None:
+        late = [row for row in sends if number == self.slow and self.delay and isinstance(row[1], Ack)]
+        super().send(number, [row for row in sends if row not in late])
+        if late:
+            begun, self.now = self.now, self.now + self.delay
+            super().send(number, late)
+            self.now = begun
+
+
+def marks(swarm: Swarm, number: int) -> list[object]:
+    kinds = MemberDegraded | MemberRecovered
+    return [event for event in swarm.events[number] if isinstance(event, kinds)]
+
+
+def test_a_member_that_answers_late_is_degraded_with_its_rate_and_then_recovers() -> None:
+    swarm = SlowAnswers(4, LAN)
+    swarm.run(10)
+    swarm.delay = 0.6
+    swarm.run(60)
+    first = marks(swarm, 1)[0]
+    assert isinstance(first, MemberDegraded)
+    assert (first.peer, first.condition) == (peer_of(0), Condition.LATE)
+    assert 0.0 <= first.rate <= 1 - LATE_MIN / RECENT
+    assert 0.6 <= first.seconds <= 0.7
+    assert "answered late, after 0.6 s" in first.reason
+    swarm.delay = 0.0
+    swarm.run(60)
+    assert marks(swarm, 1)[-1] == MemberRecovered(peer_of(0))
+    assert not any(isinstance(event, MemberDown) for events in swarm.events.values() for event in events)
+
+
+def test_a_member_without_a_path_is_not_dead_and_is_called_so() -> None:
+    swarm = Swarm(5, LAN)
+    swarm.run(10)
+    swarm.blocked = lambda one, other: {one, other} == {0, 1}
+    swarm.run(60)
+    for here, there in ((0, 1), (1, 0)):
+        found = marks(swarm, here)
+        assert [type(event) for event in found] == [MemberDegraded]
+        assert isinstance(found[0], MemberDegraded)
+        assert (found[0].peer, found[0].condition) == (peer_of(there), Condition.NO_PATH)
+        assert swarm.cores[here].status(peer_of(there)) is Status.ALIVE
+    assert marks(swarm, 2) == []
+    swarm.blocked = lambda _one, _other: False
+    swarm.run(30)
+    assert marks(swarm, 0)[-1] == MemberRecovered(peer_of(1))
+
+
+def test_loss_alone_marks_nobody_and_a_dead_member_has_no_mark() -> None:
+    swarm = Swarm(6, LAN, loss=0.1)
+    swarm.run(600)
+    assert all(marks(swarm, number) == [] for number in swarm.cores)
+    swarm.loss = 0.0
+    swarm.blocked = lambda one, other: {one, other} == {0, 1}
+    swarm.run(60)
+    assert swarm.cores[0].punctuality.marks
+    swarm.kill(1)
+    swarm.run(60)
+    assert swarm.cores[0].status(peer_of(1)) is Status.DEAD
+    assert len(swarm.cores[0].punctuality) == 0
+
+
+@given(st.lists(st.sampled_from(Answer)))
+def test_marks_follow_from_the_latest_answers_and_leave_nothing_behind(answers: list[Answer]) -> None:
+    punctuality, told = Punctuality(), False
+    for count, answer in enumerate(answers, 1):
+        event = punctuality.note(peer_of(1), answer, 0.5)
+        last = answers[max(0, count - RECENT) : count]
+        if event is not None:
+            # Every event changes something, and a path is lost only after so many in a row.
+            assert isinstance(event, MemberDegraded) or told
+            if isinstance(event, MemberDegraded) and event.condition is Condition.NO_PATH:
+                assert last[-RELAYED_MIN:] == [Answer.RELAYED] * RELAYED_MIN
+            told = isinstance(event, MemberDegraded)
+        assert told == (peer_of(1) in punctuality.marks)
+        if last.count(Answer.LATE) >= LATE_MIN and last[-1] is not Answer.RELAYED:
+            assert told
+    for _ in range(RECENT):
+        punctuality.note(peer_of(1), Answer.IN_TIME, 0.1)
+    assert len(punctuality) == 0
+    assert punctuality.marks == {}

@@ -1,0 +1,103 @@
+"""Whole nodes average again and again while one is killed or comes back every half to two seconds.
+
+After the stress test of PCCL (Keiblinger et al. 2025), in virtual time, with real streams, groups and
+attempts; whoever convenes or reduces is killed like any other. PEERLOOM_STRESS_SECONDS and
+PEERLOOM_STRESS_PEERS make it longer and larger: 600 and 10 in `make soak`.
+"""
+
+import os
+from random import Random
+from typing import Any
+
+import numpy as np
+import trio
+
+from crypto.identity import PeerId
+from node.averaging.participation import Wanted
+from node.runtime import Node
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.stack import Swarm, swarm
+
+SECONDS = float(os.environ.get("PEERLOOM_STRESS_SECONDS", "12"))
+PEERS = int(os.environ.get("PEERLOOM_STRESS_PEERS", "5"))
+NAMES = "abcdefghijkl"[:PEERS]
+LEAST = 3
+ITEMS = 2_000
+STALL_SECONDS_MAX = 30.0
+SIGNATURE = bytes([7]) * 32
+
+
+class Stress:
+    """What came of all rounds of all lives."""
+
+    def __init__(self) -> None:
+        self.means: dict[bytes, tuple[bytes, dict[PeerId, float]]] = {}
+        self.successes = 0
+        self.since: dict[str, float] = {}
+        self.longest = 0.0
+
+    async def average(self, node: Node, name: str) -> None:
+        """Round after round, as long as this node lives."""
+        run = node.averaging.open("stress", SIGNATURE)
+        draws = np.random.default_rng(ord(name))
+        while True:
+            vector = draws.standard_normal(ITEMS).astype(np.float32)
+            made = await run.average(vector, 1.0, Wanted(window_seconds=1.0, patience_seconds=10.0))
+            if made.vector is not None:
+                held = self.means.setdefault(made.attempt, (made.vector.tobytes(), made.shares))
+                assert held == (made.vector.tobytes(), made.shares), "one attempt, one mean"
+                assert abs(sum(made.shares.values()) - 1) < 1e-6
+                self.successes += 1
+                self.since[name] = trio.current_time()
+
+    def look(self) -> None:
+        for name, at in self.since.items():
+            waited = trio.current_time() - at
+            self.longest = max(self.longest, waited)
+            assert waited < STALL_SECONDS_MAX, f"{name} stalls"
+
+
+async def play(stress: Stress, group: Swarm, nursery: trio.Nursery) -> int:
+    """Kill and start until the time is up; how many were killed."""
+    rng, kills = Random(1), 0
+    lives: dict[str, trio.CancelScope] = {}
+
+    async def live(name: str, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        with trio.CancelScope() as lives[name]:
+            stress.since[name] = trio.current_time()
+            task_status.started()
+            await stress.average(group.nodes[name], name)
+
+    for name in NAMES:
+        await nursery.start(live, name)
+    begun = trio.current_time()
+    while trio.current_time() - begun < SECONDS:
+        await trio.sleep(rng.uniform(0.5, 2.0))
+        stress.look()
+        name = rng.choice(NAMES)
+        if name in lives and len(lives) > LEAST:
+            lives.pop(name).cancel()
+            del stress.since[name]
+            group.kill(name)
+            kills += 1
+        elif name not in lives:
+            await nursery.start(stack._live, group, name, next(iter(lives)), 1, stack.STAGE_SECONDS)
+            await nursery.start(live, name)
+    nursery.cancel_scope.cancel()
+    return kills
+
+
+def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return() -> None:
+    stress, kills = Stress(), 0
+
+    async def main() -> None:
+        nonlocal kills
+        async with swarm(NAMES) as group, trio.open_nursery() as nursery:
+            kills = await play(stress, group, nursery)
+
+    run_virtually(main)
+    assert kills >= SECONDS / 8
+    found = f"{stress.successes} successes, {kills} kills, longest wait {stress.longest:.1f} s"
+    assert stress.successes >= SECONDS / 2, found
+    assert len(stress.means) < stress.successes, "several report one attempt"

@@ -1,0 +1,197 @@
+"""Runs in local mode by whole nodes in virtual time: they train, average, lose and gain members, and end."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from blake3 import blake3
+
+from node.events import AveragingEnded, Event, RunEnded, RunEvaluated, StateFetched, StepCommitted
+from node.protocols.manifest import Run
+from partition.run.local_settings import LocalSettings
+from partition.stage import OptimizerSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.stack import Swarm, swarm
+
+ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
+SLOW = 0.2
+"""What a pass is modelled to take: a round of two steps takes as long as a few messages do."""
+QUICK = LocalSettings(local_steps=2)
+
+
+async def train(
+    group: Swarm,
+    local: LocalSettings,
+    on_event: Callable[[Event], Awaitable[None]] | None = None,
+    **changes: Any,
+) -> tuple[Run, list[Event]]:
+    """A run in local mode, asked for by the first node."""
+    fields: dict[str, Any] = {
+        "stages": 1,
+        "replicas": 0,
+        "microbatches": 2,
+        "microbatch": 16,
+        "test_samples": 32,
+    }
+    wanted = stack.manifest(dtype="float32", optimizer=ADAM, local=local, **{**fields, **changes})
+    return await stack.train(group, next(iter(group.nodes)), wanted, on_event)
+
+
+async def ends(group: Swarm, names: str) -> list[RunEnded]:
+    """The ends that these nodes tell of, once all have."""
+    with trio.fail_after(60):
+        while True:
+            found = [next((e for e in group.events[n] if isinstance(e, RunEnded)), None) for n in names]
+            if all(found):
+                return [each for each in found if each is not None]
+            await trio.sleep(0.2)
+
+
+def test_members_average_and_end_with_one_model_on_all() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            run, _ = await train(group, QUICK, steps=16)
+            found = await ends(group, "abc")
+            assert [event.outcome for event in found] == ["done"] * 3
+            assert len({event.weights for event in found}) == 1
+            assert all(event.is_here for event in found)
+            rounds = [e for e in group.events["b"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
+            assert rounds
+            assert max(len(event.averaged) for event in rounds) == 3
+            results = [stack.weights(group, name, run) for name in "abc"]
+            for name, tensor in results[0].items():
+                assert all(np.array_equal(tensor, other[name]) for other in results[1:]), name
+
+    run_virtually(play)
+
+
+def test_a_death_stops_nobody_and_one_member_alone_goes_on() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            seen = 0
+
+            async def disturb(event: Event) -> None:
+                nonlocal seen
+                if isinstance(event, AveragingEnded):
+                    seen += 1
+                    if seen in (1, 3):
+                        group.kill("bc"[seen // 2])
+
+            _, events = await train(group, QUICK, disturb, steps=40)
+            (end,) = [event for event in events if isinstance(event, RunEnded)]
+            assert (end.outcome, end.is_here) == ("done", True)
+            assert seen >= 3
+
+    run_virtually(play)
+
+
+def test_a_late_member_begins_with_the_state_of_the_others_and_keeps_the_result() -> None:
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            is_added = False
+
+            async def add(event: Event) -> None:
+                nonlocal is_added
+                if isinstance(event, AveragingEnded) and not is_added:
+                    is_added = True
+                    await nursery.start(stack._live, group, "c", "a", 1, SLOW)
+
+            await train(group, QUICK, add, steps=60)
+            found = await ends(group, "abc")
+            assert len({event.weights for event in found}) == 1
+            assert [event.is_here for event in found] == [True] * 3
+            fetched = [e for e in group.events["c"] if isinstance(e, StateFetched)]
+            assert fetched
+            assert fetched[0].step > 0
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            local = LocalSettings(local_steps=2, patience=2, improvement=0.5)
+            _, events = await train(group, local, steps=10_000)
+            found = await ends(group, "abc")
+            assert {event.detail for event in found} == {"its evaluations stopped improving"}
+            assert len({event.weights for event in found}) == 1
+            losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
+            best = losses.index(min(losses[:-2]))
+            assert min(losses[-2:]) > losses[best] - 0.5
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [("gossip", 42), ("diloco", 24), ("sparseloco", 60)],
+    ids=["gossip", "diloco", "sparseloco"],
+)
+def test_strategies_train_a_run(strategy: str, steps: int) -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            local = LocalSettings(local_steps=3, strategy=strategy)  # type: ignore[arg-type]  # one of its names
+            _, events = await train(group, local, steps=steps)
+            losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
+            assert losses[-1] < losses[0]
+            found = await ends(group, "abc")
+            assert [event.outcome for event in found] == ["done"] * 3
+
+    run_virtually(play)
+
+
+def test_a_member_that_keeps_its_evaluations_to_itself_does_not_prevent_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            silenced: list[str] = []
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, AveragingEnded) and not silenced:
+                    (run_id,) = group.nodes["a"].runs.local.members
+                    name = min("abc", key=lambda each: blake3(run_id + group.nodes[each].peer).digest())
+                    silenced.append(name)
+                    ending = group.nodes[name].runs.local.members[run_id].ending
+                    monkeypatch.setattr(ending, "evaluates", lambda *_: False)
+
+            await train(group, QUICK, disturb, steps=16)
+            assert silenced
+            found = await ends(group, "abc")
+            assert [event.outcome for event in found] == ["done"] * 3
+            assert len({event.weights for event in found}) == 1
+
+    run_virtually(play)
+
+
+def test_one_member_that_claims_all_steps_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            claimed: list[int] = []
+
+            async def disturb(event: Event) -> None:
+                if isinstance(event, AveragingEnded) and not claimed:
+                    (member,) = group.nodes["c"].runs.local.members.values()
+                    claimed.append(member.step)
+                    part = member._part
+                    assert part is not None
+                    tell = part.tell
+                    monkeypatch.setattr(part, "tell", lambda **told: tell(**{**told, "step": 16}))
+
+            await train(group, QUICK, disturb, steps=16)
+            assert claimed[0] < 16
+            found = await ends(group, "abc")
+            assert [event.outcome for event in found] == ["done"] * 3
+            honest = [
+                event.step
+                for name in "ab"
+                for event in group.events[name]
+                if isinstance(event, StepCommitted)
+            ]
+            assert max(honest) == 15, "one that does not lie has made all steps"
+
+    run_virtually(play)

@@ -1,0 +1,62 @@
+"""Proof of work on node ids, as a swarm's setting: keys are made with it, and ids without it are nobody."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from crypto.identity import Identity
+from dht.work import has_work, work_of
+from gossip.settings import Settings
+from node.config import Memory, resolve
+from node.errors import UsageError
+from node.storage.budget import ScratchBudget
+from node.storage.folder import locked_folder
+from node.storage.keys import keys_of
+from tests.gossip.swarm import Swarm, peer_of
+
+
+def test_a_node_makes_its_id_with_the_work_that_its_swarm_wants(tmp_path: Path) -> None:
+    with locked_folder(tmp_path / "data", ScratchBudget(Memory(bytes=1), tmp_path / "data")) as storage:
+        keys = keys_of(storage, os.urandom, 6)
+        assert keys.is_new
+        assert has_work(keys.identity.peer, 6)
+        again = keys_of(storage, os.urandom, 6)
+        assert (again.is_new, again.identity.peer) == (False, keys.identity.peer)
+        wanted = work_of(keys.identity.peer) + 1
+        with pytest.raises(UsageError, match=f"swarm.work_bits wants {wanted}"):
+            keys_of(storage, os.urandom, wanted)
+        assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, "nothing is overwritten"
+
+
+def test_the_setting_has_bounds_and_is_the_same_in_file_flag_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text("[swarm]\nwork_bits = 12\n")
+    assert resolve({"config": str(path)}, {}).swarm.work_bits == 12
+    assert resolve({"config": str(path)}, {"PEERLOOM_WORK_BITS": "3"}).swarm.work_bits == 3
+    for wrong in ("33", "-1", "x", "1.5"):
+        with pytest.raises(UsageError):
+            resolve({}, {"PEERLOOM_WORK_BITS": wrong})
+
+
+def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
+    members = Swarm(0, Settings.lan())
+    able = [number for number in range(12) if has_work(peer_of(number), 1)]
+    assert 2 < len(able) < 12
+    for number in sorted(range(12), key=lambda number: number not in able):
+        core = members.start(number, join=able[0] if number != able[0] else -1)
+        core.scope.admits = partial(has_work, bits=1)
+        members.run(1)
+    members.run(60)
+    for number in able:
+        assert sorted(members.view(number)) == able
+
+
+def test_work_is_of_the_id_and_no_other_bits() -> None:
+    found = [work_of(peer_of(number)) for number in range(4_096)]
+    for bits in (1, 4, 8):
+        share = sum(has_work(peer_of(number), bits) for number in range(4_096)) / 4_096
+        assert 0.4 * 2**-bits < share < 2.0 * 2**-bits
+    assert max(found) >= 8
+    assert has_work(Identity(bytes(32)).peer, 0)

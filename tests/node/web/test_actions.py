@@ -1,0 +1,139 @@
+"""What a person may change from the page: only with the token and from this origin, and what comes of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.config import Resources
+from node.events import Event, StepCommitted
+from node.services.metadata import read_metadata
+from node.web.prediction import Predictor
+from node.web.views import peer_key
+from tests.node.web.world import Served, Told, served, started
+from tests.stack import manifest, simulate, swarm, train
+
+RUN = 'model = "simple-cnn"\ndata = "digits"\n[train]\nsteps = 2\nbatch = 32\nmicrobatch = 16\n'
+TOKEN = bytes(range(16)).hex()
+
+
+async def act(page: Served, name: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """(status, document) of an action with the token."""
+    headers = {"content_type": "application/json", "x_peerloom_token": TOKEN, **headers}
+    status, _, answer = await page.ask(
+        f"/api/actions/{name}", method="POST", body=json.dumps(body).encode(), **headers
+    )
+    return status, json.loads(answer)
+
+
+def told(folder: Path) -> Told:
+    node = Told()
+    node.config = replace(node.config, data_dir=folder)
+    node.publish(started())
+    return node
+
+
+@pytest.mark.parametrize("name", ["start", "limits"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x_peerloom_token": ""}, 401),
+        ({"x_peerloom_token": "0" * 32}, 401),
+        ({"origin": "http://evil.example"}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403),
+        ({"host": "evil.example"}, 421),
+        ({"content_type": "text/plain"}, 415),
+    ],
+)
+async def test_nobody_else_starts_a_run_or_changes_a_limit(
+    name: str, headers: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    async with served(told(tmp_path)) as page:
+        answered, _ = await act(page, name, {"text": RUN, "accept_runs": "never"}, **headers)
+        assert answered == status
+        assert page.node.config.resources == Resources()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "model"),
+        ("model = 7", "model"),
+        (RUN.replace("simple-cnn", "/tmp/own.py:make"), "your own code"),
+        (RUN.replace("digits", "/tmp/own.py:samples"), "your own code"),
+        (RUN + "#" * 40_000, "letters"),
+        (RUN.replace("steps = 2", "steps = -2"), "steps"),
+    ],
+)
+async def test_a_text_that_is_no_run_is_refused_with_the_reason(text: str, said: str, tmp_path: Path) -> None:
+    async with served(told(tmp_path)) as page:
+        status, document = await act(page, "start", {"text": text})
+        assert status == 409
+        assert said in document["error"]
+
+
+async def test_a_run_is_handed_to_the_command_whose_words_come_back(tmp_path: Path) -> None:
+    """No node serves this folder's control channel, which the command says."""
+    async with served(told(tmp_path)) as page:
+        status, document = await act(page, "start", {"text": RUN})
+        assert status == 409
+        assert "no node" in document["error"]
+
+
+async def test_whether_stages_of_others_are_taken_is_changed_and_shown(tmp_path: Path) -> None:
+    async with served(told(tmp_path)) as page:
+        status, document = await act(page, "limits", {"accept_runs": "never"})
+        assert (status, document["result"]["accept_runs"]) == (200, "never")
+        assert (await page.json("/api/view"))["node"]["limits"]["accept_runs"] == "never"
+        assert (await act(page, "limits", {"accept_runs": "sometimes"}))[0] == 409
+
+
+def test_others_hear_that_a_node_takes_no_more_stages() -> None:
+    async def scenario() -> None:
+        import trio
+
+        async with swarm("ab") as group:
+            group.nodes["a"].limit(accept_runs="never")
+            await trio.sleep(10)
+            of_a = next(each for each in group.nodes["b"].membership.members if each.name == "a")
+            claim = read_metadata(of_a.metadata)
+            assert claim is not None
+            assert not claim.accepts_runs
+
+    simulate(scenario)
+
+
+def test_the_planner_says_what_a_run_would_be_without_some_peers() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            node, found = group.nodes["a"], dict[str, Any]()
+
+            async def ask(event: Event) -> None:
+                if isinstance(event, StepCommitted) and not found:
+                    plan = node.state.runs[event.run].plan
+                    assert plan is not None
+                    gone = peer_key(plan.stages[0][0])
+                    predictor = Predictor(node)
+                    with_all = await predictor.predict(event.run, frozenset())
+                    without = await predictor.predict(event.run, frozenset({gone}))
+                    everybody = frozenset(peer_key(each.peer) for each in group.nodes.values())
+                    found.update(
+                        all=with_all,
+                        less=without,
+                        none=await predictor.predict(event.run, everybody),
+                        name=group.name_of(plan.stages[0][0]),
+                        unknown=await predictor.predict("ab" * 8, frozenset()),
+                    )
+
+            await train(group, "a", manifest(steps=3), ask)
+            assert found["all"]["rate_share"] == 1.0
+            assert found["unknown"] is None
+            assert not found["none"]["then"]["is_feasible"]
+            assert found["less"]["now"] == found["all"]["now"]
+            planned = [name for stage in found["less"]["then"]["stages"] for name in stage["peers"]]
+            assert planned
+            assert found["name"] not in planned
+
+    simulate(scenario)

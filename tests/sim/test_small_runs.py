@@ -1,0 +1,83 @@
+"""Runs of two members and their witnesses in a world of cores: deaths, freezes and partitions among the few.
+
+Never two plans at one height, also where the requester breaks ties; and the run goes on wherever voters that
+can decide are up and see each other. `PEERLOOM_SMALL_SEEDS` plays more of them.
+"""
+
+import os
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from sim.events import PlanAdopted, RunEnded, StepCommitted
+from sim.seeds import seeded_rng
+from tests.sim.runs_world import BEGINS, Troubled, scenario, training
+
+SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
+STEPS = 40
+TROUBLE_SECONDS = 60.0
+LOST = "lost its last replica, and no checkpoint holds its parameters"
+
+
+def trial(seed: int, rule: str) -> Troubled:
+    """A requester, a replica and up to three without a stage; splits and crashes for a minute, then peace."""
+    rng = seeded_rng(seed, "small")
+    members = rng.randint(2, 5)
+    run = training(
+        members=members,
+        stages=1,
+        replicas=1,
+        steps=STEPS,
+        microbatches=4,
+        checkpoint_every=4,
+        pass_seconds=0.1,
+        on_lost_quorum=rule,
+    )
+    played = Troubled(scenario(run, nodes=members, seconds=260, preset="local"), seed)
+    at = BEGINS + rng.uniform(1, 6)
+    while at < BEGINS + TROUBLE_SECONDS:
+        lasts = rng.uniform(3, 20)
+        if rng.random() < 0.6:
+            side = rng.sample(range(members), rng.randint(1, members - 1))
+            played.at(at, played.split, side)
+            played.at(at + lasts, played.heal)
+        else:
+            played.at(at, partial(played.crash, rng.randrange(members), seconds=lasts))
+        at += lasts + rng.uniform(0.5, 8)
+    return played
+
+
+@pytest.mark.parametrize("rule", ["wait", "requester"])
+def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> None:
+    wrong = {}
+    for seed in range(1, SEEDS + 1):
+        played = trial(seed, rule).play()
+        plans = Counter((row.event.height, row.event.plan) for row in played.story.of(PlanAdopted))
+        assert len({height for height, _ in plans}) == len(plans), f"seed {seed}: two plans at one height"
+        ends = played.story.of(RunEnded)
+        outcomes = {row.event.outcome for row in ends}
+        # The only replica may die before the first checkpoint: that cannot be survived, and is said.
+        is_told = all(LOST in row.event.reason for row in ends if row.event.outcome == "failed")
+        if not outcomes or not is_told:
+            wrong[seed] = (
+                outcomes,
+                len(played.story.of(StepCommitted)),
+                dict(played.world.training.standing(0)),
+            )
+    assert not wrong
+
+
+@pytest.mark.parametrize(("rule", "goes_on"), [("wait", False), ("requester", True)])
+def test_of_two_parted_members_only_a_tie_breaking_requester_goes_on(rule: str, goes_on: bool) -> None:
+    run = training(
+        members=2, stages=1, replicas=1, steps=40, microbatches=4, pass_seconds=0.1, on_lost_quorum=rule
+    )
+    played = Troubled(scenario(run, nodes=2, seconds=200, preset="local"))
+    played.at(BEGINS + 5, played.split, (1,))
+    played.at(BEGINS + 45, played.heal)
+    played.play()
+    apart = [row for row in played.story.of(StepCommitted) if BEGINS + 15 < row.time < BEGINS + 45]
+    assert bool(apart) == goes_on
+    assert {played.number(row.peer) for row in apart} <= {0}
+    assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}

@@ -1,0 +1,37 @@
+"""Models of others, from capture to stages: three kinds here, with PEERLOOM_CORPUS=sample twenty-five.
+
+`benchmarks/corpus.py` examines all that are listed, and writes docs/corpus.md.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import corpus
+
+SMALL = ("t5", "vit", "mixtral")
+"""The last needs the remedy that its refusal names."""
+SAMPLED = corpus.SAMPLE.split() if os.environ.get("PEERLOOM_CORPUS") == "sample" else SMALL
+CASES = [(kind, name) for kind, names in corpus.FAMILIES.items() for name in names.split() if name in SAMPLED]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
+def test_a_model_of_others_trains_in_stages_as_in_one_process(kind: str, name: str) -> None:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row = corpus.examine(kind, name)
+    if not row["exported"]:
+        pytest.skip(row["why"])
+    assert (row["captured"], row["trained"], row["silent"]) == (True, True, False), row["why"]
+    assert row.get("remedy", "") == ("batched_mm" if name == "mixtral" else "")
+    if name == "mixtral":
+        assert "module 'model.model.layers.0.mlp.experts' (transformers/" in row["refusal"]
+        assert 'config._experts_implementation = "batched_mm"' in row["refusal"]

@@ -1,0 +1,35 @@
+"""docs/protocol.md is what the program's structs say, and the limits on it are those that nodes set."""
+
+import ast
+import importlib
+from typing import Any
+
+from node.seams import USUAL_STREAMS, StreamLimits
+from tests.hostile.wire import PROTOCOLS
+from tests.protocol_page import PAGE, page
+from tests.source import sources
+
+
+def test_the_page_is_what_the_structs_say() -> None:
+    assert PAGE.read_text() == page(), "write it again: python -m tests.protocol_page"
+
+
+def test_limits_are_those_of_the_handlers() -> None:
+    found: dict[str, StreamLimits] = {}
+    for source in sources("node"):
+        for call in ast.walk(source.tree):
+            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith("network.handle"):
+                continue
+            name, limits = (named(source.module, call.args[index : index + 1]) for index in (0, 2))
+            found[name] = limits or USUAL_STREAMS
+    assert found == {each.name: each.limits for each in PROTOCOLS if each.said is not None}
+
+
+def named(module: str, expressions: list[ast.expr]) -> Any:
+    """Return what an expression such as `wire.RUNS_PROTOCOL` is in a module; None where there is none."""
+    if not expressions:
+        return None
+    found: Any = importlib.import_module(module)
+    for part in ast.unparse(expressions[0]).split("."):
+        found = getattr(found, part)
+    return found

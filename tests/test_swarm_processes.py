@@ -1,0 +1,129 @@
+"""Real processes of one machine: one is killed, one stands still, and all are started again from their disks.
+
+Four of them, or PEERLOOM_SWARM_PROCESSES (`make soak`: 16). The bounds hold on a machine that is busy with
+this suite; what was measured is printed.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossip.settings import PRESETS
+from node.cli.client import ask
+from node.cli.demo.processes import SwarmProcesses
+
+pause = time.sleep
+"""Real processes take real time: to stand still, to write to the disk, and to be asked again."""
+COUNT = int(os.environ.get("PEERLOOM_SWARM_PROCESSES", "4"))
+NAMES = [f"n{number}" for number in range(COUNT)]
+HOST = PRESETS["host"]
+FROZEN_SECONDS = 3.0
+SLACK_SECONDS = 10.0
+"""How much later than the preset's bound a busy machine may be."""
+RECORDS = 2 * COUNT
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[SwarmProcesses]:
+    processes = SwarmProcesses(tmp_path, "processes", time.sleep)
+    try:
+        begin(processes)
+        yield processes
+    finally:
+        processes.close()
+
+
+def begin(processes: SwarmProcesses) -> None:
+    """Start all of them, which know each other at the end."""
+    processes.launch(NAMES)
+    first = processes.start(NAMES[0], None)
+    for name in NAMES[1:]:
+        processes.start(name, first.address)
+    wait(
+        lambda: all(
+            sum(row["status"] == "alive" for row in peers(processes, each)) == COUNT - 1 for each in NAMES
+        )
+    )
+
+
+def wait(holds: Callable[[], bool], seconds: float = 60.0) -> float:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < seconds
+        pause(0.05)
+    return time.monotonic() - begun
+
+
+def peers(processes: SwarmProcesses, name: str) -> list[dict[str, Any]]:
+    document: dict[str, Any] = ask(processes.nodes[name].data_dir, "peers")
+    return list(document["peers"])
+
+
+def events(processes: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    ask(
+        processes.nodes[name].data_dir,
+        "events",
+        {"since": 0.0, "follow": False, "kinds": list(kinds)},
+        found.append,
+    )
+    return found
+
+
+def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm: SwarmProcesses) -> None:
+    frozen, killed, others = NAMES[-1], NAMES[-2], NAMES[:-2]
+    stopped = swarm.nodes[frozen].process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    pause(FROZEN_SECONDS)
+    os.kill(stopped, signal.SIGCONT)
+    pause(2.0)
+    lost = {name: events(swarm, name, "MemberLost") for name in NAMES}
+    assert lost == {name: [] for name in NAMES}
+    suspected = sum(bool(events(swarm, name, "MemberSuspected")) for name in others)
+    assert suspected, "a probe of it was not answered, or it did not stand still"
+
+    peer = swarm.nodes[killed].peer
+    at = swarm.kill(killed)
+    bound = HOST.suspicion_bounds_seconds(COUNT)[1] + SLACK_SECONDS
+    rest = [*others, frozen]
+    wait(lambda: all(events(swarm, name, "MemberLost") for name in rest), bound)
+    took = []
+    for name in rest:
+        (row,) = (row for row in peers(swarm, name) if row["peer"] == peer)
+        assert row["status"] == "dead"
+        assert "no ack for" in row["reason"]
+        assert row["noticed_by"] in {node.peer for node in swarm.nodes.values()}
+        (event,) = events(swarm, name, "MemberLost")
+        assert event["peer"] == peer
+        took.append(event["at_seconds"] - at)
+    took_text = f"lost after {min(took):.1f} to {max(took):.1f} s"
+    print(f"{COUNT} processes: {took_text}; frozen one suspected by {suspected}")  # noqa: T201
+
+
+def test_every_record_is_found_after_all_processes_were_killed_and_started_again(
+    swarm: SwarmProcesses, tmp_path: Path
+) -> None:
+    for number in range(RECORDS):
+        stored = dht(swarm, NAMES[number % COUNT], "put", key=f"k{number}", value=f"v{number}".encode().hex())
+        assert stored["holders"] >= 3
+    pause(6.0)  # records go to the disk every 5 s
+    for name in NAMES:
+        swarm.kill(name)
+    again = SwarmProcesses(tmp_path, "processes", time.sleep)
+    try:
+        begin(again)
+        for number in range(RECORDS):
+            found = dht(again, NAMES[(number + 1) % COUNT], "get", key=f"k{number}")
+            assert bytes.fromhex(found["value"]) == f"v{number}".encode()
+    finally:
+        again.close()
+
+
+def dht(processes: SwarmProcesses, name: str, what: str, **arguments: object) -> dict[str, Any]:
+    answer: dict[str, Any] = ask(processes.nodes[name].data_dir, f"dht.{what}", arguments)
+    return answer

@@ -1,0 +1,137 @@
+"""A run of two members and an idle neighbour: any one of the three may die, and the run goes on.
+
+Whole nodes in virtual time. Which witness is chosen is in `partition/test_next_change`.
+"""
+
+import pytest
+import trio
+
+from crypto.identity import PeerId, short_peer
+from node.cli.screen import EventScreen
+from node.events import RunChanged, RunPlanned, RunResumed
+from node.placement.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
+from node.state import event_document
+from tests.partition_world import World, standing
+from tests.test_takeover import SAVE_EVERY, kept, newest, play, said, small
+
+GOES_ON_SECONDS = 10.0
+ONE_STAGE = {"stages": 1, "steps": 24}
+PLANNER, OTHER = PeerId(bytes(32)), PeerId(bytes([1]) * 32)
+
+
+def roster(world: World, name: str) -> tuple[str, ...]:
+    """The members by the newest plan of this node."""
+    plan = world.group.nodes[name].runs.members[world.run.id].plan
+    assert plan is not None
+    return tuple(sorted(world.group.name_of(peer) for peer in plan.members))
+
+
+def roles(world: World) -> dict[str, str]:
+    """Return which node plays each part in the first plan of a run of one stage."""
+    (first, *_) = said(world, RunPlanned)
+    ((holder,),) = first.stages
+    parts = {"requester": first.trainer, "replica": holder}
+    if first.witnesses:
+        parts["witness"] = first.witnesses[0]
+    return {part: world.group.name_of(peer) for part, peer in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "role"), [("abc", "requester"), ("abcd", "replica"), ("abcd", "witness")], ids=str
+)
+def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) -> None:
+    async def scenario(world: World) -> None:
+        await kept(world, 2 * SAVE_EVERY)
+        await world.reached(2 * SAVE_EVERY + 2)
+        victim = roles(world)[role]
+        world.crash(victim)
+        died = world.now
+        resumed = await world.committed(died + 2.0, GOES_ON_SECONDS)
+        assert resumed is not None, standing(world)
+        alive = next(name for name in roles(world).values() if name != victim)
+        with trio.fail_after(30):
+            while victim in roster(world, alive) or len(roster(world, alive)) < len(names) - 1:  # noqa: ASYNC110
+                await trio.sleep(0.1)
+
+    world = play(names, small(**ONE_STAGE), scenario)
+    assert "paused" not in {event.state for event in said(world, RunChanged)}
+    if role == "replica":  # an idle node takes its stage, not the trainer
+        assert newest(world).stages[0][0] != newest(world).trainer
+    if role == "witness":
+        assert {event.lost_steps for event in said(world, RunResumed)} <= {0}
+
+
+@pytest.mark.parametrize("rule", ["wait", "requester"])
+def test_of_two_nodes_alone_the_requester_is_told_what_a_death_does(rule: str) -> None:
+    async def scenario(world: World) -> None:
+        await kept(world, 2 * SAVE_EVERY)
+        world.crash(roles(world)["replica"])
+        if rule == "requester":
+            assert await world.committed(world.now + 2.0, GOES_ON_SECONDS) is not None, standing(world)
+        else:
+            with trio.fail_after(60):
+                while not paused(world):  # noqa: ASYNC110
+                    await trio.sleep(0.5)
+
+    # Enough for the requester to hold the stage afterwards.
+    world = play("ab", small(**ONE_STAGE, on_lost_quorum=rule), scenario, ends=rule == "requester")
+    (first, *_) = said(world, RunPlanned)
+    requester, replica = first.trainer, first.stages[0][0]
+    assert set(first.pauses_without) == ({requester} if rule == "requester" else {requester, replica})
+    lines = EventScreen().lines(event_document(first))
+    assert any("pauses until it is back" in line for line in lines)
+    if rule == "wait":
+        assert f"it goes on when {short_peer(replica)} is back" in paused(world)[0].reason
+
+
+def paused(world: World) -> list[RunChanged]:
+    return [event for event in said(world, RunChanged) if event.state == "paused" and "votes" in event.reason]
+
+
+def test_the_other_of_two_falls_back_when_it_hears_of_the_requester() -> None:
+    """Parted for a while, both alive: one side goes on, and there is never a second plan at a height."""
+
+    async def scenario(world: World) -> None:
+        await kept(world, 2 * SAVE_EVERY)
+        other = roles(world)["replica"]
+        world.split(other)
+        assert await world.committed(world.now + 2.0, 2 * GOES_ON_SECONDS) is not None, standing(world)
+        await trio.sleep(20)
+        world.heal()
+        with trio.fail_after(60):
+            while world.run.id in world.group.nodes[other].runs.members:  # noqa: ASYNC110
+                await trio.sleep(0.5)
+
+    world = play("ab", small(stages=1, steps=90, on_lost_quorum="requester"), scenario)
+    hashes = {(event.height, event.plan) for event in said(world, RunPlanned)}
+    assert len(hashes) == len({height for height, _ in hashes}), "two plans at one height"
+
+
+def test_a_promise_to_vote_ends_and_one_planner_crowds_nobody_out() -> None:
+    promises = WitnessPromises()
+    promises.promise(0.0, b"run", b"plan", PLANNER, 10.0)
+    assert promises.holds(9.0, b"run", b"plan")
+    assert not promises.holds(10.0, b"run", b"plan")
+    assert not promises.holds(9.0, b"other", b"plan")
+    promises.release(b"plan", OTHER)
+    assert promises.holds(9.0, b"run", b"plan"), "only its planner gives it back"
+    for number in range(2 * PROMISES_PER_PEER_MAX):
+        promises.promise(1.0, b"run", bytes([number]), OTHER, 10.0)
+    assert promises.holds(9.0, b"run", b"plan")
+    held = [promises.holds(2.0, b"run", bytes([number])) for number in range(2 * PROMISES_PER_PEER_MAX)]
+    assert held == [False] * PROMISES_PER_PEER_MAX + [True] * PROMISES_PER_PEER_MAX
+    promises.release(b"plan", PLANNER)
+    assert not promises.holds(9.0, b"run", b"plan")
+    for number in range(2 * PROMISES_MAX):
+        promises.promise(1.0, b"run", bytes(number + 1), PeerId(number.to_bytes(32)), 10.0)
+    assert sum(promises.holds(2.0, b"run", bytes(n + 1)) for n in range(2 * PROMISES_MAX)) == PROMISES_MAX
+
+
+def test_planners_that_ask_often_push_out_only_one_another() -> None:
+    promises = WitnessPromises()
+    honest, run, plan = PeerId(bytes(32)), bytes(32), bytes(32)
+    promises.promise(0.0, run, plan, honest, 60.0)
+    for number in range(1, 200):
+        planner = PeerId(bytes([1 + number % 9]) * 32)
+        promises.promise(0.0, run, number.to_bytes(32, "big"), planner, 60.0)
+    assert promises.holds(1.0, run, plan)
