@@ -25,11 +25,13 @@ class Goal:
         return bool(OPERATORS[self.operator](self.value, self.bound))
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--json` prints one object, `--quick` takes under 50 s."""
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """`--json` prints one object, `--quick` takes under 50 s; `flags` are further ones, with their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, under 50 s")
+    for name, told in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=told)
     return parser.parse_args()
 
 

@@ -4,15 +4,19 @@ Members know each other from the start, as after a long life. Signatures are key
 cost a fiftieth of Ed25519; sizes are those of the real codec with the envelope of a real datagram around it.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any
 
 from crypto.contact import Address
 from crypto.encoding import encode
+from crypto.facts import Fact
 from crypto.identity import PeerId
+from dht.keys import KEY_BITS, node_number
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp, Profile, Status
 from gossip.messages import read_body
 from gossip.settings import Settings
@@ -62,15 +66,61 @@ class CountingCore:
         return sends
 
 
+class BlockedCore:
+    """A core whose messages wait, in and out, while it is blocked, and whose timers run on: the slow
+    member of Lifeguard's experiments (Dadgar et al. 2018, section V), which blames others for what it cannot
+    hear."""
+
+    def __init__(self, core: Swim) -> None:
+        self.core = core
+        self.events = core.events
+        self._until = -inf
+        self._in: list[tuple[PeerId, Any]] = []
+        self._out: list[Any] = []
+
+    @property
+    def deadline(self) -> float:
+        return min(self.core.deadline, self._until) if self._in or self._out else self.core.deadline
+
+    def block(self, until: float) -> None:
+        """Hold messages back until then."""
+        self._until = until
+
+    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:
+        if now < self._until:
+            self._in.append((sender, message))
+            return []
+        return [*self._release(now), *self.core.receive(now, sender, message)]
+
+    def wake(self, now: float) -> Sends:
+        sends = self._release(now) if now >= self._until else []
+        if self.core.deadline <= now:
+            sends += self.core.wake(now)
+        if now < self._until:
+            self._out += sends
+            return []
+        return sends
+
+    def _release(self, now: float) -> Sends:
+        sends, self._out = self._out, []
+        waiting, self._in = self._in, []
+        for sender, message in waiting:
+            sends += self.core.receive(now, sender, message)
+        return sends
+
+
 @dataclass
 class Swarm:
-    """`count` members. What they learn goes to `events`: (time, observer, event)."""
+    """`count` members. What they learn goes to `events`: (time, observer, event). `scoped`: each lists its
+    neighbourhood; `blockable`: `block` holds a member's messages back."""
 
     count: int
     settings: Settings
     network: NetworkModel
     seed: int
     counted: bool = False
+    scoped: bool = False
+    blockable: bool = False
     make: Callable[..., Swim] = Swim
     events: list[tuple[float, PeerId, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -83,13 +133,35 @@ class Swarm:
         self.rng = Random(self.seed)
         self.cores: dict[int, Swim] = {}
         self.lives: Counter[int] = Counter()
+        self.blocked: dict[int, BlockedCore] = {}
         for number in range(self.count):
             self.start(number, incarnation=1)
         facts = [core._beliefs.me.said.fact for core in self.cores.values()]
+        around = self._neighbourhoods(facts) if self.scoped else None
         for number, core in self.cores.items():
-            core.acquaint(0.0, self.peers[number - 1], facts)
+            if around is None:
+                core.acquaint(0.0, self.peers[number - 1], facts)
+            else:
+                core.scope.depth, told = around[number]
+                core.acquaint(
+                    0.0, next(PeerId(fact.author) for fact in told if fact.author != core.peer), told
+                )
             core._beliefs.queue.drop(core.peer)
             core.events.clear()
+
+    def _neighbourhoods(self, facts: list[Fact]) -> dict[int, tuple[int, list[Fact]]]:
+        """How deep each member's scope is, and what those in it say of themselves."""
+        sorted_facts = sorted(facts, key=lambda fact: node_number(PeerId(fact.author)))
+        keys = [node_number(PeerId(fact.author)) for fact in sorted_facts]
+        found = {}
+        for key, fact in zip(keys, sorted_facts, strict=True):
+            depth, first, end = 0, 0, len(keys)
+            while end - first > self.settings.scope_members_max:
+                depth += 1
+                low = key >> KEY_BITS - depth << KEY_BITS - depth
+                first, end = bisect_left(keys, low), bisect_left(keys, low + (1 << KEY_BITS - depth))
+            found[self.numbers[PeerId(fact.author)]] = depth, sorted_facts[first:end]
+        return found
 
     @property
     def now(self) -> float:
@@ -105,11 +177,13 @@ class Swarm:
         self.lives[number] += 1
         rng = seeded_rng(self.seed, "life", peer, self.lives[number])
         signer = HashSigner(peer, "swarm", self.seed)
-        core = self.make(signer, self.profile(number), self.settings, rng, incarnation, self.now)
+        place = node_number if self.scoped else None
+        core = self.make(signer, self.profile(number), self.settings, rng, incarnation, self.now, place=place)
         self.cores[number] = core
-        self.engine.add(
-            peer, CountingCore(core, self.counts) if self.counted else core, protocol=PROTOCOL, at=self.now
-        )
+        driven: Any = CountingCore(core, self.counts) if self.counted else core
+        if self.blockable:
+            driven = self.blocked[number] = BlockedCore(core)
+        self.engine.add(peer, driven, protocol=PROTOCOL, at=self.now)
         seeds = [self.peers[other] for other in join]
         if seeds:
             self.engine.call(self.now, peer, lambda _, now: core.join(now, seeds), protocol=PROTOCOL)
@@ -119,6 +193,15 @@ class Swarm:
         """It stops without a word."""
         self.engine.kill(self.peers[number], self.now)
         del self.cores[number]
+
+    def block(self, number: int, until: float) -> None:
+        """Hold back all that it sends and all that is sent to it."""
+
+        def block(core: Any, _now: float) -> Sends:
+            core.block(until)
+            return []
+
+        self.engine.call(self.now, self.peers[number], block, protocol=PROTOCOL)
 
     def run(self, seconds: float) -> None:
         self.engine.run(self.engine.now + seconds)

@@ -28,6 +28,7 @@ CHANGES_SECONDS = 0.2
 """Five members a second are lost or come back, and a step is committed: a lively swarm and a run."""
 SCRIPT_BYTES, VIEW_BYTES = 100_000, 200_000
 PAN_SECONDS = 5.0
+LEVEL_SECONDS = 300.0
 
 
 def serve(pipe: Connection) -> None:
@@ -110,6 +111,35 @@ async def scrape(page: Served, process: psutil.Process, count: int) -> dict[str,
     took = (time.perf_counter() - begun) / count
     grown = process.memory_info().rss - before
     return {"case": "scrapes", "count": count, "grown_bytes": grown, "milliseconds": round(1e3 * took, 2)}
+
+
+async def level(page: Served, process: psutil.Process, seconds: float) -> dict[str, Any]:
+    """Memory of the node's side while five pages are open and it is scraped every second: how much it grew
+    after the first fifth, and its highest after that."""
+
+    async def follow() -> None:
+        async with stream(page) as messages:
+            while True:
+                await messages.next()
+
+    found: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for _ in range(WATCHERS):
+            nursery.start_soon(follow)
+        until = trio.current_time() + seconds
+        while trio.current_time() < until:
+            await page.ask("/metrics")
+            found.append(process.memory_info().rss)
+            await trio.sleep(1.0)
+        nursery.cancel_scope.cancel()
+    after = found[len(found) // 5 :]
+    return {
+        "case": "level",
+        "seconds": seconds,
+        "scrapes": len(found),
+        "grown_bytes": after[-1] - after[0],
+        "highest_bytes": max(after),
+    }
 
 
 async def attack(page: Served, process: psutil.Process, count: int) -> dict[str, Any]:
@@ -195,6 +225,7 @@ def main() -> int:
             )
             rows.append(await watch(page, process, 6 if flags.quick else 30))
             rows.append(await scrape(page, process, 100 if flags.quick else 600))
+            rows.append(await level(page, process, 6 if flags.quick else LEVEL_SECONDS))
             rows.append(await attack(page, process, 1_000 if flags.quick else 10_000))
 
         trio.run(measure)
@@ -209,6 +240,7 @@ def main() -> int:
         Goal("a view of 1,000 members, bytes", by_case["sizes"]["view"], "<=", VIEW_BYTES),
         Goal("share of a core for 5 watchers", shares["watched"] - shares["alone"], "<=", 0.01),
         Goal("memory grown by scrapes, bytes", by_case["scrapes"]["grown_bytes"], "<=", 2 << 20),
+        Goal("memory grown while watched, bytes", by_case["level"]["grown_bytes"], "<=", 4 << 20),
         Goal("alive after bad requests", float(by_case["bad requests"]["alive"]), ">=", 1.0),
         Goal("memory grown by bad requests, bytes", by_case["bad requests"]["grown_bytes"], "<=", 8 << 20),
     ]

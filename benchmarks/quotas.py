@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ checkpoint_every = 0
 START_SECONDS_MAX = 240.0
 CALIBRATED_SECONDS_MAX = 240.0
 SPEEDUP_GOAL = 2.0
+THROTTLED = (0.15, 0.3, 0.2)
+"""The fastest node gets a third of its time from THROTTLED_AT on."""
+THROTTLED_AT, THROTTLED_STEPS = 6, 36
+REGAINED_GOAL = 0.9
 
 
 class Groups:
@@ -76,6 +80,14 @@ class Groups:
             (folder / "cpu.weight").write_text("1000")
         return folder
 
+    def change(self, folder: Path, cores: float) -> None:
+        """Give a group another quota."""
+        quota = int(cores * PERIOD_MICROSECONDS)
+        if self._is_old:
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+
     def close(self) -> None:
         """Remove the groups, once their processes have ended."""
         for folder in self._made:
@@ -89,13 +101,16 @@ class Groups:
 class Nodes:
     """Three nodes, each in its group."""
 
-    def __init__(self, folder: Path, groups: Groups, *, calibrated: bool) -> None:
+    def __init__(
+        self, folder: Path, groups: Groups, *, calibrated: bool, quotas: tuple[float, ...] = QUOTAS
+    ) -> None:
         self._folder = folder
+        self.groups: dict[str, Path] = {}
         self._running: list[subprocess.Popen[bytes]] = []
-        self.quotas = dict(zip("abc", QUOTAS, strict=True))
+        self.quotas = dict(zip("abc", quotas, strict=True))
         join: list[str] = []
         for name, cores in self.quotas.items():
-            group = groups.make(f"{name}-{'yes' if calibrated else 'no'}", cores)
+            group = self.groups[name] = groups.make(f"{name}-{self._folder.name}", cores)
             environment = {
                 **os.environ,
                 "PEERLOOM_CALIBRATE": "true" if calibrated else "false",
@@ -153,18 +168,26 @@ class Nodes:
         kept = (self._folder / "cache" / name / "peerloom").glob("*")
         return any(file.suffix == "" and file.is_file() for file in kept)
 
-    def train(self, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
-        """Train; seconds of each step, and the plan's events."""
+    def train(
+        self, steps: int, on_step: Callable[[int], None] | None = None
+    ) -> tuple[list[float], list[dict[str, Any]]]:
+        """Train; seconds of each step, and the plan's events. `on_step` hears of steps as they are done."""
         (self._folder / "run.toml").write_text(RUN.format(steps=steps))
         (self._folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2_000)
-        done = subprocess.run(
+        errors = self._folder / "train.log"
+        with errors.open("wb") as log, subprocess.Popen(
             [sys.executable, "-m", "node", "train", str(self._folder / "run.toml"), "--json",
              "--data-dir", str(self._folder / "c")],
-            capture_output=True, cwd=ROOT, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        events = [json.loads(line) for line in done.stdout.splitlines()]
+            stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        ) as done:  # fmt: skip
+            assert done.stdout is not None
+            events = []
+            for line in done.stdout:
+                events.append(json.loads(line))
+                if on_step is not None and "utilisation" in events[-1]:
+                    on_step(events[-1]["step"])
         if done.returncode:
-            raise RuntimeError(done.stderr.decode()[-800:])
+            raise RuntimeError(errors.read_text()[-800:])
         steps_done = [event for event in events if "step" in event and "utilisation" in event]
         plans = [event for event in events if "layers" in event and "trainer" in event]
         times = [_instant(event["at"]) for event in steps_done]
@@ -191,12 +214,12 @@ def _instant(at: Any) -> float:
 
 
 @contextlib.contextmanager
-def nodes(groups: Groups, *, calibrated: bool) -> Iterator[Nodes]:
+def nodes(groups: Groups, *, calibrated: bool, quotas: tuple[float, ...] = QUOTAS) -> Iterator[Nodes]:
     """Three nodes for a while."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-quotas-"))
     made: Nodes | None = None
     try:
-        made = Nodes(folder, groups, calibrated=calibrated)
+        made = Nodes(folder, groups, calibrated=calibrated, quotas=quotas)
         yield made
     finally:
         if made is not None:
@@ -224,8 +247,39 @@ def measured(groups: Groups, steps: int, *, calibrated: bool) -> dict[str, Any]:
     }
 
 
+def throttled(groups: Groups) -> tuple[list[dict[str, Any]], Goal]:
+    """One node gets slower in mid-run; the same quotas from the beginning are what can be regained."""
+    with nodes(groups, calibrated=True) as three:
+        three.calibrated()
+
+        def on_step(step: int) -> None:
+            if step == THROTTLED_AT:
+                for (name, group), cores in zip(three.groups.items(), THROTTLED, strict=True):
+                    three.quotas[name] = cores
+                    groups.change(group, cores)
+
+        seconds, plans = three.train(THROTTLED_STEPS, on_step)
+    with nodes(groups, calibrated=True, quotas=THROTTLED) as three:
+        three.calibrated()
+        fresh, first = three.train(STEPS)
+    before = statistics.median(seconds[STEPS_IGNORED : THROTTLED_AT - 1])
+    slow = statistics.median(seconds[THROTTLED_AT + 1 : THROTTLED_AT + 4])
+    after, best = statistics.median(seconds[-8:]), statistics.median(fresh[STEPS_IGNORED:])
+    layers = [plan["layers"] for plan in plans]
+    rows = [
+        {"throttled": "before", "seconds a step": round(before, 3), "layers": layers[0]},
+        {"throttled": "at once", "seconds a step": round(slow, 3), "layers": layers[0]},
+        {"throttled": "after the next plans", "seconds a step": round(after, 3), "layers": layers[-1]},
+        {"throttled": "planned anew", "seconds a step": round(best, 3), "layers": first[0]["layers"]},
+    ]
+    return rows, Goal("regained of a new plan's samples a second", best / after, ">=", REGAINED_GOAL)
+
+
 def main() -> int:
-    options = arguments("Nodes with CPU quotas: the planned split beside an even one.")
+    options = arguments(
+        "Nodes with CPU quotas: the planned split beside an even one.",
+        throttle="instead: one node gets a third of its quota in mid-run",
+    )
     steps = STEPS_QUICK if options.quick else STEPS
     groups = Groups()
     try:
@@ -235,6 +289,9 @@ def main() -> int:
             return report(
                 "quotas", [{"skipped": f"no control groups here: {error}"}], [], as_json=options.json
             )
+        if options.throttle:
+            rows, goal = throttled(groups)
+            return report("quotas", rows, [goal], as_json=options.json)
         rows = [measured(groups, steps, calibrated=calibrated) for calibrated in (False, True)]
     finally:
         groups.close()

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -276,7 +276,7 @@ def all_of(stage: int) -> Choose:
 
 
 def requester(watch: Watch) -> list[str]:
-    """Who asked for the run: it feeds and commits."""
+    """Choose the node that asked for the run: it feeds and commits."""
     return [watch.requester]
 
 
@@ -298,7 +298,7 @@ def _stages_kept(watch: Watch, name: str) -> int:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who dies in a step. `stall_goal`: whether the run may stand still for STALL_GOAL_SECONDS only."""
+    """The nodes that die in a step. `stall_goal`: whether STALL_GOAL_SECONDS bounds the run's stall."""
 
     name: str
     choose: Choose | None
@@ -319,6 +319,9 @@ QUICK: tuple[Scenario, ...] = (UNDISTURBED, Scenario("a replica of stage 2", rep
 
 class Stalled(Exception):
     """A run that did not come to its end."""
+
+
+Kind = TypeVar("Kind", bound=Nodes)
 
 
 class Play:
@@ -427,11 +430,11 @@ def prepare(folder: Path, shape: Shape) -> None:
 
 
 @contextmanager
-def swarm() -> Iterator[tuple[Nodes, Path]]:
+def swarm(kind: type[Kind]) -> Iterator[tuple[Kind, Path]]:
     """A swarm without nodes yet, and a folder; whatever happens, no process and no file stays."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-survival-"))
     stop = StopFlag()
-    nodes = Nodes(folder, stop)
+    nodes = kind(folder, stop)
 
     def force() -> None:
         nodes.kill_all()
@@ -449,7 +452,7 @@ def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str,
     """Play them all in one swarm; it ends with the first that does not end well."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
-    with swarm() as (nodes, folder):
+    with swarm(Nodes) as (nodes, folder):
         prepare(folder, shape)
         play = Play(nodes, shape, folder)
         for scenario in scenarios:

@@ -1,17 +1,20 @@
 """SWIM: how soon a death is noticed, what it costs a member, and what hostile members can do.
 
+    python benchmarks/swim.py [--json] [--quick] [--seeds N] [--members N] [--only PART]
+
 Bare cores on the simulator's engine (`_swarm`), the lan preset, links of 10 to 80 ms: everything is in
 virtual time, so that a loaded machine changes no figure. In full 20 seeds of 1,000 members; with `--quick`
 fewer of fewer. A crash is suspected when any member does, and dead for each other when that one says so.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from _figures import Goal, arguments, leave, report
+from _figures import Goal, leave, report
 from _swarm import LINKS, LOSSY, Swarm
 
 from crypto.facts import Fact
@@ -69,9 +72,9 @@ def detection(size: Size, seed: int, loss: bool) -> dict[str, Any]:
     return {"suspected": list(suspected.values()), "dead": dead, "false_deaths": swarm.false_deaths()}
 
 
-def traffic(size: Size, seed: int, loss: bool) -> dict[str, Any]:
+def traffic(size: Size, seed: int, loss: bool, *, scoped: bool = False) -> dict[str, Any]:
     """Nobody comes and nobody goes."""
-    swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed)
+    swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed, scoped=scoped)
     swarm.run(SETTLED_SECONDS)
     before = swarm.sent_bytes()
     swarm.run(size.watched_seconds)
@@ -98,17 +101,29 @@ def news(size: Size, seed: int) -> float:
     return swarm.now - begun
 
 
-def freezes(size: Size, seed: int, settings: Settings) -> int:
-    """False deaths of members that were never frozen; 5 % of all are frozen at a time, for 2 to 10 s."""
-    swarm = Swarm(size.members, settings, LOSSY, seed)
+def blocked(size: Size, seed: int, settings: Settings) -> tuple[int, int]:
+    """False deaths of healthy members: as anybody sees it, and as healthy members do.
+
+    Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members are slow in turns, for 2 to 10 s
+    at a time with 0.5 to 4 s between. What is sent to them and by them waits until it is over, while their
+    timers run on. A process that does not run at all cannot blame anybody.
+    """
+    swarm = Swarm(size.members, settings, LINKS, seed, blockable=True)
     swarm.run(SETTLED_SECONDS)
-    rng, frozen = Random(seed), range(max(2, size.members // 20))
-    for _ in range(int(size.hostile_seconds // 6)):
-        for number in frozen:
-            swarm.engine.freeze(swarm.peers[number], swarm.now + rng.random(), rng.uniform(2.0, 10.0))
-        swarm.run(6.0)
-    sick = {swarm.peers[number] for number in frozen}
-    return sum(event.peer not in sick for _, _, event in swarm.of(MemberDown))
+    rng, slow = Random(seed), range(max(2, size.members // 20))
+    due = [(swarm.now + rng.uniform(0.0, 4.0), number) for number in slow]
+    end = swarm.now + 2 * size.hostile_seconds
+    while min(due)[0] < end:
+        at, number = min(due)
+        swarm.run(max(0.0, at - swarm.now))
+        until = swarm.now + rng.uniform(2.0, 10.0)
+        swarm.block(number, until)
+        due[due.index((at, number))] = until + rng.uniform(0.5, 4.0), number
+    swarm.run(20.0)
+    deaths = [(peer, event.peer) for _, peer, event in swarm.of(MemberDown)]
+    sick = {swarm.peers[number] for number in slow}
+    healthy = [observer for observer, subject in deaths if subject not in sick]
+    return len(healthy), sum(observer not in sick for observer in healthy)
 
 
 def one_way(size: Size, seed: int) -> int:
@@ -189,72 +204,146 @@ def _tell(swarm: Swarm, liar: int, receiver: Any, lies: tuple[Fact, ...]) -> Non
     swarm.engine.command(swarm.peers[liar], lambda _core, _now: [(receiver, Gossip(lies))], protocol=PROTOCOL)
 
 
-def play(size: Size) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Everything; the rows and the goals."""
-    seeds = range(1, size.seeds + 1)
-    rows: list[dict[str, Any]] = []
-    goals: list[Goal] = []
+class Played:
+    """What was played so far: rows, printed as they come, and goals."""
 
-    def note(what: str, **figures: Any) -> None:
-        rows.append({"what": what, "members": size.members, "seeds": size.seeds, **figures})
-        print(rows[-1], file=sys.stderr)
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.seeds = range(1, size.seeds + 1)
+        self.few = range(1, max(2, size.seeds // 5) + 1)
+        self.rows: list[dict[str, Any]] = []
+        self.goals: list[Goal] = []
 
-    falsely, hours = 0, 0.0
-    for loss in (False, True):
-        name = "10 % loss" if loss else "no loss"
-        played = [detection(size, seed, loss) for seed in seeds]
-        suspected = [value for each in played for value in each["suspected"]]
-        dead = [value for each in played for value in each["dead"]]
-        mean, p99 = sum(suspected) / len(suspected), quantile(suspected, 0.99)
-        note(f"crashes, {name}", crashes=len(suspected), mean=mean, p99=p99,
-             dead_p50=quantile(dead, 0.5), dead_max=max(dead))  # fmt: skip
-        goals += [
-            Goal(f"suspected, mean intervals, {name}", mean, "<=", 2.2),
-            Goal(f"suspected, p99 intervals, {name}", p99, "<=", 6.0),
-            Goal(f"dead at others, p50 seconds, {name}", quantile(dead, 0.5), "<=", 20.0),
-            Goal(f"dead at others, longest seconds, {name}", max(dead), "<=", 80.0),
-        ]
-        idle = [traffic(size, seed, loss) for seed in seeds]
-        rate = max(each["bytes_per_second"] for each in idle)
-        falsely += sum(each["false_deaths"] for each in (*played, *idle)) if loss else 0
-        hours += sum(each["node_hours"] for each in idle) if loss else 0.0
-        note(f"traffic, {name}", bytes_per_node_second=rate)
-        goals.append(Goal(f"bytes a second and member, {name}", rate, "<=", 3_000.0 if loss else 2_000.0))
-    note("false deaths, 10 % loss", deaths=falsely, node_hours=hours)
-    goals.append(Goal("false deaths at 10 % loss", falsely, "<=", 0))
-    spread = [news(size, seed) for seed in seeds]
-    note("news to all, 10 % loss", longest_seconds=max(spread), mean_seconds=sum(spread) / len(spread))
-    goals.append(Goal("news to all, longest seconds, 10 % loss", max(spread), "<=", 2.5))
-    few = range(1, max(2, size.seeds // 5) + 1)
-    on = sum(freezes(size, seed, LAN) for seed in few)
-    off = sum(freezes(size, seed, WITHOUT_LIFEGUARD) for seed in few)
-    note("5 % frozen for 2-10 s", deaths_with_lifeguard=on, deaths_without=off)
-    goals.append(Goal("false deaths with Lifeguard, share of those without", on / max(off, 1), "<=", 0.02))
+    def note(self, what: str, **figures: Any) -> None:
+        """One more row."""
+        self.rows.append({"what": what, "members": self.size.members, **figures})
+        print(self.rows[-1], file=sys.stderr, flush=True)
+
+    def goal(self, name: str, value: float, bound: float) -> None:
+        """Hold a figure against a bound that it is not to exceed."""
+        self.goals.append(Goal(name, value, "<=", bound))
+
+
+def play_crashes(played: Played) -> None:
+    """How soon a crash is suspected and known."""
+    for loss, name in ((False, "no loss"), (True, "10 % loss")):
+        suspected: list[float] = []
+        dead: list[float] = []
+        falsely = 0
+        for seed in played.seeds:
+            one = detection(played.size, seed, loss)
+            suspected += one["suspected"]
+            dead += one["dead"]
+            falsely += one["false_deaths"]
+            mean, p99 = sum(suspected) / len(suspected), quantile(suspected, 0.99)
+            played.note(f"crashes, {name}", seeds=seed, crashes=len(suspected), mean=mean, p99=p99,
+                        dead_p50=quantile(dead, 0.5), dead_max=max(dead), false_deaths=falsely)  # fmt: skip
+        played.goal(f"suspected, mean intervals, {name}", mean, 2.2)
+        played.goal(f"suspected, p99 intervals, {name}", p99, 6.0)
+        played.goal(f"dead at others, p50 seconds, {name}", quantile(dead, 0.5), 20.0)
+        played.goal(f"dead at others, longest seconds, {name}", max(dead), 80.0)
+        played.goal(f"false deaths beside crashes, {name}", falsely, 0)
+
+
+def play_idle(played: Played) -> None:
+    """What it costs where nobody comes and nobody goes, and whether somebody is buried."""
+    for loss, name in ((False, "no loss"), (True, "10 % loss")):
+        rate, falsely, hours = 0.0, 0, 0.0
+        for seed in played.seeds:
+            one = traffic(played.size, seed, loss)
+            rate = max(rate, one["bytes_per_second"])
+            falsely += one["false_deaths"]
+            hours += one["node_hours"]
+            played.note(f"traffic, {name}", seeds=seed, bytes_per_node_second=rate, node_hours=hours,
+                        false_deaths=falsely)  # fmt: skip
+        played.goal(f"bytes a second and member, {name}", rate, 3_000.0 if loss else 2_000.0)
+        played.goal(f"false deaths, {name}", falsely, 0)
+
+
+def play_scoped(played: Played) -> None:
+    """What it costs a member of ten times as many, each of which lists its neighbourhood."""
+    size = replace(played.size, members=10 * played.size.members)
+    for loss, name in ((False, "no loss"), (True, "10 % loss")):
+        one = traffic(size, 1, loss, scoped=True)
+        played.note(f"scoped traffic, {name}", all_members=size.members, **one)
+        rate, falsely = one["bytes_per_second"], one["false_deaths"]
+        played.goal(f"bytes a second and member, scoped, {name}", rate, 3_000.0 if loss else 2_000.0)
+        played.goal(f"false deaths, scoped, {name}", falsely, 0)
+
+
+def play_news(played: Played) -> None:
+    """How soon all know of a change."""
+    spread = []
+    for seed in played.seeds:
+        spread.append(news(played.size, seed))
+        mean = sum(spread) / len(spread)
+        played.note("news to all, 10 % loss", seeds=seed, longest_seconds=max(spread), mean_seconds=mean)
+    played.goal("news to all, longest seconds, 10 % loss", max(spread), 2.5)
+
+
+def play_blocked(played: Played) -> None:
+    """Lifeguard on and off, same seeds."""
+    on, off = [0, 0], [0, 0]
+    for seed in played.few:
+        for counts, settings in ((on, LAN), (off, WITHOUT_LIFEGUARD)):
+            everywhere, at_healthy = blocked(played.size, seed, settings)
+            counts[0] += everywhere
+            counts[1] += at_healthy
+        played.note("5 % blocked for 2-10 s", seeds=seed, deaths_with_lifeguard=on[0], deaths_without=off[0],
+                    at_healthy_with=on[1], at_healthy_without=off[1])  # fmt: skip
+    played.goal("false deaths with Lifeguard, share of those without", on[0] / max(off[0], 1), 0.02)
+    played.goal("false deaths at healthy members", on[1], 0)
+
+
+def play_paths(played: Played) -> None:
+    """One-way pairs, and a split that heals."""
     each: tuple[tuple[str, Callable[[Size, int], float], float], ...] = (
         ("false deaths, 10 % of pairs one way", one_way, 0),
         ("seconds until views are whole after a split of 60 s", healed, 30.0),
     )
     for name, run, bound in each:
-        worst = max(run(size, seed) for seed in few)
-        note(name, worst=worst)
-        goals.append(Goal(name, worst, "<=", bound))
-    for name, liars in (("one liar", 1), ("5 % liars", size.members // 20)):
-        lied = [hostile(size, seed, liars) for seed in few]
+        worst = max(run(played.size, seed) for seed in played.few)
+        played.note(name, worst=worst)
+        played.goal(name, worst, bound)
+
+
+def play_hostile(played: Played) -> None:
+    """One liar, and one member in twenty."""
+    for name, liars in (("one liar", 1), ("5 % liars", played.size.members // 20)):
+        lied = [hostile(played.size, seed, liars) for seed in played.few]
         cost = max(row["cost"] for row in lied)
         deaths, moved = sum(row["deaths"] for row in lied), sum(row["moved"] for row in lied)
-        note(name, deaths=deaths, moved=moved, cost=cost)
-        goals += [
-            Goal(f"honest members dead or moved, {name}", deaths + moved, "<=", 0),
-            Goal(f"cost to others as a multiple of idle, {name}", cost, "<=", 2.0),
-        ]
-    return rows, goals
+        played.note(name, deaths=deaths, moved=moved, cost=cost)
+        played.goal(f"honest members dead or moved, {name}", deaths + moved, 0)
+        played.goal(f"cost to others as a multiple of idle, {name}", cost, 2.0)
+
+
+PARTS: dict[str, Callable[[Played], None]] = {
+    "crashes": play_crashes,
+    "idle": play_idle,
+    "scoped": play_scoped,
+    "news": play_news,
+    "blocked": play_blocked,
+    "paths": play_paths,
+    "hostile": play_hostile,
+}
 
 
 def main() -> int:
     """Play what the flags ask for."""
-    flags = arguments(__doc__ or "")
-    rows, goals = play(QUICK if flags.quick else FULL)
-    return report("swim", rows, goals, as_json=flags.json)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer members and seeds, under 50 s")
+    parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--members", type=int, default=0)
+    parser.add_argument("--only", default="", choices=("", *PARTS))
+    flags = parser.parse_args()
+    size = QUICK if flags.quick else FULL
+    played = Played(replace(size, seeds=flags.seeds or size.seeds, members=flags.members or size.members))
+    for name, play in PARTS.items():
+        if flags.only in ("", name):
+            play(played)
+    return report("swim", played.rows if flags.json else [], played.goals, as_json=flags.json)
 
 
 if __name__ == "__main__":

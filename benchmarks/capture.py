@@ -1,0 +1,125 @@
+"""What a capture costs beside `torch.export` alone: seconds of CPU, and memory beside the model.
+
+The same models are exported by torch with the same sizes that vary, and captured, in turns; a capture also
+traces the loss, cleans, lowers, cuts, checks. The proof is shown beside it. For memory a BERT of some 110
+million parameters is captured and proved in a process of its own. With `--quick` three models and no memory.
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from _figures import Goal, arguments, leave, report
+from corpus import BATCH, case_of
+from torch.export import Dim
+
+from partition.capture import Task
+from partition.capture.task import capture_task, prove_task
+
+MODELS = (
+    ("masked", "albert"), ("causal", "bert"), ("causal", "gpt2"), ("causal", "llama"), ("seq2seq", "t5"),
+    ("image", "vit"), ("image", "beit"), ("causal", "qwen3"), ("masked", "deberta"),
+)  # fmt: skip
+QUICK = 3
+ROUNDS = 3
+RATIO_MAX = 1.3
+BYTES_MAX = 1 << 30
+"""Beside the model."""
+SECONDS_MAX = 300
+
+
+def compared(kind: str, name: str) -> dict[str, Any]:
+    """Seconds of CPU of both, the least of some rounds in turns."""
+    case = case_of(kind, name)
+    inputs, labels = case.data(0, BATCH, torch.float32)
+    exports, captures, proofs = [], [], []
+    for _ in range(ROUNDS):
+        model = case.model(torch.float32)
+        begun = time.process_time()
+        dynamic = {0: Dim("batch", min=1, max=4096)}
+        torch.export.export(model, inputs, dynamic_shapes=(tuple(dynamic for _ in inputs),), strict=False)
+        exports.append(time.process_time() - begun)
+        task = Task(case.model(torch.float32), inputs, labels, loss=case.loss)
+        begun = time.process_time()
+        captured = capture_task(task)
+        captures.append(time.process_time() - begun)
+        begun = time.process_time()
+        prove_task(task, captured)
+        proofs.append(time.process_time() - begun)
+    row = {"model": name, "export_s": min(exports), "capture_s": min(captures), "proof_s": min(proofs)}
+    return {**{key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()},
+            "ratio": round(min(captures) / min(exports), 2)}  # fmt: skip
+
+
+def memory() -> dict[str, Any]:
+    """Peak of a process that captures and proves a BERT for real, less what it is with the model alone."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import capture; capture.measure()"
+    )  # fmt: skip
+    here = Path(__file__).parent
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(here), str(here.parent)],
+        capture_output=True, text=True, timeout=SECONDS_MAX, check=True,
+    )  # fmt: skip
+    model_bytes, peak_bytes, seconds = map(float, ended.stdout.split()[-3:])
+    return {
+        "model": "bert-base",
+        "model_MB": model_bytes // 1e6,
+        "beside_MB": peak_bytes // 1e6,
+        "seconds": seconds,
+    }
+
+
+def measure() -> None:
+    """In that process: bytes of the model, what is above them at most, and seconds."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    config = transformers.BertConfig(num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = transformers.BertForSequenceClassification(config)
+    ids = torch.randint(0, 1000, (4, 32))
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    before = _resident()
+    begun = time.perf_counter()
+    task = Task(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                {"labels": torch.zeros(4, dtype=torch.int64)}, loss=_own)  # fmt: skip
+    captured = capture_task(task)
+    prove_task(task, captured)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(size, peak - before, round(time.perf_counter() - begun, 1))
+
+
+def _own(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output.logits, labels, reduction="sum")
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> int:
+    """Compare all of them."""
+    flags = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = [compared(kind, name) for kind, name in (MODELS[:QUICK] if flags.quick else MODELS)]
+    ratios = [row["ratio"] for row in rows]
+    goals = [Goal("capture beside torch.export, median", statistics.median(ratios), "<=", RATIO_MAX)]
+    if not flags.quick:
+        rows.append(memory())
+        goals.append(Goal("memory beside the model, bytes", rows[-1]["beside_MB"] * 1e6, "<=", BYTES_MAX))
+    return report("capture", rows, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())
