@@ -34,6 +34,8 @@ from tests.stack import (
     weights,
 )
 
+SLOW = 0.1
+"""Seconds a pass is modelled to take where a run lives for long: a tenth of the steps to compute."""
 FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}
 SPOILED = 21
 """The sample that is spoiled."""
@@ -260,14 +262,14 @@ def test_a_member_that_was_away_leaves_a_stopped_run_when_it_comes_back() -> Non
     """It hears of the stop, or before that of the plan that went on without it: a vote that waited for it."""
 
     async def scenario() -> None:
-        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+        async with swarm("abcde", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a")
             storage = group.storages["c"]
             group.kill("c")
             await trio.sleep(30)
             await group.nodes["a"].runs.stopping.stop(run.text)
             group.events["c"].clear()
-            await nursery.start(_live, group, "c", "b", 1, STAGE_SECONDS, storage)
+            await nursery.start(_live, group, "c", "b", 1, SLOW, storage)
             with trio.fail_after(60):
                 while group.nodes["c"].runs.members:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
@@ -280,12 +282,12 @@ def test_a_member_that_was_away_leaves_a_stopped_run_when_it_comes_back() -> Non
 
 def test_a_requester_that_was_restarted_may_still_stop_its_run() -> None:
     async def scenario() -> None:
-        async with swarm("abcde") as group, trio.open_nursery() as nursery:
+        async with swarm("abcde", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", trainers=2)
             storage = group.storages["a"]
             group.kill("a")
             await trio.sleep(20)
-            await nursery.start(_live, group, "a", "b", 1, STAGE_SECONDS, storage)
+            await nursery.start(_live, group, "a", "b", 1, SLOW, storage)
             await trio.sleep(20)
             others = [name for name in "bcde" if group.nodes[name].runs.members]
             assert others
@@ -319,7 +321,7 @@ def test_only_the_requester_may_stop_a_run() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) -> None:
     async def scenario() -> None:
-        async with swarm("abcdef") as group, trio.open_nursery() as nursery:
+        async with swarm("abcdef", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", replicas=replicas, save_every=1)
             plan = group.nodes["a"].state.runs[run.text].plan
             assert plan is not None
@@ -332,7 +334,7 @@ def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) 
             assert trio.current_time() - began < 1
             assert is_free(node), "at once"
             step = group.nodes["a"].state.runs[run.text].step
-            await trio.sleep(40)
+            await trio.sleep(25)
             assert ends(group) == {name: ("stopped", "dropped on this node; the others go on without it")}
             view = group.nodes["a"].state.runs[run.text]
             assert view.step > step + 5
@@ -341,8 +343,8 @@ def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) 
             storage = group.storages[name]
             group.kill(name)
             await trio.sleep(1)
-            await nursery.start(_live, group, name, "a", 1, STAGE_SECONDS, storage)
-            await trio.sleep(40)
+            await nursery.start(_live, group, name, "a", 1, SLOW, storage)
+            await trio.sleep(25)
             assert is_free(group.nodes[name]), "nor does it come back after a restart"
             assert not group.nodes[name].runs.members
             nursery.cancel_scope.cancel()

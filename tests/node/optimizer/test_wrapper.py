@@ -79,7 +79,7 @@ def groups(model: torch.nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait for another thread; the limit is for a test that fails."""
     waiting = threading.Event()
     end = time.monotonic() + seconds
