@@ -110,7 +110,8 @@ class Wish:
     `make` makes the group of some members, and says thereby what this peer averages: a proposed group has to
     be equal to what it makes of the same members, but for round and number. Groups of fewer than `size_min`
     are not proposed, of more than `size_max` neither. Where `is_exclusive`, there is one group under the key,
-    and late ones get none; otherwise those that are left over form the next.
+    and late ones get none; otherwise those that are left over form the next. Peers that `admits` does not
+    admit are passed over, and a group with one of them in it is declined.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Wish:
         size_max: int = GROUP_MEMBERS_MAX,
         is_exclusive: bool = True,
         others: Sequence[PeerId] = (),
+        admits: Callable[[PeerId], bool] | None = None,
     ) -> None:
         self.key = key
         self._me = me
@@ -137,6 +139,7 @@ class Wish:
         self._size_min = size_min
         self._size_max = size_max
         self._is_exclusive = is_exclusive
+        self._admits = admits
         self._ready: dict[PeerId, Member] = {}
         self._passed_over: dict[PeerId, None] = {}
         self._is_open = False
@@ -176,6 +179,8 @@ class Wish:
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Take one message under this key."""
+        if self._admits is not None and not self._admits(sender):
+            return []
         match message:
             case Ready():
                 return self._take_ready(now, sender, message)
@@ -231,6 +236,8 @@ class Wish:
         if self.group is not None or self.is_over or self._me not in group.members:
             if self.group is not None and group.id == self.group.id:
                 return []
+            return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
+        if self._admits is not None and not all(p == self._peer or self._admits(p) for p in group.peers):
             return [(peer, Decline(self.key, group.id)) for peer in group.peers if peer != self._peer]
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min

@@ -10,7 +10,7 @@ Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm
 which says by `lost` what it knows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -114,9 +114,18 @@ class Roster:
     """One run, as one participant sees it."""
 
     def __init__(
-        self, me: PeerId, run: bytes, signature: bytes, rng: Random, now: float, number: int
+        self,
+        me: PeerId,
+        run: bytes,
+        signature: bytes,
+        rng: Random,
+        now: float,
+        number: int,
+        admits: Callable[[PeerId], bool] | None = None,
     ) -> None:
-        """`number` is above that of any report of an earlier life: the wall clock in milliseconds is."""
+        """`number` is above that of any report of an earlier life: the wall clock in milliseconds is. Where
+        not everybody may take part, `admits` says who does."""
+        self._admits = admits
         self.run = run
         self.signature = signature
         self._me = me
@@ -132,15 +141,24 @@ class Roster:
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
-        """The last word of each other participant that averages the same tensors."""
+        """The last word of each other participant that averages the same tensors, and is admitted."""
+        return {peer: report for peer, report in self.claims.items() if self.admits(peer)}
+
+    @property
+    def claims(self) -> Mapping[PeerId, Report]:
+        """The last word of each other peer that averages the same tensors, admitted or not."""
         return {
             p: known.report for p, known in self._peers.items() if known.report.signature == self.signature
         }
 
+    def admits(self, peer: PeerId) -> bool:
+        """Return whether a peer may take part."""
+        return self._admits is None or self._admits(peer)
+
     @property
     def strangers(self) -> int:
         """Participants under this run's name whose tensors are others."""
-        return len(self._peers) - len(self.reports)
+        return len(self._peers) - len(self.claims)
 
     @property
     def own(self) -> Report:
@@ -192,7 +210,7 @@ class Roster:
             case Report():
                 return self._heard(now, sender, message)
             case Names(peers=peers):
-                if sender in self._peers:  # only who takes part may send others here
+                if sender in self._peers and self.admits(sender):  # only who takes part may send others here
                     return self.introduce(now, (PeerId(peer) for peer in peers))
                 return []
             case Leave():
@@ -248,7 +266,7 @@ class Roster:
             known.heard_at = now
             if report.number > known.report.number:
                 known.report = report
-        elif len(self._peers) >= PARTICIPANTS_MAX:
+        elif len(self._peers) >= PARTICIPANTS_MAX and not self._make_room():
             return []
         else:
             self._peers[sender] = _Participant(report, now)
@@ -264,6 +282,13 @@ class Roster:
         elif known is None:
             sends.append((sender, self._next_report()))
         return sends
+
+    def _make_room(self) -> bool:
+        """Forget a peer that is not admitted, if there is one."""
+        found = next((peer for peer in self._peers if not self.admits(peer)), None)
+        if found is not None:
+            self._forget(found, "not admitted")
+        return found is not None
 
     def _forget(self, peer: PeerId, reason: str) -> None:
         if self._peers.pop(peer, None) is not None:
@@ -283,11 +308,18 @@ class Rosters:
     def deadline(self) -> float:
         return min((roster.deadline for roster in self._rosters.values()), default=inf)
 
-    def open(self, run: bytes, signature: bytes, now: float, number: int) -> Roster:
+    def open(
+        self,
+        run: bytes,
+        signature: bytes,
+        now: float,
+        number: int,
+        admits: Callable[[PeerId], bool] | None = None,
+    ) -> Roster:
         """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
         if run in self._rosters or len(self._rosters) >= RUNS_MAX:
             raise ValueError("this node takes part in the run already, or in too many")
-        roster = self._rosters[run] = Roster(self._me, run, signature, self._rng, now, number)
+        roster = self._rosters[run] = Roster(self._me, run, signature, self._rng, now, number, admits)
         return roster
 
     def close(self, run: bytes) -> Sends:

@@ -4,10 +4,10 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` stand a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import trio
@@ -140,10 +140,21 @@ class Wanted:
     """Those of this process's own, by name."""
 
 
+class Gate(Protocol):
+    """Says who may take part in a run, where not everybody may. `seen`: this peer claims to; what it says
+    counts once it is admitted, and `Participation.entered` was called."""
+
+    def admits(self, peer: PeerId) -> bool: ...
+    def seen(self, peer: PeerId) -> None: ...
+
+
 class Participation:
     """This peer's part in one run. `Averaging.open` makes it."""
 
-    def __init__(self, name: str, key: bytes, roster: Roster, service: Service) -> None:
+    def __init__(
+        self, name: str, key: bytes, roster: Roster, service: Service, gate: Gate | None = None
+    ) -> None:
+        self._gate = gate
         self.name = name
         self.key = key
         self.roster = roster
@@ -200,7 +211,10 @@ class Participation:
         )
 
     def entered(self, peer: PeerId) -> None:
-        """A peer takes part."""
+        """A peer takes part, or claims to."""
+        if self._gate is not None and not self._gate.admits(peer):
+            self._gate.seen(peer)
+            return
         at = self._service.seams.clock.wall()
         if peer in self.roster.reports:
             self._service.publish(
@@ -210,6 +224,8 @@ class Participation:
 
     def left(self, peer: PeerId, reason: str) -> None:
         """A peer takes no part any more."""
+        if self._gate is not None and not self._gate.admits(peer):
+            return
         at = self._service.seams.clock.wall()
         peers = len(self.roster.reports)
         self._service.publish(AveragingLeft(at=at, run=self.name, peer=peer, reason=reason, peers=peers))
@@ -383,6 +399,7 @@ class Participation:
             size_max=wanted.size_max,
             is_exclusive=wanted.round is not None,
             others=tuple(self.roster.reports),
+            admits=None if self._gate is None else self._gate.admits,
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)
@@ -458,14 +475,24 @@ class Participation:
                 await self._offered.wait()
         return "this peer made no copy of its state in time"
 
-    async def fetch(self, step: int, step_max: int | None = None, *, bytes_max: int) -> Snapshot:
-        """Fetch the newest state from `step` to `step_max` from those that have it. Raises Unreachable."""
+    async def fetch(
+        self,
+        step: int,
+        step_max: int | None = None,
+        *,
+        bytes_max: int,
+        passed_over: Collection[PeerId] = (),
+        step_likely: int | None = None,
+    ) -> Snapshot:
+        """Fetch the newest state from `step` to `step_max` from those that have it, but for those that are
+        passed over; one beyond `step_likely` only where there is no other. Raises Unreachable."""
         donors = [
             peer
             for peer, report in sorted(self.roster.reports.items(), key=lambda item: (-item[1].step, item[0]))
             if report.has_state
             and report.step >= step
             and not (step_max is not None and report.step > step_max)
+            and peer not in passed_over
         ]
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")
@@ -480,6 +507,8 @@ class Participation:
             step,
             bytes_max=bytes_max,
             refuse=self._service.refuse,
+            step_max=step_max,
+            step_likely=step_likely,
         )
         self._service.publish(
             StateFetched(

@@ -16,7 +16,7 @@ from crypto.identity import PeerId
 from gossip import matchmaking, roster
 from gossip.averaging.messages import CHUNK_BYTES_MAX
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
-from node.averaging.participation import Participation, Service
+from node.averaging.participation import Gate, Participation, Service
 from node.averaging.runner import MESSAGE_BYTES_MAX, Runner, read_message
 from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
@@ -99,12 +99,14 @@ class Averaging:
         """The attempts that this node is in now, or has not closed yet."""
         return tuple(self._runners.values())
 
-    def open(self, name: str, signature: bytes) -> Participation:
-        """Take part in the run of this name. Raises UsageError: in it already, or in too many."""
+    def open(self, name: str, signature: bytes, gate: Gate | None = None) -> Participation:
+        """Take part in the run of this name, with those that `gate` admits. Raises UsageError: in it already,
+        or in too many."""
         key = run_key(name)
         clock = self._seams.clock
         try:
-            entry = self._rosters.open(key, signature, clock.monotonic(), int(clock.wall() * 1000))
+            admits = None if gate is None else gate.admits
+            entry = self._rosters.open(key, signature, clock.monotonic(), int(clock.wall() * 1000), admits)
         except ValueError as error:
             raise UsageError(f"run {name!r}: {error}") from None
         assert self._nursery is not None, "the service is running"
@@ -120,7 +122,7 @@ class Averaging:
             start=self._start,
             close=lambda: self._close(key, scope),
         )
-        found = self._runs[key] = Participation(name, key, entry, service)
+        found = self._runs[key] = Participation(name, key, entry, service, gate)
         self._nursery.start_soon(self._look_for_others, found, scope)
         return found
 
@@ -223,9 +225,9 @@ class Averaging:
 
     # States
 
-    async def _snap(self, key: bytes, signature: bytes, step: int) -> Snapshot | str:
+    async def _snap(self, peer: PeerId, key: bytes, signature: bytes, step: int) -> Snapshot | str:
         run = self._runs.get(key)
-        if run is None or run.roster.signature != signature:
+        if run is None or run.roster.signature != signature or not run.roster.admits(peer):
             return "this node takes no part in such a run"
         return await run.snap(step)
 

@@ -15,6 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
 from node.averaging.signature import TENSORS_MAX
 
 CHUNK_BYTES = 1 << 20
@@ -67,10 +68,11 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A table with its bytes."""
+    """A table with its bytes, and whose they are where they were fetched."""
 
     table: Table
     data: NDArray[np.uint8] = field(repr=False)
+    holders: tuple[PeerId, ...] = ()
 
     def chunk(self, number: int) -> memoryview:
         """The bytes of a chunk."""

@@ -7,6 +7,7 @@ Peers with the same bytes are found by the digest of the table; each is asked fo
 delivers them, and every chunk is checked by its hash before it counts.
 """
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -78,8 +79,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
 
 Question = Ask | Fetch
 Answer = Offer | Nothing | Sent
-Snap = Callable[[bytes, bytes, int], Awaitable[Snapshot | str]]
-"""Of a run with this signature, at this step or later: its snapshot, or why there is none."""
+Snap = Callable[[PeerId, bytes, bytes, int], Awaitable[Snapshot | str]]
+"""For this peer, of a run with this signature, at this step or later: its snapshot, or why there is none."""
 
 
 class StateServer:
@@ -96,7 +97,7 @@ class StateServer:
             question: Question = decode(await stream.receive(), Question, bytes_max=1_024)
             match question:
                 case Ask():
-                    found = await self._snap(question.run, question.signature, question.step)
+                    found = await self._snap(stream.peer, question.run, question.signature, question.step)
                     answer = Nothing(found) if isinstance(found, str) else Offer(found.table)
                     await stream.send(encode(answer))
                 case Fetch():
@@ -124,8 +125,11 @@ async def fetch_state(
     *,
     bytes_max: int,
     refuse: Callable[[PeerId, RemoteProtocolError], None],
+    step_max: int | None = None,
+    step_likely: int | None = None,
 ) -> Snapshot:
-    """Return the newest state that one of `donors` offers, fetched from all of them that hold the same bytes.
+    """Return the newest state, of `step_max` at most, that one of `donors` offers, fetched from all of them
+    that hold the same bytes. One beyond `step_likely` is taken only where there is no other.
 
     Raises Unreachable: nobody has one, or nobody delivered it.
     """
@@ -141,7 +145,7 @@ async def fetch_state(
                     data = await stream.receive()
                 finally:
                     await stream.aclose()
-            answer = await executor.run(partial(_read_offer, data, bytes_max))
+            answer = await executor.run(partial(_read_offer, data, bytes_max, step_max))
         except RemoteProtocolError as error:
             refuse(donor, error)
         except (Unreachable, StreamClosed, trio.TooSlowError) as error:
@@ -160,16 +164,23 @@ async def fetch_state(
     # The newest; among those, what most peers hold; a tie by the digest, so that all choose alike.
     digests = {donor: table.digest for donor, table in offers.items()}
     held = list(digests.values())
-    best = max(offers, key=lambda peer: (offers[peer].step, held.count(digests[peer]), digests[peer]))
+    likely = math.inf if step_likely is None else step_likely
+
+    def rank(peer: PeerId) -> tuple[bool, int, int, bytes]:
+        return offers[peer].step <= likely, offers[peer].step, held.count(digests[peer]), digests[peer]
+
+    best = max(offers, key=rank)
     holders = [peer for peer, digest in digests.items() if digest == digests[best]]
     data = await _fetch(network, executor, holders, run, offers[best], refuse)
-    return Snapshot(offers[best], data)
+    return Snapshot(offers[best], data, tuple(holders))
 
 
-def _read_offer(data: bytes, bytes_max: int) -> Table | str:
+def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> Table | str:
     answer: Answer = decode(data, Answer, bytes_max=TABLE_BYTES_MAX)
     if isinstance(answer, Offer):
         check_table(answer.table, bytes_max)
+        if step_max is not None and answer.table.step > step_max:
+            raise RemoteProtocolError(f"a state of step {answer.table.step}, where {step_max} is the last")
         return answer.table
     if isinstance(answer, Nothing):
         return "".join(letter if letter.isprintable() else "?" for letter in answer.reason)

@@ -21,8 +21,10 @@ from node.checkpoints.weights import join_stages, keep, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
 from node.events import RunChanged, RunEvaluated, StepCommitted
 from node.local.context import Service
+from node.local.door import Door
 from node.local.rounds import Rounds
 from node.local.trainer import LocalTrainer, Stepped
+from node.local.verdict import Losses, fault_of, is_usable
 from node.pipeline.committer import CORRECT
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
@@ -53,8 +55,14 @@ FETCH_SECONDS = 120.0
 """How often, and for how long, a member tries to fetch a result that others say they hold."""
 DIVERGED_MAX = 10
 """Steps in a row that are not finite, as in exact mode."""
+LIKELY_ROUNDS = 10
+"""A member is hardly so many rounds ahead of most others."""
 TOLD_STEPS = 10
 """A step is an event once in so many, and one on a screen."""
+
+
+def _refused(fault: str) -> str:
+    return f"a result that a member proposed is passed over: {fault}"[:REASON_LENGTH_MAX]
 
 
 def whole_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
@@ -71,6 +79,7 @@ class LocalMember:
         service: Service,
         run: Run,
         ending: Ending,
+        door: Door,
         *,
         is_training: bool,
         holders: Sequence[PeerId],
@@ -80,6 +89,7 @@ class LocalMember:
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
+        self._door = door
         self.is_training = is_training
         self.shown = Shown()
         self.stopped_by: Fact | None = None
@@ -105,6 +115,10 @@ class LocalMember:
         self._graph: Graph | None = None
         self._fetching = trio.CancelScope()
         self._result_lock = trio.Lock()
+        self._first_loss = inf
+        """The held-out loss of the values that all began with."""
+        self._is_waiting = False
+        """Whether the run is over for this member, which waits for the others."""
 
     # What is known
 
@@ -125,11 +139,13 @@ class LocalMember:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the steps are done: here, or by most of the members, for one member may claim any step."""
+        """Whether the steps are done: by most of the members, or here and by half of all, for one member may
+        claim any step."""
         steps = self.run.manifest.steps
         reports = () if self._part is None else self._part.roster.reports.values()
         others = [report.step >= steps for report in reports if report.has_state]
-        return self.step >= steps or 2 * sum(others) > len(others) + 1
+        count, done = len(others) + 1, sum(others)
+        return 2 * done > count or (self.step >= steps and 2 * (done + 1) >= count)
 
     # Life
 
@@ -179,7 +195,7 @@ class LocalMember:
             await self._open(graph, specification, data)
         # The run's id names the model too, and how it is trained.
         signature = signature_of(f"run in local mode {self.run.id.hex()}", ())
-        part = self._part = service.averaging.open(f"run:{self.run.text}", signature)
+        part = self._part = service.averaging.open(f"run:{self.run.text}", signature, self._door)
         self._say(RunChanged(at=self._wall, run=self.run.text, state="running", reason=""))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
@@ -210,6 +226,7 @@ class LocalMember:
         assert self._part is not None
         rounds = self._rounds = Rounds(self._me, self._settings, trainer, self._part)
         await rounds.open()
+        self._first_loss = await self._held_out_loss(trainer)
         if any(report.has_state for report in self._part.roster.reports.values()):
             await self._catch_up()
         self.has_state = True
@@ -218,7 +235,7 @@ class LocalMember:
         while True:
             self._report()
             await self._between_steps(trainer, rounds, nursery)
-            if self.ending.best is not None or self._is_at_end:
+            if self._is_waiting or self._is_at_end or trainer.step >= self.run.manifest.steps:
                 await trio.sleep(LOOK_SECONDS)  # the end is being agreed on
                 continue
             begun = trio.current_time()
@@ -232,7 +249,9 @@ class LocalMember:
         made = await rounds.use()
         if made is not None and made.error and self._is_behind(rounds):
             await self._catch_up()
-        if rounds.is_due and self._training_others:
+        if self._is_waiting:
+            pass  # what is proposed does not change any more
+        elif rounds.is_due and self._training_others:
             await rounds.begin(nursery)
         elif rounds.is_due:
             rounds.skip()
@@ -240,6 +259,15 @@ class LocalMember:
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
         await self._evaluate_if_due(trainer)
+        await self._judge(trainer)
+
+    async def _held_out_loss(self, trainer: LocalTrainer) -> float:
+        """Return the held-out loss of the numbers that this member has now; inf where it is none."""
+        try:
+            loss, _, _ = await trainer.evaluate()
+        except StageDiverged:
+            return inf
+        return loss if isfinite(loss) else inf
 
     def _is_behind(self, rounds: Rounds) -> bool:
         """Whether others held a round that this member had to be in."""
@@ -252,14 +280,24 @@ class LocalMember:
         assert self._part is not None
         assert self._trainer is not None
         assert self._rounds is not None
-        reason = ""
+        reason, trainer = "", self._trainer
+        useless: set[PeerId] = set()
+        first = None if self.has_state else await trainer.copy_out(moments=True)
         for _ in range(CATCH_UPS_MAX):
-            if not self._training_others:
-                return  # nobody is left that was further
+            if not set(self._training_others) - useless:
+                break  # nobody is left that was further
             try:
-                most = self.run.manifest.steps
-                found = await self._part.fetch(0, most, bytes_max=self._trainer.state_bytes_max)
-                outer = await self._trainer.take_over(found)
+                found = await self._part.fetch(
+                    0,
+                    self.run.manifest.steps,
+                    bytes_max=trainer.state_bytes_max,
+                    passed_over=useless,
+                    step_likely=self._step_likely,
+                )
+                outer = await trainer.take_over(found)
+                if first is not None and not is_usable(self._first_loss, await self._held_out_loss(trainer)):
+                    useless.update(found.holders)
+                    raise ValueError("the state of others is worse than none")
                 self._rounds.take_over(found.table.rounds, outer)
             except Unreachable as error:
                 reason = error.detail
@@ -269,7 +307,19 @@ class LocalMember:
                 self._diverged = 0
                 return
             await trio.sleep(1.0)
-        raise StageFailed(f"no member handed over its state: {reason}")
+        else:
+            raise StageFailed(f"no member handed over its state: {reason}")
+        if useless and first is not None:
+            await trainer.begin_again(first)
+
+    @property
+    def _step_likely(self) -> int:
+        """How far the others may well be: the lower half of them, and some rounds more. One alone may claim
+        any step."""
+        assert self._part is not None
+        steps = sorted(report.step for report in self._part.roster.reports.values() if report.has_state)
+        middle = steps[(len(steps) - 1) // 2] if steps else 0
+        return middle + LIKELY_ROUNDS * self._settings.local_steps
 
     async def _recover(self, reason: str) -> None:
         """The numbers here are not finite any more: take those of others, or end."""
@@ -283,18 +333,25 @@ class LocalMember:
     async def _evaluate_if_due(self, trainer: LocalTrainer) -> None:
         if self.ending.best is not None:
             return
-        apart = self._settings.evaluate_every * self._settings.local_steps
+        self._is_waiting = False
+        apart = self._apart
         is_last = self._is_at_end
         waited = max(
             self._waited("an end", is_last or self.ending.has_converged),
             self._waited("an evaluation", trainer.step - self._evaluated_step >= apart),
         )
+        self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
         if waited < 0 or not self.ending.evaluates(self._training_others, waited):
             return
         if not await self._evaluate(trainer):
             return
         if is_last or self.ending.has_converged:
             await self._conclude(trainer, "" if is_last else "its evaluations stopped improving")
+
+    @property
+    def _apart(self) -> int:
+        """Steps between two evaluations."""
+        return self._settings.evaluate_every * self._settings.local_steps
 
     def _waited(self, what: str, is_due: bool) -> float:
         """Return for how long something has been due, in seconds; -1 where it is not."""
@@ -348,6 +405,7 @@ class LocalMember:
             self._propose(Conclusion(self.run.id, "done", reason, trainer.step, digest, self._me))
 
     def _propose(self, conclusion: Conclusion) -> None:
+        self._is_waiting = True
         self._tell(self.ending, lambda now: self.ending.propose(now, conclusion))
 
     async def fetch(self, conclusion: Conclusion) -> None:
@@ -373,15 +431,53 @@ class LocalMember:
                 else:
                     reason = reason or "no member that has the result is left"
             self.reason = reason
-            if not reason:
-                self._tell(ending, lambda now: ending.hold(now, conclusion))
+            if not reason and (self.is_training or self._is_held_by_most):
+                if self.is_training and conclusion.weights:
+                    self._tell(ending, lambda _: ending.fetched(conclusion))
+                else:
+                    self._tell(ending, lambda now: ending.hold(now, conclusion))
                 return
             attempts += 1
             if attempts >= FETCHES_MIN and trio.current_time() - begun >= FETCH_SECONDS:
                 self._tell(ending, lambda _: ending.give_up(conclusion))
             await trio.sleep(1.0)
 
+    @property
+    def _is_held_by_most(self) -> bool:
+        """Whether half of those that train hold the preferred conclusion: a member that does not train has
+        their word alone."""
+        return 2 * len(self.ending.holders) >= len(self._training_others)
+
+    async def _judge(self, trainer: LocalTrainer) -> None:
+        """Hold the result that another proposed, once the run may be over and it is as good as it should be;
+        pass it over where it is not. Until then training goes on."""
+        ending, conclusion = self.ending, self.ending.best
+        if conclusion is None or ending.holds or not ending.is_here:
+            return
+        is_at_end, patience = self._is_at_end, self._settings.patience
+        if not is_at_end and (not patience or trainer.step < patience * self._apart):
+            return
+        async with self._result_lock:
+            if conclusion != ending.best:
+                return
+            name, storage = weights_name(self.run.text), self._service.seams.storage
+            own, result = await self._held_out_loss(trainer), await trainer.evaluate_result(name, storage)
+        losses = Losses(self._first_loss, own, result)
+        best, improvement = ending.progress.best, self._settings.improvement
+        fault = fault_of(losses, best, improvement, is_at_end=is_at_end)
+        self._is_waiting = not fault
+        if fault:
+            self._say(RunChanged(at=self._wall, run=self.run.text, state="running", reason=_refused(fault)))
+            self._tell(ending, lambda _: ending.give_up(conclusion))
+        else:
+            self._tell(ending, lambda now: ending.hold(now, conclusion))
+
     # Others
+
+    def admitted(self, peer: PeerId) -> None:
+        """A peer has shown that it is a member."""
+        if self._part is not None and peer in self._part.roster.claims:
+            self._part.entered(peer)
 
     async def _look(self) -> None:
         """Follow who takes part."""
@@ -392,7 +488,10 @@ class LocalMember:
             self.ending.can_go_on = self.has_state and not self._diverged
             if self._trainer is not None:
                 self._trainer.shard.set_members([self._me, *training])
-            self._tell(self.ending, lambda now, others=others: self.ending.set_peers(now, others))  # type: ignore[misc]  # bound now
+            trainers = None if self._trainer is None else [*training, *([self._me] * self.has_state)]
+            self._tell(self.ending, partial(self.ending.set_peers, peers=others, trainers=trainers))
+            if self._part is not None:
+                self._door.show(self._part.roster.claims)
             await trio.sleep(LOOK_SECONDS)
 
     async def _recruit(self) -> None:
@@ -400,8 +499,11 @@ class LocalMember:
         while True:
             for peer in self._candidates():
                 self._declined[peer] = trio.current_time() + DECLINED_SECONDS
+                chain = self._door.chain_for(peer)
+                if chain is None:
+                    continue
                 with suppress(Unreachable):
-                    answer = await self._service.ask(peer, Join(self.run.fact), JOIN_SECONDS_MAX)
+                    answer = await self._service.ask(peer, Join(self.run.fact, chain), JOIN_SECONDS_MAX)
                     if not isinstance(answer, Done):
                         continue
             await trio.sleep(RECRUIT_SECONDS)

@@ -63,9 +63,12 @@ class Rounds:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough local steps have been made since the last round began, which is over."""
-        steps = self._trainer.step - self._begun_step
-        return steps >= self._settings.local_steps and not self._is_under_way and self._made is None
+        """Whether enough local steps have been made since the last round began, which is over. A member that
+        has made all takes part in the rounds of the others, which would wait for it."""
+        is_time = self._trainer.is_done or (
+            self._trainer.step - self._begun_step >= self._settings.local_steps
+        )
+        return is_time and not self._is_under_way and self._made is None
 
     def skip(self) -> None:
         """Nobody else is there: count anew."""

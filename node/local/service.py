@@ -3,7 +3,7 @@
 Stages of exact runs and of these share the node's one slot (`hosts`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import trio
@@ -15,6 +15,7 @@ from node.checkpoints.weights import has_result
 from node.errors import Unreachable
 from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
 from node.local.context import Service
+from node.local.door import Door
 from node.local.member import LocalMember, whole_plan
 from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
@@ -23,6 +24,7 @@ from node.protocols.manifest import Run, check_run
 from node.runs.archive import ArchiveShell
 from node.services.driver import Driver
 from partition.run import ending as core
+from partition.run.admission import Admission, Joins
 from partition.run.messages import REASON_LENGTH_MAX
 
 PLACE_SECONDS = 30.0
@@ -39,6 +41,7 @@ class LocalRuns:
         seams = service.seams
         self._checks = LeaseChecks(service.signer.peer, seams.executor, seams.clock, service.machine)
         self._endings = core.Endings()
+        self._joins = Joins()
         self._driver = Driver(
             self._endings,
             core.PROTOCOL,
@@ -69,12 +72,14 @@ class LocalRuns:
             await self.end(member, "failed", reason, "")
             raise PlacementFailed(reason)
 
-    async def join(self, peer: PeerId, fact: Fact) -> wire.Reply:
+    async def join(self, peer: PeerId, fact: Fact, chain: Sequence[Fact]) -> wire.Reply:
         """A member of a run asks this node to take part. Raises RemoteProtocolError."""
         service = self._service
         run = check_run(service.signer, fact)
         if run.manifest.local is None:
             raise RemoteProtocolError("asked to join a run that has a plan")
+        wall = service.seams.clock.wall()
+        self._joins.check(service.signer, run.id, run.requester, chain, peer, wall)
         if service.is_over(run.id):
             return wire.Declined("the run is over")
         if run.id in self.members:
@@ -91,23 +96,27 @@ class LocalRuns:
             reason = await self._checks.rejection_reason(peer, run, graph, plan, 0)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
-        return self._take(run, peer)
+        return self._take(run, peer, chain)
 
-    def _take(self, run: Run, peer: PeerId) -> wire.Reply:
+    def _take(self, run: Run, peer: PeerId, chain: Sequence[Fact]) -> wire.Reply:
         """Take part, unless the slot was given to another while this run was looked at."""
         if not self._service.has_slot:
             return wire.Declined("busy")
-        self._begin(run, is_training=True, holders=[peer])
+        self._begin(run, is_training=True, holders=[peer], chain=chain)
         return wire.Done()
 
-    def _begin(self, run: Run, *, is_training: bool, holders: list[PeerId]) -> LocalMember:
+    def _begin(
+        self, run: Run, *, is_training: bool, holders: list[PeerId], chain: Sequence[Fact] = ()
+    ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
-        ending = core.Ending(service.signer.peer, run.id, manifest.local)
+        ending = core.Ending(service.signer.peer, run.id, manifest.local, manifest.steps)
+        admission = Admission(service.signer, run.id, run.requester, chain)
         now = service.seams.clock.monotonic()
-        self._endings.open(now, ending)
+        self._endings.open(now, ending, admission)
+        door = Door(admission, service.seams.clock, partial(self._show, admission))
         member = self.members[run.id] = LocalMember(
-            service, run, ending, is_training=is_training, holders=holders, tell=self._command
+            service, run, ending, door, is_training=is_training, holders=holders, tell=self._command
         )
         service.note_guests()
         service.publish(
@@ -151,6 +160,10 @@ class LocalRuns:
     def _command(self, ending: core.Ending, order: Callable[[float], core.Sends]) -> None:
         self._driver.command(lambda now: self._endings.drained(ending, order(now)))
 
+    def _show(self, admission: Admission, peers: Collection[PeerId]) -> None:
+        """Show peers that claim to be members the chain of this one."""
+        self._driver.command(lambda now: self._endings.admitted(admission, admission.show(now, peers)))
+
     def _on_event(self, event: core.Event) -> None:
         member = self.members.get(event.run)
         if member is None or member.is_over:
@@ -164,6 +177,8 @@ class LocalRuns:
                 found = event.conclusion
                 end = partial(self.end, member, found.outcome, found.reason, found.weights, for_all=True)
                 self._service.start_task(end, of=member.run)
+            case core.Admitted():
+                member.admitted(event.peer)
             case core.Voided():
                 pass
 

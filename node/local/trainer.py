@@ -7,10 +7,12 @@ Steps, evaluations, and its numbers as a vector that is averaged. Not here: when
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+import trio
 from blake3 import blake3
 
 from crypto.identity import PeerId
@@ -20,7 +22,7 @@ from node.content.datasets import Array, Batches
 from node.errors import StageDiverged, StageFailed
 from node.local.shard import Shard
 from node.protocols.manifest import Run
-from node.seams import Executor, Stage
+from node.seams import Executor, Stage, Storage
 from partition import stage as api
 from partition.codec import Payload, pack, typed
 from partition.stage import StageSpecification, gradient_bytes
@@ -58,10 +60,16 @@ class LocalTrainer:
         self._manifest = run.manifest
         self._batches = batches
         self._executor = executor
+        self._specification = specification
         self._items = gradient_bytes(specification) // specification.item_bytes
         self._moments = specification.optimizer.moments
         # Random operators draw by micro-batch: other members must draw otherwise.
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps of the run have been made here."""
+        return self.step >= self._manifest.steps
 
     @property
     def signature_rows(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -115,6 +123,38 @@ class LocalTrainer:
             assert isinstance(done, api.Forwarded)
             loss, samples, metrics = loss + done.loss, samples + done.samples, metrics + done.metrics
         return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
+
+    async def evaluate_result(self, name: str, storage: Storage) -> float:
+        """Return the mean held-out loss of the model in a file of this node's storage; inf where it is none.
+        This member's own numbers are back in place afterwards. Raises StageFailed."""
+        own = await self._executor.run(lambda: self._arena("parameters").copy())
+        try:
+            if not await self._executor.run(partial(self._read_result, name, storage)):
+                return inf
+            await self.stage.call(api.Restore(self.step))
+            loss, _, _ = await self.evaluate()
+            return loss if isfinite(loss) else inf
+        except StageDiverged:
+            return inf
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._executor.run(partial(np.copyto, self._arena("parameters"), own))
+                await self.stage.call(api.Restore(self.step))
+
+    def _read_result(self, name: str, storage: Storage) -> bool:
+        """Write the parameters of a result into the arena; whether they are all there."""
+        data = storage.read(name)
+        try:
+            tensors = {} if data is None else safetensors.numpy.load(data)
+        except (safetensors.SafetensorError, ValueError, TypeError, KeyError):
+            return False
+        arena = self._arena("parameters")
+        for slot in api.parameter_layout(self._specification):
+            tensor = tensors.get(slot.name)
+            if tensor is None or tensor.shape != slot.shape:
+                return False
+            arena[slot.offset : slot.offset + slot.size] = tensor.reshape(-1)
+        return bool(np.isfinite(arena).all())
 
     def _test(self, which: tuple[int, int]) -> tuple[list[Array], list[Array]]:
         number, left = which
@@ -200,6 +240,11 @@ class LocalTrainer:
         self.step = found.table.step
         await self.stage.call(api.Restore(self.step))
         return outer
+
+    async def begin_again(self, vector: Vector) -> None:
+        """Go back to these numbers, as `copy_out` gives them, and to no step made. Raises StageFailed."""
+        self.step = 0
+        await self.copy_in(vector)
 
     async def export(self) -> bytes:
         """The model as a safetensors file of one stage. Raises StageFailed."""

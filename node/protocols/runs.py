@@ -31,6 +31,7 @@ from partition.plan.plan import (
     StageNumber,
     StepNumber,
 )
+from partition.run.admission import Chain
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
@@ -80,9 +81,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
-    or Declined."""
+    or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh."""
 
     manifest: Fact
+    chain: Chain
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

@@ -154,7 +154,7 @@ class Requests:
             case wire.Release():
                 return await self._on_release(peer, request)
             case wire.Join():
-                return await self._runs.local.join(peer, request.manifest)
+                return await self._runs.local.join(peer, request.manifest, request.chain)
             case wire.Prepare():
                 return await self._on_prepare(peer, request)
             case wire.Renew():

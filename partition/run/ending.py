@@ -12,6 +12,8 @@ never changes its mind, and a member that hears of a settled conclusion takes it
 3. A conclusion whose author and holders are all gone before anybody else held the result is void, and so is
 one whose result nobody hands over; those who say that they hold it are not listened to any more.
 4. A failure is no conclusion for a member that can go on by itself (`can_go_on`).
+5. Nobody's word is taken for a result: before a member holds one, its shell evaluates it itself. An
+evaluation counts only from the member whose turn it is, and the series is continued here from its loss.
 
 So members that see one another settle one conclusion. Two sides of a partition that lasts beyond the patience
 settle two; each keeps its own, and the difference is counted. Not here: what a model is, and fetching it.
@@ -28,13 +30,16 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
+from partition.run import admission as admissions
+from partition.run.admission import Admission, Present, Vouch
 from partition.run.convergence import Progress, advance, has_converged
 from partition.run.local_settings import LocalSettings
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.stage import METRICS_MAX
 
 PROTOCOL = "/peerloom/local/1"
-MESSAGE_BYTES_MAX = 1_232
+MESSAGE_BYTES_MAX = 16_384
+"""A full chain of tickets takes some 7 KiB; all else fits a datagram."""
 SAY_SECONDS = 0.5
 """Between two tellings of a conclusion to members that have not answered with it."""
 PATIENCE_SECONDS = 30.0
@@ -46,6 +51,8 @@ TURN_SECONDS = 60.0
 costs its time and no more."""
 LINGER_SECONDS = 600.0
 """A run that is over answers members that were away for so long."""
+TURN_SLACK_SECONDS = 10.0
+"""What members may differ in since when an evaluation has been due."""
 REFUSED_MAX = 64
 """Conclusions, and peers, that a member does not listen to any more."""
 RUNS_MAX = 64
@@ -87,8 +94,10 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
     is_settled: bool
 
 
-Message = Evaluated | Said
-Sends = list[tuple[PeerId, Message]]
+Told = Evaluated | Said
+Message = Told | admissions.Message
+Sends = list[tuple[PeerId, Told]]
+AllSends = list[tuple[PeerId, Message]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,15 @@ class Settled:
     conclusion: Conclusion
 
 
-Event = EvaluationHeard | Preferred | Voided | Settled
+@dataclass(frozen=True)
+class Admitted:
+    """This peer is a member of the run."""
+
+    run: bytes
+    peer: PeerId
+
+
+Event = EvaluationHeard | Preferred | Voided | Settled | Admitted
 
 
 def _rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
@@ -133,7 +150,8 @@ def _rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
 class Ending:
     """One run, as one member sees it."""
 
-    def __init__(self, me: PeerId, run: bytes, settings: LocalSettings) -> None:
+    def __init__(self, me: PeerId, run: bytes, settings: LocalSettings, steps: int = 2**53 - 1) -> None:
+        """`steps` are those of the run: nobody has made more."""
         self.run = run
         self.progress = Progress()
         self.best: Conclusion | None = None
@@ -141,11 +159,16 @@ class Ending:
         self.is_settled = False
         self.differing = 0
         """Other conclusions that were settled elsewhere."""
+        self.is_here = False
+        """Whether the result of the preferred conclusion has been fetched, though it is not held yet."""
         self.can_go_on = False
         """Whether this member trains and its numbers are finite."""
         self.events: list[Event] = []
         self._me = me
         self._settings = settings
+        self._steps = steps
+        self._trainers: frozenset[PeerId] | None = None
+        self._due_at = inf
         self._peers: frozenset[PeerId] = frozenset()
         self._unseen: dict[PeerId, float] = {}
         self._said: dict[PeerId, Said] = {}
@@ -176,12 +199,31 @@ class Ending:
         The nearest to the hash of the run does at once, each of the others `TURN_SECONDS` after the one
         before: a member that is there and does not evaluate delays the end, and cannot prevent it.
         """
-        own = blake3(self.run + self._me).digest()
-        before = sum(blake3(self.run + peer).digest() < own for peer in others)
-        return waited_seconds >= TURN_SECONDS * before
+        return waited_seconds >= TURN_SECONDS * self._rank(self._me, others)
 
-    def set_peers(self, now: float, peers: Collection[PeerId]) -> Sends:
-        """These take part, this member not counted."""
+    def _rank(self, peer: PeerId, others: Iterable[PeerId]) -> int:
+        own = blake3(self.run + peer).digest()
+        return sum(blake3(self.run + other).digest() < own for other in others)
+
+    def _is_turn(self, now: float, sender: PeerId) -> bool:
+        """Return whether it may be another member's turn to evaluate."""
+        if self._trainers is None:
+            return True
+        rank = self._rank(sender, self._trainers)
+        return rank == 0 or now - self._due_at >= TURN_SECONDS * rank - TURN_SLACK_SECONDS
+
+    def set_due(self, now: float, waited_seconds: float) -> Sends:
+        """An evaluation has been due here for so long; below 0: none is."""
+        self._due_at = inf if waited_seconds < 0 else now - waited_seconds
+        return []
+
+    def set_peers(
+        self, now: float, peers: Collection[PeerId], trainers: Collection[PeerId] | None = None
+    ) -> Sends:
+        """These take part, this member not counted; `trainers` are those that have a state, this member
+        too where it has one. None: whoever evaluates is believed that it is its turn."""
+        if trainers is not None:
+            self._trainers = frozenset(trainers)
         found = frozenset(peers) - {self._me}
         self._unseen |= dict.fromkeys(self._peers - found, now)
         self._unseen = {
@@ -216,8 +258,13 @@ class Ending:
         self._say_at, self._settle_at = now, now + PATIENCE_SECONDS
         return self.wake(now)
 
+    def fetched(self, conclusion: Conclusion) -> Sends:
+        """The result of a preferred conclusion is here, and will be looked at."""
+        self.is_here = self.is_here or conclusion == self.best
+        return []
+
     def give_up(self, conclusion: Conclusion) -> Sends:
-        """Nobody hands the result of a preferred conclusion over: go on without it."""
+        """Nobody hands the result of a preferred conclusion over, or it is none: go on without it."""
         if conclusion == self.best and not self.holds:
             if len(self._refused) < REFUSED_MAX:
                 self._refused.add(conclusion)
@@ -228,11 +275,11 @@ class Ending:
             self._drop()
         return []
 
-    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+    def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
         """Take one message. Raises RemoteProtocolError for numbers that are none."""
         match message:
             case Evaluated():
-                return self._take_evaluation(sender, message)
+                return self._take_evaluation(now, sender, message)
             case Said():
                 return self._take_conclusion(now, sender, message)
 
@@ -245,14 +292,20 @@ class Ending:
             sends = [(peer, own) for peer in self._awaited(now)]
         return sends + self._settle(now)
 
-    def _take_evaluation(self, sender: PeerId, message: Evaluated) -> Sends:
+    def _take_evaluation(self, now: float, sender: PeerId, message: Evaluated) -> Sends:
         if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
             raise RemoteProtocolError("an evaluation that is not finite")
+        if message.step > self._steps:
+            raise RemoteProtocolError("an evaluation of a step that the run does not have")
         if self.is_settled:
             return [(sender, self._own())]
-        if sender in self._peers and message.step >= self.progress.step:
-            self.progress = Progress(message.step, message.best, message.since)
-            self.events.append(EvaluationHeard(self.run, message))
+        if sender not in self._peers or message.step < self.progress.step or not self._is_turn(now, sender):
+            return []
+        if self.progress.step < 0:  # whoever came late goes on with the series as it is told
+            self.progress = Progress(message.step, min(message.best, message.loss), message.since)
+        else:
+            self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)
+        self.events.append(EvaluationHeard(self.run, message))
         return []
 
     def _take_conclusion(self, now: float, sender: PeerId, message: Said) -> Sends:
@@ -260,6 +313,8 @@ class Ending:
             message.conclusion.weights
         ):
             raise RemoteProtocolError("a conclusion of another run, or without its result")
+        if message.conclusion.step > self._steps:
+            raise RemoteProtocolError("a conclusion at a step that the run does not have")
         if self.is_settled:
             if message.conclusion != self.best:
                 self.differing += message.is_settled
@@ -277,7 +332,7 @@ class Ending:
         if is_better and not message.holds:
             pass  # whoever holds it says so: only those who do answer for it
         elif is_better:
-            self.best, self.holds = new, False
+            self.best, self.holds, self.is_here = new, False, False
             self._say_at, self._settle_at = now + SAY_SECONDS, inf
             self.events.append(Preferred(self.run, new))
         elif new != best:
@@ -295,12 +350,12 @@ class Ending:
 
     def _void(self) -> None:
         """Give a conclusion up whose result went with its author."""
-        if self.best is None or self.holds or self.is_settled or self.holders:
+        if self.best is None or self.holds or self.is_here or self.is_settled or self.holders:
             return
         self._drop()
 
     def _drop(self) -> None:
-        self.best = None
+        self.best, self.is_here = None, False
         self._say_at = self._settle_at = inf
         self._said.clear()
         self.events.append(Voided(self.run))
@@ -322,7 +377,8 @@ class Ending:
 
     def _awaited(self, now: float) -> list[PeerId]:
         """The members whose word counts: those in sight, and those that just fell out of it."""
-        return sorted({*self._peers, *(p for p, at in self._unseen.items() if now - at < GRACE_SECONDS)})
+        unseen = (peer for peer, at in self._unseen.items() if now - at < GRACE_SECONDS)
+        return sorted({*self._peers, *unseen} - self._liars)
 
     def _own(self) -> Said:
         assert self.best is not None, "there is a conclusion"
@@ -334,46 +390,63 @@ def _forgotten_at(ending: Ending) -> float:
 
 
 class Endings:
-    """All runs in local mode of one node, behind one protocol; those that are over too, for a while."""
+    """All runs in local mode of one node, behind one protocol; those that are over too, for a while.
+
+    What is said of an end goes to its `Ending`, tickets to its `Admission`.
+    """
 
     def __init__(self) -> None:
         self._endings: dict[bytes, Ending] = {}
+        self._admissions: dict[bytes, Admission] = {}
         self.events: list[Event] = []
 
     @property
     def deadline(self) -> float:
         return min((ending.deadline for ending in self._endings.values()), default=inf)
 
-    def open(self, now: float, ending: Ending) -> None:
+    def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
         """Take part. Of runs that are over, those that ended first make room. Raises ValueError: in too many
         runs that are not."""
         over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
         for other in over:
             if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
-                del self._endings[other.run]
+                self.close(other.run)
         if len(self._endings) >= RUNS_MAX:
             raise ValueError(f"a node remembers {RUNS_MAX} runs in local mode at most")
         self._endings[ending.run] = ending
+        if admission is not None:
+            self._admissions[ending.run] = admission
 
     def close(self, run: bytes) -> None:
-        """Forget a run that is not over: this node takes no part any more."""
+        """Forget a run: this node takes no part any more."""
         self._endings.pop(run, None)
+        self._admissions.pop(run, None)
 
-    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+    def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
         """Take one message; one of a run that is not known here is passed over."""
-        ending = self._endings.get(message.run)
-        return [] if ending is None else self.drained(ending, ending.receive(now, sender, message))
+        ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
+        if ending is None:
+            return []
+        if isinstance(message, Present | Vouch):
+            return [] if admission is None else self.admitted(admission, admission.receive(sender, message))
+        return self.drained(ending, ending.receive(now, sender, message))
 
-    def wake(self, now: float) -> Sends:
+    def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
+        """Return `sends`, with who was found to be a member put among the events."""
+        self.events += [Admitted(admission.run, peer) for peer in admission.events]
+        admission.events.clear()
+        return [*sends]
+
+    def wake(self, now: float) -> AllSends:
         """Wake those that are due."""
-        sends: Sends = []
+        sends: AllSends = []
         for ending in self._endings.values():
             if ending.deadline <= now:
                 sends += self.drained(ending, ending.wake(now))
         return sends
 
-    def drained(self, ending: Ending, sends: Sends) -> Sends:
+    def drained(self, ending: Ending, sends: Sends) -> AllSends:
         """Return `sends`, with what a call to one ending taught put among the events."""
         self.events += ending.events
         ending.events.clear()
-        return sends
+        return [*sends]

@@ -36,6 +36,7 @@ from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
 from partition.run import ending
+from partition.run.admission import TICKET_PURPOSE, Ticket
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -93,13 +94,15 @@ PURPOSES: Mapping[type, str] = {
     Plan: FIRST_PLAN_PURPOSE,
     Segment: SEGMENT_PURPOSE,
     StopBody: STOP_PURPOSE,
+    Ticket: TICKET_PURPOSE,
 }
 """What stands in a Fact, and for what it is signed."""
 
 FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
-    runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody),
+    runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, Ticket),
+    ending.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader,),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }

@@ -5,6 +5,7 @@ from math import inf
 from random import Random
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,3 +306,55 @@ def test_members_take_turns_at_an_evaluation_that_nobody_makes() -> None:
 
     assert [evaluators(turn * TURN_SECONDS) for turn in range(7)] == [1, 2, 3, 4, 5, 5, 5]
     assert evaluators(TURN_SECONDS - 1) == 1
+
+
+def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
+    peers = [peer(number) for number in range(1, 5)]
+    own = peers[0]
+    member = Ending(own, RUN, LocalSettings(patience=2))
+    order = sorted(peers, key=lambda each: blake3(RUN + each).digest())
+    order.remove(own)
+    ranks = {each: member._rank(each, peers) for each in order}
+    first = next((each for each in order if ranks[each] == 0), None)
+    last = order[-1]
+    member.set_peers(0.0, peers[1:], trainers=peers)
+    member.receive(0.0, last, Evaluated(RUN, 5, 1, -1e9, (), -1e9, 99))
+    assert member.progress == Progress()
+    if first is not None:
+        member.receive(0.0, first, Evaluated(RUN, 5, 1, 1.0, (), 1.0, 0))
+        assert member.progress.best == 1.0
+    member.set_due(100.0, ranks[last] * TURN_SECONDS)
+    member.receive(100.0, last, Evaluated(RUN, 6, 1, 0.5, (), 0.5, 0))
+    assert member.progress.best == 0.5, "the others were silent"
+
+
+def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
+    member = Ending(peer(1), RUN, LocalSettings(patience=2))
+    member.set_peers(0.0, [peer(2)])
+    member.receive(0.0, peer(2), Evaluated(RUN, 1, 1, 2.0, (), 2.0, 0))
+    member.receive(0.0, peer(2), Evaluated(RUN, 2, 1, 1.0, (), 0.0, 50))
+    assert member.progress == Progress(2, 1.0, 0)
+    assert not member.has_converged
+
+
+def test_steps_that_the_run_does_not_have_are_refused() -> None:
+    member = Ending(peer(1), RUN, LocalSettings(), steps=10)
+    member.set_peers(0.0, [peer(2)])
+    for message in (
+        Evaluated(RUN, 11, 1, 1.0, (), 1.0, 0),
+        Said(RUN, conclusion(2, step=11), holds=True, is_settled=True),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            member.receive(0.0, peer(2), message)
+
+
+def test_a_result_that_is_fetched_outlives_its_author_until_it_is_looked_at() -> None:
+    member = Ending(peer(1), RUN, LocalSettings())
+    member.set_peers(0.0, [peer(2)])
+    member.receive(0.0, peer(2), Said(RUN, conclusion(2), holds=True, is_settled=True))
+    member.fetched(conclusion(2))
+    for now in (0.0, GRACE_SECONDS + 1):
+        member.set_peers(now, [])
+    assert member.best == conclusion(2)
+    member.give_up(conclusion(2))
+    assert member.best is None

@@ -13,10 +13,13 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from node.checkpoints.weights import digest_of, weights_name
 from node.local import member as module
+from node.local.door import Door
 from node.local.member import LocalMember
 from node.protocols.manifest import make_run
+from partition.run.admission import Admission
 from partition.run.ending import Conclusion, Ending, Said, Sends
 from partition.run.local_settings import LocalSettings
+from sim.seams import SimClock
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -43,7 +46,9 @@ def test_a_slow_fetch_of_a_conclusion_given_up_leaves_the_settled_result_alone(
         run = make_run(IdentitySigner(ME, "tests"), stack.manifest(stages=1, local=LocalSettings()))
         ending = Ending(ME.peer, run.id, LocalSettings())
         ending.set_peers(0.0, [OTHER.peer, THIRD.peer])
-        member = LocalMember(_service(storage), run, ending, is_training=True, holders=[], tell=_tell)
+        admission = Admission(IdentitySigner(ME, "tests"), run.id, run.requester, ())
+        door = Door(admission, SimClock(), lambda _: None)
+        member = LocalMember(_service(storage), run, ending, door, is_training=True, holders=[], tell=_tell)
         first, second = (
             Conclusion(run.id, "done", "", step, blake3(data).hexdigest(), author.peer)
             for step, data, author in ((10, OLD, OTHER), (20, NEW, THIRD))
@@ -54,7 +59,7 @@ def test_a_slow_fetch_of_a_conclusion_given_up_leaves_the_settled_result_alone(
                 nursery.start_soon(member.fetch, conclusion)
                 await trio.sleep(2.0)
         assert ending.best == second
-        assert ending.holds
+        assert ending.is_here, "it is looked at before it is held"
         assert digest_of(storage, run.text) == second.weights
 
     monkeypatch.setattr(module, "fetch_result", fetch_slowly)

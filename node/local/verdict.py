@@ -1,0 +1,49 @@
+"""Whether a member believes a result that another proposes, from what it measured itself.
+
+Every member that trains evaluates the result on the held-out samples, beside its own model and the first
+values that all began with. It needs nobody's word for that. What a liar can still do is end a run early with
+a result that is as good as the others' own models are at that time.
+"""
+
+from dataclasses import dataclass
+from math import inf, isfinite
+
+GAIN_SHARE = 0.9
+"""A result has at least so much of what this member's own model has gained over the first values."""
+NOISE_SHARE = 0.01
+"""Of the first loss: a difference that small means nothing."""
+WORSE_SHARE = 0.5
+"""A state that is worse than the first values by more of the first loss is no state to go on from."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Held-out losses as this member measured them: of the `first` values, its `own` model, the `result`."""
+
+    first: float
+    own: float
+    result: float
+
+
+def fault_of(losses: Losses, best: float, improvement: float, *, is_at_end: bool) -> str:
+    """Return why a result is refused, empty where it is not.
+
+    `best` is the lowest loss of the series as it was told, inf for none. Unless the steps are done
+    (`is_at_end`), a result says that the series has stopped improving, so this member's own model must not be
+    better than the best by more than `improvement` and a tenth of what was gained.
+    """
+    if not isfinite(losses.result):
+        return "its held-out loss is no number"
+    gained = losses.first - losses.own
+    tolerance = (1 - GAIN_SHARE) * abs(gained) + NOISE_SHARE * abs(losses.first)
+    if losses.result > losses.own + tolerance:
+        return f"its held-out loss is {losses.result:.4g} here, and {losses.own:.4g} of the own model"
+    noise = (1 - GAIN_SHARE) * abs(losses.first - best) + NOISE_SHARE * abs(losses.first)
+    if not is_at_end and best < inf and losses.own < best - max(improvement, noise):
+        return f"the run still improves: {losses.own:.4g} here, and {best:.4g} by the evaluations told"
+    return ""
+
+
+def is_usable(first: float, found: float) -> bool:
+    """Return whether a state whose held-out loss is `found` is one to go on from."""
+    return isfinite(found) and found <= first + WORSE_SHARE * abs(first)

@@ -1,0 +1,207 @@
+"""What peers that lie can do to a run in local mode: strangers nothing, members not more than is said."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from blake3 import blake3
+
+from crypto.encoding import encode
+from crypto.identity import Identity, PeerId
+from node.averaging.signature import run_key, signature_of
+from node.checkpoints.weights import weights_name
+from node.errors import Unreachable
+from node.events import AveragingEnded, AveragingJoined, Event, RunEnded, StepCommitted
+from node.protocols.runs import Join, ask
+from partition.run import ending as core
+from partition.run.admission import Present, make_ticket
+from partition.run.ending import Conclusion, Evaluated, Said
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import QUICK, SLOW, ends, train
+from tests.stack import Swarm, swarm
+
+STEPS = 24
+
+
+class _Without:
+    """The node's service, as if one peer offered nothing."""
+
+    def __init__(self, service: Any, peer: PeerId) -> None:
+        self._service = service
+        self._peer = peer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    def offers(self) -> list[Any]:
+        return [each for each in self._service.offers() if each.peer != self._peer]
+
+
+def run_of(group: Swarm) -> Any:
+    (member,) = group.nodes["a"].runs.local.members.values()
+    return member.run
+
+
+def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has announced itself with a state of more steps, and tells evaluations and a settled end."""
+
+    async def play() -> None:
+        async with swarm("abx", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            liar, seen = group.nodes["x"], [False]
+            for name in "ab":  # it has a free slot, and is not asked: it is not in this run
+                local = group.nodes[name].runs.local
+                monkeypatch.setattr(local, "_service", _Without(local._service, liar.peer))
+
+            async def lie(event: Event) -> None:
+                if not isinstance(event, AveragingEnded) or seen[0]:
+                    return
+                seen[0] = True
+                run = run_of(group)
+                signature = signature_of(f"run in local mode {run.id.hex()}", ())
+                part = liar.averaging.open(f"run:{run.text}", signature)
+                part.tell(step=STEPS, samples=10**6, rounds=99, lineage=run.id, has_state=True)
+                liar.seams.storage.write(weights_name(run.text), b"a lie")
+                lied = Conclusion(run.id, "done", "", STEPS, blake3(b"a lie").hexdigest(), liar.peer)
+                chain = (make_ticket(liar.signer, run.id, liar.peer, 0.0),)
+                nursery.start_soon(average, part, liar)
+                for name in "ab":
+                    for message in (
+                        Present(run.id, chain, asks=True),
+                        Evaluated(run.id, STEPS - 1, 1, -1e9, (), -1e9, 99),
+                        Said(run.id, lied, holds=True, is_settled=True),
+                    ):
+                        liar.network.send(group.nodes[name].peer, core.PROTOCOL, encode(message))
+
+            await train(group, QUICK, lie, steps=STEPS)
+            found = await ends(group, "ab")
+            assert seen[0]
+            assert {event.outcome for event in found} == {"done"}
+            assert len({event.weights for event in found}) == 1
+            assert found[0].weights != blake3(b"a lie").hexdigest()
+            own = [each for name in "ab" for each in group.events[name] if isinstance(each, StepCommitted)]
+            assert max(each.step for each in own) == STEPS - 1
+            for name in "ab":
+                averaged = {
+                    peer
+                    for each in group.events[name]
+                    if isinstance(each, AveragingEnded)
+                    for peer in each.averaged
+                }
+                joined = {each.peer for each in group.events[name] if isinstance(each, AveragingJoined)}
+                assert liar.peer not in averaged | joined
+            assert [each for each in group.events["x"] if isinstance(each, AveragingEnded)], "it tried"
+            nursery.cancel_scope.cancel()
+
+    async def average(part: Any, liar: Any) -> None:
+        from node.averaging.participation import Wanted
+
+        del liar
+        while True:
+            await part.average(np.zeros(3_000, np.float32), 1e9, Wanted(patience_seconds=5.0))
+
+    run_virtually(play)
+
+
+def test_a_stranger_is_handed_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        async with swarm("abx", stage_seconds=SLOW) as group:
+            refused: list[str] = []
+
+            async def fetch(event: Event) -> None:
+                if not isinstance(event, AveragingEnded) or refused:
+                    return
+                run, node = run_of(group), group.nodes["b"].averaging
+                signature = signature_of(f"run in local mode {run.id.hex()}", ())
+                stranger = Identity(bytes([9]) * 32).peer
+                found = await node._snap(stranger, run_key(f"run:{run.text}"), signature, 0)
+                refused.append(str(found))
+
+            await train(group, QUICK, fetch, steps=8)
+            assert "takes no part" in refused[0]
+
+    run_virtually(play)
+
+
+@pytest.mark.parametrize("kind", ["own", "old", "again"])
+def test_a_request_to_join_of_a_stranger_or_an_old_one_is_refused(kind: str) -> None:
+    async def play() -> None:
+        async with swarm("abx", stage_seconds=SLOW) as group:
+            a, x = group.nodes["a"], group.nodes["x"]
+            wanted = stack.manifest(
+                stages=1, microbatch=16, microbatches=2, dtype="float32", local=QUICK, steps=4
+            )
+            run = stack.prepare(a, wanted)
+            wall = a.seams.clock.wall()
+            asker = x if kind == "own" else a
+            ticket = make_ticket(
+                asker.signer, run.id, group.nodes["b"].peer, wall - (3_600.0 if kind == "old" else 0.0)
+            )
+            join = Join(run.fact, (ticket,))
+            if kind == "again":
+                await ask(a.network, group.nodes["b"].peer, join, seconds=20)
+                member = group.nodes["b"].runs.local.members[run.id]
+                await group.nodes["b"].runs.local.end(member, "failed", "", "")
+            before = len(group.nodes["b"].runs.local.members)
+            with pytest.raises(Unreachable):
+                await ask(asker.network, group.nodes["b"].peer, join, seconds=20)
+            assert len(group.nodes["b"].runs.local.members) == before == 0
+
+    run_virtually(play)
+
+
+async def lie_with(
+    kind: str, local: LocalSettings, tell: Callable[[Any, Any], Awaitable[None]], steps: int = STEPS
+) -> tuple[list[RunEnded], dict[str, list[Event]], str]:
+    """Three members of which the last lies once it has averaged; the ends of the honest two."""
+    del kind
+    async with swarm("abc", stage_seconds=SLOW) as group:
+        told: list[str] = []
+
+        async def lie(event: Event) -> None:
+            if isinstance(event, AveragingEnded) and not told:
+                members = group.nodes["c"].runs.local.members
+                if members:
+                    (member,) = members.values()
+                    told.append("x")
+                    await tell(group.nodes["c"], member)
+
+        await train(group, local, lie, steps=steps)
+        assert told
+        found = await ends(group, "ab")
+        return found, group.events, told[0]
+
+
+def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
+    async def play() -> None:
+        lied: list[str] = []
+
+        async def tell(node: Any, member: Any) -> None:
+            run = member.run
+            storage = node.seams.storage
+            data = await member._trainer.export()
+            from node.checkpoints.weights import join_stages
+
+            data = join_stages(run, member._graph, [data])
+            junk = bytearray(data)
+            size = 8 + int.from_bytes(data[:8], "little")
+            floats = np.frombuffer(junk, np.uint8)[size:]
+            floats[: len(floats) // 4 * 4].view(np.float32)[:] = 0.3
+            storage.write(weights_name(run.text), bytes(junk))
+            lied.append(blake3(bytes(junk)).hexdigest())
+            said = Conclusion(run.id, "done", "", STEPS, lied[0], node.peer)
+            member.ending.best, member.ending.holds, member.ending.is_settled = said, True, True
+            for peer in member.others:
+                node.network.send(peer, core.PROTOCOL, encode(Said(run.id, said, True, True)))
+
+        found, events, _ = await lie_with("junk", QUICK, tell)
+        assert {event.outcome for event in found} == {"done"}
+        assert len({event.weights for event in found}) == 1
+        assert found[0].weights not in lied
+        steps = [each.step for name in "ab" for each in events[name] if isinstance(each, StepCommitted)]
+        assert max(steps) == STEPS - 1, "they did not stop early"
+
+    run_virtually(play)

@@ -1,0 +1,38 @@
+"""When a member believes a proposed result, by the held-out losses that it measured itself."""
+
+from math import inf, nan
+
+import pytest
+
+from node.local.verdict import Losses, fault_of, is_usable
+
+
+@pytest.mark.parametrize(
+    ("own", "result", "best", "is_at_end", "is_held"),
+    [
+        (0.5, 0.5, 0.5, True, True),
+        (0.5, 0.6, 0.5, True, True),
+        (0.5, 2.2, 0.5, True, False),  # junk
+        (0.5, inf, 0.5, True, False),
+        (0.5, nan, 0.5, True, False),
+        (0.5, 0.5, 0.48, False, True),
+        (0.5, 0.5, 0.52, False, True),
+        (0.5, 0.5, 1.5, False, False),  # said not to improve, and it does
+        (0.5, 0.5, 1.5, True, True),
+        (0.5, 0.5, inf, False, True),  # no evaluation was heard here
+        (2.31, 2.33, 2.3, True, True),  # nothing was learnt by anybody
+        (inf, 0.5, 0.5, True, True),  # the own model is none
+    ],
+)
+def test_a_result_is_held_where_it_is_about_as_good_as_the_own_model(
+    own: float, result: float, best: float, is_at_end: bool, is_held: bool
+) -> None:
+    fault = fault_of(Losses(2.3, own, result), best, 0.0, is_at_end=is_at_end)
+    assert (not fault) == is_held, fault
+
+
+def test_a_state_far_worse_than_the_first_values_is_none_to_go_on_from() -> None:
+    assert is_usable(2.3, 0.4)
+    assert is_usable(2.3, 2.9)
+    assert not is_usable(2.3, 4.0)
+    assert not is_usable(2.3, inf)
