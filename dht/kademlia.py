@@ -25,14 +25,14 @@ from dht.keys import KEY_BITS, Key, distance, node_key
 from dht.lookup import Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
 from dht.paths import DisjointLookup
-from dht.records import Record, RecordStore, Refusal, check_record
+from dht.records import Record, RecordStore, check_record
 from dht.replication import Replication
-from dht.replies import nodes_reply, values_reply
+from dht.replies import reply
 from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
 from dht.routing import WAITING_MAX, Contact, Table
 from dht.settings import Settings
 from dht.timers import Timers
-from dht.tokens import SECRET_BYTES, WriteTokens
+from dht.tokens import SECRET_BYTES, TOKEN_SECONDS, WriteTokens
 from dht.upkeep import Upkeep
 from dht.work import has_work
 
@@ -52,9 +52,9 @@ class Kademlia:
     """
 
     __slots__ = (
-        "_addresses", "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches",
-        "_seeds", "_sends", "estimate", "events", "is_client", "key", "origins", "peer", "records",
-        "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
+        "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches", "_seeds", "_sends",
+        "addresses", "estimate", "events", "is_client", "key", "origins", "peer", "records", "replication",
+        "rng", "settings", "signer", "table", "timers", "tokens", "upkeep", "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +79,7 @@ class Kademlia:
         self.signer = signer
         # The shell puts others in their place, from its entropy; these are enough for an experiment.
         self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
-        self._addresses = address_texts(addresses)
+        self.addresses = address_texts(addresses)
         self._searches: dict[int, Search] = {}
         self._seeds: tuple[PeerId, ...] = ()
         # Those with a ping in flight that no lookup asked for.
@@ -125,7 +125,7 @@ class Kademlia:
         if isinstance(message, messages.Answer):
             self._take_answer(now, sender, message)
         else:
-            self._send(sender, self._reply(now, sender, message))
+            self._send(sender, reply(self, now, sender, message))
             self._meet(now, sender, message.addresses)
         return self._drain()
 
@@ -143,7 +143,7 @@ class Kademlia:
         """From now on this node is at `addresses`; a `client`, whom others cannot reach, only asks: it stands
         in no table, and keeps nothing for others."""
         self.is_client = client
-        self._addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
+        self.addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Enter the network by `peers`, whose addresses the network knows. Ends in `Joined`."""
@@ -269,33 +269,6 @@ class Kademlia:
 
     # Others.
 
-    def _reply(self, now: float, sender: PeerId, message: messages.Request) -> messages.Answer:
-        ours, token = self._addresses, b"" if self.is_client else self.tokens.make(now, sender)
-        match message:
-            case messages.Ping():
-                return messages.Pong(message.id, ours, token)
-            case messages.FindNode():
-                return nodes_reply(
-                    message, sender, addresses=ours, token=token, table=self.table, settings=self.settings
-                )
-            case messages.FindValue():
-                return values_reply(
-                    message,
-                    sender,
-                    self.wall(now),
-                    self.replication.copies(now, Key(message.key)),
-                    addresses=ours,
-                    token=token,
-                    table=self.table,
-                    records=self.records,
-                    settings=self.settings,
-                )
-            case messages.Store():
-                is_proven = self.tokens.holds(now, sender, message.token)
-                # Before the signature is looked at, which costs a hundred times as much.
-                refusal = self.replication.take(now, sender, message) if is_proven else Refusal.UNPROVEN
-                return messages.Stored(message.id, ours, refusal)
-
     def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
         """`sender` asked us something: a known contact is alive, a stranger is worth a ping, and a client
         nothing."""
@@ -402,8 +375,7 @@ class Kademlia:
         # All checks come before the first effect: a bad answer is no answer, and its time is up.
         records = self._checked(now, sender, pending, answer)
         self._requests.close(now, pending)
-        token = b"" if isinstance(answer, messages.Stored) else answer.token
-        self._welcome(now, pending.contact, answer.addresses, token)
+        self._welcome(now, pending.contact, answer.addresses, answer.token)
         match pending.purpose:
             case None if not pending.passed_over:
                 self._checking.pop(sender, None)
@@ -411,14 +383,16 @@ class Kademlia:
                 refused = answer.refused if isinstance(answer, messages.Stored) else None
                 self.replication.count(publication, refused)
             case Inquiry() as inquiry if not pending.passed_over:
-                inquiry.then(now, token, now - pending.started)
+                inquiry.then(now, answer.token, now - pending.started)
             case Search() as search if answer.addresses == CLIENT_ADDRESSES:
                 # It may have become one since somebody named it; nothing is to be stored there.
                 search.lookup.passed_over(sender)
                 self._advance(now, search)
             case Search() as search if search.number in self._searches:
-                if isinstance(answer, messages.Nodes | messages.Values):
-                    search.lookup.give_token(sender, token)
+                if isinstance(answer, messages.Stored):
+                    search.told[sender] = answer.refused
+                if not isinstance(answer, messages.Pong):
+                    search.lookup.give_token(sender, answer.token)
                     self._take_hints(now, search, pending, answer, records)
                     self._advance(now, search)
 
@@ -447,6 +421,8 @@ class Kademlia:
         kept = self.table.get(contact.peer)
         if kept is not None:
             kept.watched = kept.watched or contact.watched  # it may have come by another way meanwhile
+            if token:
+                kept.token, kept.answered = token, now
             self._take_claim(kept, texts)
             if not is_known and token:
                 self.replication.welcome(now, kept, token)
@@ -466,11 +442,12 @@ class Kademlia:
         paths: int = 1,
         first: bool = False,
         width: int | None = None,
+        record: Record | None = None,
     ) -> Search:
-        """Begin a lookup, which ends in `then`; `width` as in `Lookup`."""
+        """Begin a lookup, which ends in `then`; `width` as in `Lookup`. `record`: what is stored there."""
         self.upkeep.touch(now, self.table.bucket_of(key))
         # More than k, for answers name only the k nearest, and half of these may be dead.
-        known = self.table.nearest(key, 2 * self.settings.k)
+        known = self.table.nearest(key, 2 * self.settings.k, waiting_since=now - TOKEN_SECONDS)
         if len(known) < self.settings.alpha:
             # After an outage of our own all seem to fail; better to ask them than to ask nobody.
             known = self.table.nearest(key, self.settings.k, failing=True)
@@ -479,11 +456,26 @@ class Kademlia:
         if paths > 1:
             lookup = DisjointLookup(key, self.peer, seeded, self.settings, values=values, count=paths)
         else:
-            lookup = Lookup(key, self.peer, seeded, self.settings, values=values, first=first, width=width)
+            near = known[: width or (self.settings.find_width if values else self.settings.k)]
+            if not all(contact.answered + TOKEN_SECONDS > now for contact in near):
+                near = []
+            lookup = Lookup(
+                key,
+                self.peer,
+                seeded,
+                self.settings,
+                values=values,
+                first=first,
+                width=width,
+                at_once=len(near),
+                counts_own=record is not None and not self.is_client,
+            )
         if values:
             for held in self.records.get(self.wall(now), key):
                 lookup.learn(held)
         search = Search(self.new_id(), lookup, then)
+        if record is not None and paths == 1:
+            search.gives = record, {contact.peer for contact in self.replication.others(key, near)}
         self._searches[search.number] = search
         due = now + self.settings.lookup_seconds_max
         search.time_limit = self.timers.at(due, partial(self._stop, search))
@@ -496,16 +488,22 @@ class Kademlia:
             return
         lookup = search.lookup
         for contact in lookup.next():
-            request = self.new_id()
-            message: messages.Request = messages.FindNode(request, self._addresses, lookup.key)
-            if lookup.values:
-                message = messages.FindValue(request, self._addresses, lookup.key, b"")
-            self.ask(now, contact, message, search)
+            self.ask(now, contact, self._question(search, contact), search)
         if lookup.done:
             del self._searches[search.number]
             if search.time_limit is not None:
                 search.time_limit.call_off()
             search.then(now, search)
+
+    def _question(self, search: Search, contact: Contact) -> messages.Request:
+        """What to ask a contact in a lookup."""
+        key = search.lookup.key
+        if search.lookup.values:
+            return messages.FindValue(self.new_id(), self.addresses, key, b"")
+        record, receivers = search.gives
+        if record is not None and contact.peer in receivers:
+            return self.store_message(record, contact.token, seeking=True)
+        return messages.FindNode(self.new_id(), self.addresses, key)
 
     def _stop(self, search: Search, now: float) -> None:
         search.lookup.stop()
@@ -516,7 +514,7 @@ class Kademlia:
         now: float,
         search: Search,
         pending: Pending,
-        answer: messages.Nodes | messages.Values,
+        answer: messages.Nodes | messages.Values | messages.Stored,
         records: list[Record],
     ) -> None:
         lookup = search.lookup
@@ -530,7 +528,7 @@ class Kademlia:
         more = isinstance(answer, messages.Values) and answer.more
         if more and pending.page + 1 < self.settings.pages_max:
             last = records[-1].publisher
-            message = messages.FindValue(self.new_id(), self._addresses, lookup.key, last)
+            message = messages.FindValue(self.new_id(), self.addresses, lookup.key, last)
             self.ask(now, pending.contact, message, search, page=pending.page + 1)
         else:
             lookup.answered(pending.contact)
@@ -585,11 +583,13 @@ class Kademlia:
 
     def ping_message(self) -> messages.Ping:
         """A Ping from this node."""
-        return messages.Ping(self.new_id(), self._addresses)
+        return messages.Ping(self.new_id(), self.addresses)
 
-    def store_message(self, record: Record, token: bytes, *, cached: bool = False) -> messages.Store:
+    def store_message(
+        self, record: Record, token: bytes, *, cached: bool = False, seeking: bool = False
+    ) -> messages.Store:
         """A Store from this node."""
-        return messages.Store(self.new_id(), self._addresses, record.fact, token, cached)
+        return messages.Store(self.new_id(), self.addresses, record.fact, token, cached, seeking)
 
     def _send(self, peer: PeerId, message: Message) -> None:
         self._sends.append((peer, message))

@@ -4,6 +4,8 @@ A pure state machine without time: whoever runs it asks whom `next` names and re
 It differs from the paper in what fails on a real network:
 - There are no rounds. An answer frees a place at once, and so does whoever takes longer than usual:
   for each of these one more is asked. Who stays silent is passed over, and its late answer still taken.
+- Where all the nearest that are known have been heard of lately, all are asked at once: there is nothing to
+  come nearer by.
 - When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's
   last round).
 - Hints are hearsay. Who names peers that do not answer loses its word: the rest of what it alone
@@ -93,11 +95,14 @@ class Lookup:
         values: bool,
         width: int | None = None,
         first: bool = False,
+        at_once: int = 0,
+        counts_own: bool = False,
         taken: "dict[PeerId, Lookup] | None" = None,
     ) -> None:
         """`width`: how many of the nearest have to answer; unless said, `find_width` of them once there are
-        records, and k before. `first`: the first record ends it. `taken`: whom other paths of one lookup
-        have asked (`paths`)."""
+        records, and k before. `first`: the first record ends it. `at_once`: how many are asked from the
+        beginning, where they seem to be the nearest already; at least alpha. `counts_own`: this node may be
+        one of the nearest, without being asked. `taken`: whom other paths of one lookup have asked."""
         self.key = key
         self.values = values
         # What those that answered gave: a token to store with, and the records that they showed.
@@ -111,6 +116,9 @@ class Lookup:
         self._settings = settings
         self._wanted_width = width
         self._is_first_enough = first
+        self._own_distance = int.from_bytes(node_key(own), "big") ^ int.from_bytes(key, "big")
+        self._counts_own = counts_own
+        self._at_once = max(at_once, settings.alpha)
         self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
         self._standing: dict[PeerId, Standing] = {}
@@ -136,7 +144,7 @@ class Lookup:
             return []
         settings = self._settings
         # Near the end there is nothing to gain from waiting: all of the nearest are asked.
-        places = settings.k if self._barren >= settings.alpha or self.records else settings.alpha
+        places = settings.k if self._barren >= settings.alpha or self.records else self._at_once
         places = min(places - self._asked, settings.lookup_requests_max - self.requests)
         near = self._shortlist.nearest(self._width + self._slow)
         waiting = [contact for contact in near if self._standing[contact.peer] is Standing.HEARD]
@@ -250,7 +258,12 @@ class Lookup:
         """How many of the nearest have to answer before the end: fewer, once there are records."""
         if self._wanted_width is not None:
             return self._wanted_width
-        return self._settings.find_width if self.records else self._settings.k
+        width = self._settings.find_width if self.records else self._settings.k
+        if not self._counts_own or width == 1:
+            return width
+        near = self._shortlist.nearest(width)
+        is_own_near = len(near) == width and self._own_distance < self._shortlist.node.distance_to(near[-1])
+        return width - is_own_near
 
     @property
     def answers(self) -> list[Contact]:

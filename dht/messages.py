@@ -3,9 +3,9 @@
     Ping      -> Pong
     FindNode  -> Nodes      the nearest contacts to a key
     FindValue -> Values     a page of records under a key, and the nearest contacts
-    Store     -> Stored     kept, or the reason why not
+    Store     -> Stored     kept, or the reason why not; and the nearest contacts, where that is asked
 
-All answers but Stored carry a write token (`tokens`), which a Store to that node has to show.
+Answers carry a write token (`tokens`), which a Store to that node has to show.
 Every message carries its request's id and the sender's own addresses, so that the address a node
 passes on is the one a peer claims for itself and not what somebody else said of it. Who sent a
 message is known from the session beneath, never from the message.
@@ -122,21 +122,26 @@ class Values(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Keep this record. `token` is from the receiver's own answer; `cached`: a copy from a lookup, which a
-    node that is not near the key may keep for a short time."""
+    node that is not near the key may keep for a short time; `seeking`: name the contacts nearest to its key
+    too, as to a FindNode."""
 
     id: RequestId
     addresses: AddressTexts
     record: Fact
     token: Token = b""
     cached: bool = False
+    seeking: bool = False
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """`refused` is empty if the record is kept, else one of `dht.records.Refusal`."""
+    """`refused` is empty if the record is kept, else one of `dht.records.Refusal`. Contacts and a token are
+    only for a sender that was `seeking`."""
 
     id: RequestId
     addresses: AddressTexts
     refused: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+    hints: Hints = ()
+    token: Token = b""
 
 
 Request = Ping | FindNode | FindValue | Store

@@ -1,7 +1,9 @@
 """How records come to the nodes that are to hold them, and stay there while these come and go.
 
 - A store looks for the k nearest alive, gives each a copy with the token it has just handed out, counts who
-  keeps it, and has failed below `holders_min`.
+  keeps it, and has failed below `holders_min`. Where all the nearest that are known have been heard of within
+  minutes, and so have given tokens, the copies themselves do the looking: who keeps one names the nearest
+  contacts too, and only where they name somebody nearer does a lookup go on. Mostly that is one round trip.
 - The publisher stores its own records again every `republish_seconds`. A holder that nobody stored a record
   with for longer than that does it in the publisher's place, so records outlive their publishers until they
   expire; whoever does it first spares the others the work, for they all are stored with (Kademlia 2.5).
@@ -61,12 +63,19 @@ class Ground(Protocol):
     def wall(self, now: float) -> float: ...
     def new_id(self) -> int: ...
     def search(
-        self, now: float, key: Key, then: Callable[[float, Search], None], *, values: bool = False
+        self,
+        now: float,
+        key: Key,
+        then: Callable[[float, Search], None],
+        *,
+        record: Record | None = None,
     ) -> Search: ...
     def ask(
         self, now: float, contact: Contact, message: messages.Request, purpose: Publication | Inquiry | None
     ) -> None: ...
-    def store_message(self, record: Record, token: bytes, *, cached: bool = False) -> messages.Store: ...
+    def store_message(
+        self, record: Record, token: bytes, *, cached: bool = False, seeking: bool = False
+    ) -> messages.Store: ...
 
 
 class Replication:
@@ -95,7 +104,9 @@ class Replication:
         """Store a record; the number of the request, which ends in `RecordStored` unless it is `quiet`."""
         if record.publisher in (self._ground.peer, NOBODY):
             self.own(now, record)
-        return self._ground.search(now, record.key, partial(self._publish, record, quiet)).number
+        return self._ground.search(
+            now, record.key, partial(self._publish, record, quiet), record=record
+        ).number
 
     def forget(self, key: Key) -> None:
         """Store our own records under `key` no more; the replicas go when they expire."""
@@ -120,25 +131,37 @@ class Replication:
 
     def _publish(self, record: Record, quiet: bool, now: float, search: Search) -> None:
         ground, settings = self._ground, self._ground.settings
-        nearest, tokens = search.lookup.nearest, search.lookup.tokens
-        here = len(nearest) < settings.k
-        here = here or distance(ground.key, record.key) < distance(nearest[-1].id, record.key)
-        here = here and not ground.is_client
-        if here:
-            nearest = nearest[: settings.k - 1]
+        answered, tokens = search.lookup.nearest, search.lookup.tokens
+        nearest = self.others(record.key, answered)
+        here = not ground.is_client and (len(nearest) < len(answered) or len(answered) < settings.k)
         tried = len(nearest) + here
         wanted = min(settings.holders_min, settings.k, len(ground.table) + (not ground.is_client))
         publication = Publication(
             search.number, tried, tried, quiet, wanted=max(wanted, 1), rounds=search.lookup.rounds
         )
+        told: list[str] = []
         for contact in nearest:
+            # An old token is the one reason for another try, with the token of its last answer.
+            if (refused := search.told.get(contact.peer, Refusal.UNPROVEN)) != Refusal.UNPROVEN:
+                told.append(refused)
+                continue
             message = ground.store_message(record, tokens.get(contact.peer, b""))
             ground.ask(now, contact, message, publication)
+        for refused in told:
+            self.count(publication, refused)
         if here:
             self.count(publication, self.keep(now, record))
         elif not tried:
             publication.waiting = 1  # nobody at all: said as a silence, so that somebody hears of it
             self.count(publication, None)
+
+    def others(self, key: Key, nearest: list[Contact]) -> list[Contact]:
+        """Return those of the k `nearest` to a key that hold its records beside this node, if it does."""
+        ground, k = self._ground, self._ground.settings.k
+        if ground.is_client or len(nearest) < k:
+            return nearest
+        is_holder = distance(ground.key, key) < distance(nearest[-1].id, key)
+        return nearest[: k - is_holder]
 
     def own(self, now: float, record: Record) -> None:
         """Remember our own record, to store it again."""
@@ -154,18 +177,19 @@ class Replication:
         del self._own[record.key, record.publisher]
         if self._ground.wall(now) < record.expires:
             self.own(now, record)
-            self._ground.search(now, record.key, partial(self._publish, record, True))
+            self._ground.search(now, record.key, partial(self._publish, record, True), record=record)
 
     # Holding.
 
-    def take(self, now: float, sender: PeerId, message: messages.Store) -> str:
-        """Keep what a peer with a valid token wants stored; "", or why not. Raises RemoteProtocolError."""
+    def take(self, now: float, sender: PeerId, message: messages.Store) -> tuple[Key, str]:
+        """Keep what a peer with a valid token wants stored; return its key and "", or why not. Raises
+        RemoteProtocolError."""
         ground = self._ground
         record = check_record(ground.signer, message.record)
         if ground.records.holds(record) or self._is_near(record.key):
-            return self.keep(now, record, sender, message.addresses)
+            return record.key, self.keep(now, record, sender, message.addresses)
         is_cached = message.cached and not record.expired(ground.wall(now)) and self._cache.put(now, record)
-        return "" if is_cached else Refusal.DISTANT
+        return record.key, "" if is_cached else Refusal.DISTANT
 
     def keep(
         self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
@@ -241,7 +265,7 @@ class Replication:
                 heapq.heapreplace(self._queue, (due, key, publisher))
                 if (key, publisher) not in self._own and not ground.is_client:
                     self._last = now
-                    ground.search(now, key, partial(self._publish, record, True))
+                    ground.search(now, key, partial(self._publish, record, True), record=record)
                     break
         self._plan()
 

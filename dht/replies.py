@@ -1,27 +1,94 @@
-"""Replies to FindNode and FindValue, cut to the nearest that fit one payload."""
+"""Replies to the four requests; what names contacts is cut to the nearest that fit one payload."""
+
+from typing import Protocol
 
 from crypto.identity import PeerId
 from dht.keys import Key
 from dht.messages import (
     RECORDS_MAX,
+    Answer,
     FindNode,
     FindValue,
     Hint,
     Nodes,
+    Ping,
+    Pong,
+    Request,
+    Store,
+    Stored,
     Values,
     cut_to_fit,
     encoded_bytes,
     hints_to_fit,
 )
-from dht.records import Record, RecordStore
+from dht.records import Record, RecordStore, Refusal
+from dht.replication import Replication
 from dht.routing import Table
 from dht.settings import Settings
+from dht.tokens import WriteTokens
 
 HINTS_ROOM_BYTES = 200
 """Of a reply with records, what is kept for hints: some three, so that the asker's lookup goes on."""
 
 ARRAY_HEADS_BYTES = 4
 """The head of an array grows by up to two bytes when it is filled, and a reply has at most two."""
+
+
+class Ground(Protocol):
+    """What replies need of the core that gives them."""
+
+    addresses: tuple[str, ...]
+    is_client: bool
+    records: RecordStore
+    replication: Replication
+    settings: Settings
+    table: Table
+    tokens: WriteTokens
+
+    def wall(self, now: float) -> float: ...
+
+
+def reply(core: Ground, now: float, sender: PeerId, message: Request) -> Answer:
+    """Return the answer to a request. Raises RemoteProtocolError for a record that is none."""
+    ours, token = core.addresses, b"" if core.is_client else core.tokens.make(now, sender)
+    match message:
+        case Ping():
+            return Pong(message.id, ours, token)
+        case FindNode():
+            return nodes_reply(
+                message, sender, addresses=ours, token=token, table=core.table, settings=core.settings
+            )
+        case FindValue():
+            return values_reply(
+                message,
+                sender,
+                core.wall(now),
+                core.replication.copies(now, Key(message.key)),
+                addresses=ours,
+                token=token,
+                table=core.table,
+                records=core.records,
+                settings=core.settings,
+            )
+        case Store():
+            if core.is_client or not core.tokens.holds(now, sender, message.token):
+                # Before the signature is looked at, which costs a hundred times as much.
+                return Stored(message.id, ours, Refusal.UNPROVEN, (), token if message.seeking else b"")
+            key, refusal = core.replication.take(now, sender, message)
+            if not message.seeking:
+                return Stored(message.id, ours, refusal)
+            empty = Stored(message.id, ours, refusal, (), token)
+            hints = nearest_hints(key, sender, encoded_bytes(empty), table=core.table, settings=core.settings)
+            return Stored(message.id, ours, refusal, hints, token)
+
+
+def nearest_hints(
+    key: Key, sender: PeerId, head_bytes: int, *, table: Table, settings: Settings
+) -> tuple[Hint, ...]:
+    """Return the contacts nearest to `key` without `sender`, as many as fit behind such a head."""
+    room = settings.payload_bytes_max - head_bytes - ARRAY_HEADS_BYTES
+    contacts = table.nearest(key, settings.k, without=sender)
+    return hints_to_fit((contact.hint for contact in contacts), room)
 
 
 def nodes_reply(
@@ -35,9 +102,8 @@ def nodes_reply(
 ) -> Nodes:
     """The contacts nearest to the key, without `sender` itself."""
     empty = Nodes(message.id, addresses, (), token)
-    room = settings.payload_bytes_max - encoded_bytes(empty) - ARRAY_HEADS_BYTES
-    contacts = table.nearest(Key(message.key), settings.k, without=sender)
-    return Nodes(message.id, addresses, hints_to_fit((contact.hint for contact in contacts), room), token)
+    hints = nearest_hints(Key(message.key), sender, encoded_bytes(empty), table=table, settings=settings)
+    return Nodes(message.id, addresses, hints, token)
 
 
 def values_reply(

@@ -4,8 +4,8 @@ An answer is taken only for a request that was made, from the peer it was made t
 that fits it; everything else is refused before it can change anything.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
@@ -31,12 +31,18 @@ SILENCE_SECONDS_MIN = 0.15
 
 @dataclass(eq=False)
 class Search:
-    """A lookup and what follows when it ends: `then(now, search)`."""
+    """A lookup and what follows when it ends: `then(now, search)`.
+
+    `gives`: a record, and those that the lookup itself stores it with; `told`: what these said of it, "" for
+    kept.
+    """
 
     number: int
     lookup: Lookup | DisjointLookup
     then: Callable[[float, "Search"], None]
     time_limit: Timer | None = None
+    gives: tuple[Record | None, Collection[PeerId]] = (None, ())
+    told: dict[PeerId, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

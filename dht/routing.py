@@ -48,10 +48,13 @@ class Contact:
 
     `watched`: somebody else will say if it dies, so its silence is no reason for a ping. `silence`, if our
     last request is unanswered: how many in a row, and when that was known of the last of them. `group`: its
-    address group, None if it counts alone. `trip`: how long it takes to answer, once it has.
+    address group, None if it counts alone. `trip`: how long it takes to answer, once it has. `token`: the
+    write token it gave last, and `answered`, when that was.
     """
 
-    __slots__ = ("addresses", "group", "heard", "long_id", "peer", "silence", "trip", "watched")
+    __slots__ = (
+        "addresses", "answered", "group", "heard", "long_id", "peer", "silence", "token", "trip", "watched"
+    )  # fmt: skip
 
     def __init__(self, peer: PeerId, addresses: tuple[str, ...] = (), group: bytes | None = None) -> None:
         self.group = group
@@ -59,6 +62,8 @@ class Contact:
         self.peer = peer
         self.addresses = addresses
         self.heard = -inf
+        self.answered = -inf
+        self.token = b""
         self.silence: tuple[int, float] | None = None
         self.trip: Trip | None = None
         self.watched = False
@@ -298,13 +303,19 @@ class Table:
         return next(reversed(bucket.nodes.values())) if is_replaced else None
 
     def nearest(
-        self, key: Key, count: int, *, without: PeerId | None = None, failing: bool = False
+        self,
+        key: Key,
+        count: int,
+        *,
+        without: PeerId | None = None,
+        failing: bool = False,
+        waiting_since: float = inf,
     ) -> list[Contact]:
         """The `count` contacts nearest to `key`, nearest first: exactly these, over all buckets, unless too
         many of them are of one address group.
 
         Who left our last request unanswered is passed over unless `failing`: nobody should be sent
-        to the dead.
+        to the dead. Contacts that wait for a place count as well if they have answered after `waiting_since`.
         """
         target = int.from_bytes(key, "big")
         wanted = count + (without is not None)
@@ -319,6 +330,12 @@ class Table:
                 for contact in bucket.nodes.values()
                 if failing or contact.silence is None
             ]
+            if waiting_since < inf:
+                inside += [
+                    (contact.long_id ^ target, contact)
+                    for contact in bucket.replacement_nodes.values()
+                    if contact.answered > waiting_since and contact.silence is None
+                ]
             inside.sort()  # no two distances are equal
             found += inside
         nearest = [contact for _, contact in found[:wanted]]
@@ -344,6 +361,8 @@ class Table:
     def _trim(self, newcomer: Contact) -> None:
         """Drop what a group holds beyond its limit, from before others were known."""
         sizes = self._group_sizes
+        if max(sizes.values()) <= self._group_max and None not in sizes:
+            return
         for group, size in list(sizes.items()):
             if group is not None and size > self._group_max and sizes.total() - size >= self._k:
                 of_group = [contact for contact in self if contact.group == group and contact is not newcomer]
@@ -356,8 +375,9 @@ class Table:
     def _group_sizes(self) -> Counter[bytes | None]:
         """How many contacts of each group stand in buckets; counted anew only when they have changed."""
         if self._sizes is None:
+            # From a list: to count what a generator yields takes twice as long.
             self._sizes = Counter(
-                contact.group for bucket in self.buckets for contact in bucket.nodes.values()
+                [contact.group for bucket in self.buckets for contact in bucket.nodes.values()]
             )
         return self._sizes
 

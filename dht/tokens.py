@@ -12,6 +12,8 @@ from dht.messages import TOKEN_BYTES
 
 PERIOD_SECONDS = 300.0
 """A token holds in the period it was made in and in the next: at least five minutes, at most ten."""
+TOKEN_SECONDS = 240.0
+"""How long after its answer a token of another node is used: less than it holds, for the way there."""
 
 SECRET_BYTES = 32
 

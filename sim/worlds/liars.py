@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from crypto.contact import Address
+from crypto.encoding import decode
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from dht.kademlia import Kademlia, Sends
 from dht.keys import Key, node_number
 from dht.messages import FindNode, FindValue, Hint, Message, Nodes, Store, Stored, Values
-from dht.records import sign_record
+from dht.records import BODY_BYTES_MAX, RecordBody, sign_record
 from dht.settings import Settings
 
 NAMED = 8
@@ -41,12 +42,12 @@ class FalseNeighbours(Kademlia):
             case Values():
                 return Values(answer.id, answer.addresses, (), False, self.named(message), answer.token)
             case Stored():
-                return Stored(answer.id, answer.addresses, "")
+                return Stored(answer.id, answer.addresses, "", self.named(message), answer.token)
         return answer
 
     def named(self, message: Message) -> tuple[Hint, ...]:
         """The liars nearest to what is sought."""
-        place = int.from_bytes(getattr(message, "key", b""), "big")
+        place = int.from_bytes(_key_of(message), "big")
         nearest = sorted(self.liars, key=lambda peer: node_number(peer) ^ place)[:NAMED]
         return tuple(Hint(peer, ()) for peer in nearest)
 
@@ -78,6 +79,13 @@ class Silent(FalseNeighbours):
         if isinstance(message, FindNode | FindValue | Store):
             return [(peer, answer) for peer, answer in sends if peer != sender]
         return sends
+
+
+def _key_of(message: Message) -> bytes:
+    """Return the key that a request is about, b"" if it is about none."""
+    if isinstance(message, Store):
+        return decode(message.record.body, RecordBody, bytes_max=BODY_BYTES_MAX).key
+    return message.key if isinstance(message, FindNode | FindValue) else b""
 
 
 KINDS = (FalseNeighbours, FalseValues, Silent)

@@ -67,7 +67,7 @@ def surround(swarm: Swarm, claims: Callable[[int], Address]) -> set[PeerId]:
         swarm.send(node, node.join(swarm.now, [swarm.rng.choice(honest).peer]))
         swarm.run(0.5)
         for other in honest:
-            swarm.send(node, [(other.peer, Ping(number, node._addresses))])
+            swarm.send(node, [(other.peer, Ping(number, node.addresses))])
         swarm.run(0.5)
     swarm.run(60)
     return {signer(number).peer for number in numbers}

@@ -4,16 +4,27 @@ from math import inf
 
 import pytest
 
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from dht.caching import CACHED_PER_KEY_MAX, RecordCache
 from dht.events import RecordsFound, RecordStored
 from dht.kademlia import Kademlia
 from dht.keys import Key, content_key, distance, node_key, record_key
-from dht.messages import FindValue, Ping, Pong, Store, Stored, Values
+from dht.messages import (
+    MESSAGE_BYTES_MAX,
+    FindNode,
+    FindValue,
+    Message,
+    Ping,
+    Pong,
+    Store,
+    Stored,
+    Values,
+)
 from dht.records import NOBODY, Refusal, check_record, make_immutable
 from dht.settings import Settings
-from dht.tokens import PERIOD_SECONDS
+from dht.tokens import PERIOD_SECONDS, TOKEN_SECONDS, WriteTokens
 from tests.dht.swarm import WALL, Swarm, address, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
@@ -303,3 +314,70 @@ def test_a_bad_answer_costs_its_sender_its_place_and_the_lookup_no_time() -> Non
     assert [len(event.records) for event in node.events if isinstance(event, RecordsFound)] == [1]
     assert node.table.get(liar) is None
     assert node.receive(0.1, liar, Ping(1, ()))[1:] == []  # it is answered, and not met
+
+
+# A store in a known neighbourhood.
+
+
+def sent_by(swarm: Swarm, node: Kademlia, since: int) -> list[Message]:
+    """What a node has sent to others since so many messages."""
+    data = [data for _, sender, _, data in swarm.trace[since:] if sender == node.peer]
+    return [decode(each, Message, bytes_max=MESSAGE_BYTES_MAX) for each in data]
+
+
+def test_a_store_among_known_nodes_is_one_request_to_each_holder() -> None:
+    swarm = Swarm(21)
+    nodes = swarm.grow(12)
+    since, begun = len(swarm.trace), swarm.now
+    assert stored(swarm, nodes[3], record(3, KEY)).acknowledged == 12
+    assert swarm.now - begun < 0.25  # two ways of 20 to 80 ms, asked for every 100 ms
+    sends = sent_by(swarm, nodes[3], since)
+    assert [type(message) for message in sends] == [Store] * 11
+    assert len(holders(swarm)) == 12
+
+
+def test_a_store_goes_on_to_a_nearer_node_that_holders_name() -> None:
+    swarm = Swarm(22, settings=Settings(k=4, find_width=3))
+    nodes = swarm.grow(10)
+    others = order_of(swarm)
+    newcomer = next(
+        node
+        for node in map(swarm.start, range(100, 400))
+        if distance(node.key, KEY) < distance(others[0].key, KEY)
+    )
+    for node in [node for node in swarm.nodes.values() if node not in (*nodes, newcomer)]:
+        del swarm.nodes[node.peer]
+    storer = others[-1]
+    swarm.send(newcomer, newcomer.join(swarm.now, [others[0].peer]))
+    swarm.run(5)
+    storer.table.remove(newcomer.peer)
+    number = nodes.index(storer)
+    assert stored(swarm, storer, record(number, KEY)).acknowledged == 4
+    assert newcomer in holders(swarm)
+
+
+def test_a_token_that_no_longer_holds_costs_one_more_round_trip() -> None:
+    swarm = Swarm(23)
+    nodes = swarm.grow(8)
+    for node in nodes[1:]:
+        node.tokens = WriteTokens(b"another")  # as after a restart
+    since = len(swarm.trace)
+    assert stored(swarm, nodes[0], record(0, KEY)).acknowledged == 8
+    assert len([message for message in sent_by(swarm, nodes[0], since) if isinstance(message, Store)]) == 14
+
+
+def test_tokens_of_minutes_ago_are_not_relied_on() -> None:
+    swarm = Swarm(24, settings=Settings(refresh_seconds=10_000))
+    nodes = swarm.grow(8)
+    swarm.run(TOKEN_SECONDS + 60)
+    since = len(swarm.trace)
+    assert stored(swarm, nodes[0], record(0, KEY)).acknowledged == 8
+    kinds = [type(message) for message in sent_by(swarm, nodes[0], since)]
+    assert kinds.count(FindNode) == kinds.count(Store) == 7
+
+
+def test_a_client_keeps_nothing_for_who_held_its_token() -> None:
+    node = lone()
+    given = token(node, signer(1).peer)
+    node.appear((), client=True)
+    assert refusal(node, 1, given) == Refusal.UNPROVEN

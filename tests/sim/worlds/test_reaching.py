@@ -64,7 +64,7 @@ class Told:
                 each in (Status.ALIVE, Status.SUSPECT) for each in life.swim.statuses.values()
             )
             assert isinstance(life.kademlia, Kademlia)
-            if life.kademlia._addresses == CLIENT_ADDRESSES:
+            if life.kademlia.addresses == CLIENT_ADDRESSES:
                 self.clients.add(peer)
 
     def nats(self) -> dict[PeerId, Nat]:
