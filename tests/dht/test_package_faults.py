@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import pickle
 import re
+import warnings
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -101,6 +102,23 @@ def test_a_flood_of_ids_makes_no_hundreds_of_buckets() -> None:
     for number in range(6_000):
         table.answered(0.0, Contact(PeerId(number.to_bytes(32, "big"))))
     assert len(table.buckets) < 30
+
+
+def test_a_contact_is_taken_into_a_full_bucket_without_an_event_loop() -> None:
+    # The first two have five bits in common: a bucket of them is not split, and its head is pinged at once.
+    first, second, third = (Node(bytes([number]) + bytes(19)) for number in (0, 7, 3))
+    made = protocol(k=2, own=b"\xff" * 20)
+    made.call_ping = lambda node: asyncio.sleep(0, node)
+    made.router.add_contact(first)
+    made.router.add_contact(second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that ping is never awaited
+        with pytest.raises(RuntimeError, match="event loop"):
+            made.router.add_contact(third)
+    ours = Table(Key(b"\xff" * 20), k=2, failures_max=2)
+    for number in range(50):
+        ours.answered(0.0, Contact(PeerId(number.to_bytes(32, "big"))))
+    assert any(bucket.full for bucket in ours.buckets)
 
 
 def test_the_nearest_that_are_known_are_all_named() -> None:

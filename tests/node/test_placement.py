@@ -1,7 +1,9 @@
 """The first plan of a run among members that claim too much and then decline: whole nodes in virtual time."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,14 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crypto.encoding import encode
-from crypto.identity import PeerId
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity, PeerId
 from node.events import RunPlanned
-from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, smaller_shapes
+from node.executor import RealExecutor
+from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, place, smaller_shapes
+from node.protocols.manifest import make_run
+from node.protocols.runs import (
+    LEASE_PURPOSE,
+    Declined,
+    Done,
+    LeaseBody,
+    Leased,
+    LeaseRequest,
+    Reply,
+    Request,
+)
 from node.runtime import Node
 from node.services.capacity import Capacity
 from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
+from partition.plan.plan import decode_plan, plan_hash
 from partition.run.decliners import DECLINERS_MAX, Decliners
-from tests.stack import manifest, simulate, swarm, train
+from tests.stack import manifest, simple_cnn, simulate, swarm, train
 
 ENORMOUS = 9e18
 PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
@@ -108,3 +124,39 @@ def test_a_smaller_shape_needs_no_more_peers_than_there_are(stages: int, replica
 
 def test_stages_are_kept_before_replicas() -> None:
     assert list(smaller_shapes((2, 2), 3)) == [(2, 1), (1, 2)]
+
+
+def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
+    decliners = 20
+    captured = simple_cnn("float64")
+    signers = [
+        IdentitySigner(Identity(number.to_bytes(32, "big")), "test") for number in range(decliners + 3)
+    ]
+    requester, free, busy = signers[0], signers[1:3], {signer.peer for signer in signers[3:]}
+    run = make_run(requester, manifest(captured, stages=1, replicas=2))
+    asked: list[PeerId] = []
+
+    async def ask(peer: PeerId, request: Request, _seconds: float) -> Reply:
+        if not isinstance(request, LeaseRequest):
+            return Done()
+        asked.append(peer)
+        if peer in busy:
+            return Declined("not today")
+        signer = next(signer for signer in free if signer.peer == peer)
+        body = LeaseBody(run.id, plan_hash(decode_plan(request.plan)), request.stage, 60)
+        return Leased(signer.sign(LEASE_PURPOSE, encode(body)))
+
+    # The fastest decline, each a little faster than the next.
+    rates = {peer: 50e9 + place * 1e9 for place, peer in enumerate(sorted(busy))}
+    offers = [
+        Offer(signer.peer, rates.get(signer.peer, 1e9), 10**10, has_slot=True) for signer in signers[1:]
+    ]
+    offers.append(Offer(requester.peer, 1e9, 10**10, has_slot=False))
+    plan = trio.run(
+        partial(
+            place, run, captured.graph, requester, offers, ask, RealExecutor(),
+            decliners=Decliners(), monotonic=time.monotonic,
+        )
+    )  # fmt: skip
+    assert {peer for stage in plan.stages for peer in stage.replicas} == {signer.peer for signer in free}
+    assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
