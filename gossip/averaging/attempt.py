@@ -28,6 +28,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
+from gossip.averaging.arrivals import Arrivals
 from gossip.averaging.codecs import Codec, codec_of
 from gossip.averaging.gather import Gather
 from gossip.averaging.group import Group, fault_of, is_weight, owners_of
@@ -37,6 +38,7 @@ from gossip.averaging.messages import (
     FACT_BODY_BYTES_MAX,
     HAVE_PURPOSE,
     SEAL_PURPOSE,
+    Arrived,
     Ask,
     AttemptMessage,
     Chunk,
@@ -120,6 +122,7 @@ class Attempt:
         self._scatter_until = now + self._patience.scatter_seconds
         self._phase_until = self._scatter_until + self._patience.commit_seconds
         self._ask_at = self._close_at = inf
+        self._arrivals = Arrivals(self.id, now)
 
     def _check_vector(self, vector: Vector | None, weight: float) -> None:
         group = self.group
@@ -170,6 +173,11 @@ class Attempt:
         return tuple(self._peers[place] for place in places)
 
     @property
+    def upload_rate(self) -> float | None:
+        """Bytes a second that this member was measured to send, None where nobody has told it."""
+        return self._arrivals.upload_rate
+
+    @property
     def excluded(self) -> tuple[PeerId, ...]:
         """Members with tensors whose tensors are not in the commit, once it is known."""
         if not self._gather.commit:
@@ -182,6 +190,7 @@ class Attempt:
     def start(self, now: float) -> Sends:
         """Begin to send. Called once."""
         self._now = self._progress_at = now
+        self._arrivals = Arrivals(self.id, now)
         if self._scatter.has_tensors:
             for place, owner in self._owners.items():
                 if place in self._queues:
@@ -221,7 +230,9 @@ class Attempt:
         match message:
             case Chunk(phase="scatter"):
                 if self._is_scattering:
-                    self._moved(self._scatter.take_chunk(place, message))
+                    size = self._scatter.take_chunk(place, message)
+                    self._arrivals.note(now, place, size)
+                    self._moved(size)
             case Chunk():
                 self._take_reduced(place, message)
             case Commitment(fact=fact):
@@ -234,6 +245,8 @@ class Attempt:
                 return self._answer(place, message)
             case Withdraw():
                 return self.lost(now, sender)
+            case Arrived():
+                self._arrivals.take(place, message, self.sent_bytes)
         return self._advance()
 
     def lost(self, now: float, peer: PeerId) -> Sends:
@@ -325,6 +338,8 @@ class Attempt:
         self._haves[self._place] = body
         self._phase_until = max(self._scatter_until, self._now) + self._patience.commit_seconds
         self._ask_at = self._now + self._patience.ask_seconds
+        told = self._arrivals.told().items()
+        sends += [(self._peers[place], message) for place, message in told if place not in self._lost]
         return sends + self._to_all(Have(self.id, fact))
 
     # Commit.

@@ -27,6 +27,8 @@ ITEMS_MAX = 1 << 34
 CODEC_LENGTH_MAX = 64
 RATE_MAX = 1 << 40
 """Bytes a second: a claim beyond a terabyte is no measurement."""
+RATE_UNKNOWN = 1
+"""The claim of a peer that has not measured its bandwidth yet: it counts as having that of the middle one."""
 GRANULE_ITEMS = 4_096
 """Parts begin at multiples of this, so that no block of a codec lies in two parts."""
 WEIGHT_MAX = 1e12
@@ -42,9 +44,9 @@ every payload and adds up all of it by itself, which suits sparse payloads: thei
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """One peer in one attempt.
 
-    `rate` is its measured bandwidth in bytes a second; 0 for a peer that only sends (behind a NAT, or with
-    little upload) and reduces nothing. A member without tensors is a helper: it reduces for others.
-    `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which the others need to
+    `rate` is its measured upload in bytes a second, RATE_UNKNOWN before that; 0 for a peer that only sends
+    (behind a NAT, or with little upload) and reduces nothing. A member without tensors is a helper: it
+    reduces for others. `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which the others need to
     know afterwards.
     """
 
@@ -146,7 +148,10 @@ def _fractions(group: Group) -> list[float]:
     order, so all members get the same bits (after hivemind's load balancing, Ryabinin et al. 2021).
     """
     others = len(group.members) - 1
-    rows = [(member.rate, 1 if member.has_tensors else 0) for member in group.members]
+    known = sorted(member.rate for member in group.members if member.rate > RATE_UNKNOWN)
+    usual = known[(len(known) - 1) // 2] if known else RATE_UNKNOWN
+    rates = [usual if member.rate == RATE_UNKNOWN else member.rate for member in group.members]
+    rows = [(rate, int(member.has_tensors)) for rate, member in zip(rates, group.members, strict=True)]
     if others <= 1 or all(rate in (0, rows[0][0]) for rate, _ in rows):
         reducing = sum(rate > 0 for rate, _ in rows)
         return [1 / reducing if rate else 0.0 for rate, _ in rows]

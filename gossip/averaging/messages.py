@@ -115,7 +115,15 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
     attempt: Hash
 
 
-AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
+    """So many bytes of your chunks came, the last of them so long after I began."""
+
+    attempt: Hash
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    microseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Withdraw | Arrived
 Message = AttemptMessage
 
 

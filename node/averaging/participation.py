@@ -16,6 +16,7 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
+from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import Codec, codec_of, roundtrip
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
@@ -33,8 +34,6 @@ from node.errors import Unreachable
 from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, Event, StateFetched
 from node.seams import Seams
 
-RATE_USUAL = 1 << 24
-"""Bytes a second that a peer claims to send while nothing was measured: all the same, so parts are equal."""
 SNAPSHOTS_KEPT_MAX = 2
 """The newest two: one that is fetched is not taken away by the next."""
 SNAPSHOT_SECONDS = 10.0
@@ -122,8 +121,8 @@ class Wanted:
 
     `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:
     the next group that forms of those that want one. `window_seconds`: how long it waits for those that are
-    expected, `patience_seconds` for anybody. `rate` 0: this peer only sends. Its vector is None where it only
-    helps.
+    expected, `patience_seconds` for anybody. `rate` None: as it was measured; 0: this peer only sends. Its
+    vector is None where it only helps.
     """
 
     round: int | None = None
@@ -133,7 +132,7 @@ class Wanted:
     patience_seconds: float = 60.0
     size_min: int = 2
     size_max: int = GROUP_MEMBERS_MAX
-    rate: int = RATE_USUAL
+    rate: int | None = None
     patience: Patience | None = None
     """None: by what earlier attempts took here."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)
@@ -167,6 +166,8 @@ class Participation:
         self._items = 1
         self._dtype: Dtype = "float32"
         self._met: list[bytes] = []
+        self.upload = UploadRate()
+        """What others measured that this peer sends."""
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
@@ -325,6 +326,7 @@ class Participation:
             with trio.CancelScope(shield=True):
                 await runner.cancel()
             raise
+        self.upload.measured(attempt.upload_rate)
         if isinstance(result, Averaged):
             self._pace.succeeded(size, seams.clock.monotonic() - begun)
         elif result.reason in FOR_WANT_OF_TIME:
@@ -368,9 +370,8 @@ class Participation:
         still expected, but for those that are known to be gone: most only waited for another."""
         service = self._service
         items, dtype = self._shape(vector)
-        me = Member(
-            service.seams.network.peer, service.seams.entropy(NONCE_BYTES), wanted.rate, vector is not None
-        )
+        rate = self.upload.claimed if wanted.rate is None else wanted.rate
+        me = Member(service.seams.network.peer, service.seams.entropy(NONCE_BYTES), rate, vector is not None)
         number = -1 if wanted.round is None else wanted.round
         name = self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)
         if wanted.round is not None and attempt:  # late ones cannot enter the group of the first

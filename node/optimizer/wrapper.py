@@ -28,7 +28,7 @@ from blake3 import blake3
 from gossip.averaging.catalogue import EVERY_ROUND, group_size
 from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Strategy
-from node.averaging.participation import RATE_USUAL, Round, Wanted
+from node.averaging.participation import Round, Wanted
 from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
 from node.optimizer.moments import keep_above_zero, moments_of
@@ -503,7 +503,7 @@ class PeerOptimizer(torch.optim.Optimizer):
             window_seconds=window,
             patience_seconds=patience,
             size_max=size_max if grouping is None else min(size_max, group_size(grouping)),
-            rate=0 if self.settings.only_sends else RATE_USUAL,
+            rate=0 if self.settings.only_sends else None,
         )
 
     def _total_samples(self) -> int:

@@ -1,0 +1,76 @@
+"""How fast each member of an attempt uploads, as those that it sends to measure it.
+
+An owner tells each sender how many bytes of it came, and how long after the attempt's beginning the last of
+them did (`Arrived`). So socket buffers, which take megabytes at once, measure nothing, and no peer has to be
+believed about itself. Times are those of one clock, the receiver's. The estimate takes the latencies and the
+other's computing for sending: for little data it is too low, for all members alike.
+"""
+
+from math import log2
+
+from gossip.averaging.group import RATE_MAX, RATE_UNKNOWN
+from gossip.averaging.messages import Arrived
+
+STEPS_PER_OCTAVE = 4
+"""Rates are rounded to these: members of about the same rate get equal parts, whatever the noise."""
+GAIN = 0.5
+"""Of a new measurement in what is kept."""
+SECONDS_MIN = 1e-4
+
+
+class Arrivals:
+    """One member's measurements in one attempt."""
+
+    def __init__(self, attempt: bytes, begun_at: float) -> None:
+        self._attempt = attempt
+        self._begun_at = begun_at
+        self._came: dict[int, tuple[int, float]] = {}
+        self._told: dict[int, Arrived] = {}
+
+    def note(self, now: float, place: int, size_bytes: int) -> None:
+        """So many bytes came from the member at `place`."""
+        if size_bytes:
+            before = self._came.get(place, (0, now))[0]
+            self._came[place] = before + size_bytes, now
+
+    def told(self) -> dict[int, Arrived]:
+        """Return what to tell each sender."""
+        return {
+            place: Arrived(self._attempt, size, max(0, int((at - self._begun_at) * 1e6)))
+            for place, (size, at) in self._came.items()
+        }
+
+    def take(self, place: int, message: Arrived, sent_bytes_max: int) -> None:
+        """An owner has told when this member's bytes came. More than were sent do not count."""
+        if message.size_bytes <= sent_bytes_max:
+            self._told.setdefault(place, message)
+
+    @property
+    def upload_rate(self) -> float | None:
+        """Bytes a second that this member sent; None where nobody told. Of three or more that told, the
+        slowest is passed over: it may be slow itself, or lie."""
+        seconds = sorted(each.microseconds / 1e6 for each in self._told.values())
+        if not seconds:
+            return None
+        size = sum(each.size_bytes for each in self._told.values())
+        return size / max(SECONDS_MIN, seconds[-2] if len(seconds) > 2 else seconds[-1])
+
+
+class UploadRate:
+    """What a peer claims to upload, from the attempts it was in."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+
+    @property
+    def claimed(self) -> int:
+        """Bytes a second, rounded; RATE_UNKNOWN while nothing was measured."""
+        if self._mean is None:
+            return RATE_UNKNOWN
+        step = round(log2(max(self._mean, 2.0)) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
+        return max(RATE_UNKNOWN + 1, min(RATE_MAX, round(2.0**step)))
+
+    def measured(self, rate: float | None) -> None:
+        """An attempt gave this rate, or none."""
+        if rate is not None:
+            self._mean = rate if self._mean is None else self._mean + GAIN * (rate - self._mean)
