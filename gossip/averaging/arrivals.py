@@ -6,7 +6,7 @@ believed about itself. Times are those of one clock, the receiver's. The estimat
 other's computing for sending: for little data it is too low, for all members alike.
 """
 
-from math import log2
+from math import exp2, log2
 
 from gossip.averaging.group import RATE_MAX, RATE_UNKNOWN
 from gossip.averaging.messages import Arrived
@@ -68,7 +68,7 @@ class UploadRate:
         if self._mean is None:
             return RATE_UNKNOWN
         step = round(log2(max(self._mean, 2.0)) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
-        return max(RATE_UNKNOWN + 1, min(RATE_MAX, round(2.0**step)))
+        return max(RATE_UNKNOWN + 1, min(RATE_MAX, round(exp2(step))))
 
     def measured(self, rate: float | None) -> None:
         """An attempt gave this rate, or none."""

@@ -46,8 +46,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     `rate` is its measured upload in bytes a second, RATE_UNKNOWN before that; 0 for a peer that only sends
     (behind a NAT, or with little upload) and reduces nothing. A member without tensors is a helper: it
-    reduces for others. `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which the others need to
-    know afterwards.
+    reduces for others. `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which
+    the others need to know afterwards.
     """
 
     peer: Subject

@@ -22,7 +22,9 @@ from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
 from node.events import RunChanged, RunEvaluated, StepCommitted
 from node.local.context import Service
 from node.local.door import Door
+from node.local.keeper import Keeper
 from node.local.rounds import Rounds
+from node.local.saved import MEMBERS_MAX, SavedRun
 from node.local.trainer import LocalTrainer, Stepped
 from node.local.verdict import Losses, fault_of, is_usable
 from node.pipeline.committer import CORRECT
@@ -34,6 +36,7 @@ from node.runs.manifest_builder import fits, make_batches
 from node.runs.progress import Shown
 from partition.model.graph import Graph
 from partition.plan.plan import NO_HASH, Plan, StagePlan
+from partition.run.admission import Admission
 from partition.run.ending import Conclusion, Ending, Evaluated, Sends
 from partition.run.local_settings import LocalSettings
 from partition.run.messages import REASON_LENGTH_MAX
@@ -117,6 +120,7 @@ class LocalMember:
         self._result_lock = trio.Lock()
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
+        self._keeper = Keeper(service, run)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
 
@@ -227,8 +231,7 @@ class LocalMember:
         rounds = self._rounds = Rounds(self._me, self._settings, trainer, self._part)
         await rounds.open()
         self._first_loss = await self._held_out_loss(trainer)
-        if any(report.has_state for report in self._part.roster.reports.values()):
-            await self._catch_up()
+        await self._begin(trainer, rounds)
         self.has_state = True
         self.begun.set()
         self._evaluated_step = trainer.step
@@ -242,6 +245,27 @@ class LocalMember:
             self._show(await trainer.train_step(), trio.current_time() - begun)
             if self._diverged >= DIVERGED_MAX:
                 await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
+
+    async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
+        """Go on from the state of the others, or from the own last one where nobody is further."""
+        own = await self._keeper.load(trainer.state_bytes_max)
+        others = [report.step for report in self._part.roster.reports.values() if report.has_state]  # type: ignore[union-attr]  # it is open
+        if own is not None and own.table.step >= min(max(others, default=0), self._step_likely):
+            with suppress(ValueError):
+                rounds.take_over(own.table.rounds, await trainer.take_over(own))
+                self._keeper.begin(trainer.step)
+                return
+        if others:
+            await self._catch_up()
+
+    async def _keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+        """Put the state away, and who takes part."""
+        self._keeper.begin(trainer.step)
+        peers = tuple(self.admission.admitted)[-MEMBERS_MAX:]
+        saved = SavedRun(self.run.fact, self.admission.chain, self.is_training, peers)
+        snapshot = await trainer.snapshot(rounds.count, self.run.id, rounds.outer)
+        nursery.start_soon(self._keeper.remember, saved)
+        nursery.start_soon(self._keeper.save, snapshot)
 
     async def _between_steps(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
@@ -258,6 +282,8 @@ class LocalMember:
         if self._part.is_state_wanted:
             lineage = self.run.id
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
+        if self._keeper.is_due(trainer.step) and not self._diverged:
+            await self._keep(trainer, rounds, nursery)
         await self._evaluate_if_due(trainer)
         await self._judge(trainer)
 
@@ -473,6 +499,11 @@ class LocalMember:
             self._tell(ending, lambda now: ending.hold(now, conclusion))
 
     # Others
+
+    @property
+    def admission(self) -> Admission:
+        """Who is a member, as far as this one knows."""
+        return self._door.admission
 
     def admitted(self, peer: PeerId) -> None:
         """A peer has shown that it is a member."""

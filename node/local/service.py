@@ -17,6 +17,7 @@ from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
 from node.local.context import Service
 from node.local.door import Door
 from node.local.member import LocalMember, whole_plan
+from node.local.saved import forget, saved_runs
 from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
@@ -27,6 +28,9 @@ from partition.run import ending as core
 from partition.run.admission import Admission, Joins
 from partition.run.messages import REASON_LENGTH_MAX
 
+GREETINGS = 10
+GREET_SECONDS = 1.0
+"""A node that comes back shows its tickets so often, and so long apart, to those it knew."""
 PLACE_SECONDS = 30.0
 """A requester that takes no stages waits so long at least for the first that trains."""
 
@@ -71,6 +75,26 @@ class LocalRuns:
             reason = member.reason or "no node that is known takes part"
             await self.end(member, "failed", reason, "")
             raise PlacementFailed(reason)
+
+    async def resume(self) -> None:
+        """Take part again in the runs that this node was in when it was stopped; one at most trains here."""
+        service, storage = self._service, self._service.seams.storage
+        for run, saved in list(saved_runs(storage, service.signer)):
+            if service.is_over(run.id) or run.id in self.members:
+                forget(storage, run.text)
+                continue
+            others = [PeerId(peer) for peer in saved.members]
+            is_training = saved.is_training and service.has_slot
+            member = self._begin(run, is_training=is_training, holders=others, chain=saved.chain)
+            # Where the run has ended meanwhile, those that were in it still say so for a while.
+            self._command(member.ending, partial(member.ending.set_peers, peers=others))
+            service.start_task(self._greet, member.admission, others, of=run)
+
+    async def _greet(self, admission: Admission, peers: Sequence[PeerId]) -> None:
+        """Tell the members of an earlier life that this one is back, while it looks for them."""
+        for _ in range(GREETINGS):
+            self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
+            await trio.sleep(GREET_SECONDS)
 
     async def join(self, peer: PeerId, fact: Fact, chain: Sequence[Fact]) -> wire.Reply:
         """A member of a run asks this node to take part. Raises RemoteProtocolError."""
@@ -150,6 +174,8 @@ class LocalRuns:
         """This node cannot go on in a run; the others do."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
+        forget(self._service.seams.storage, run.text)
+        self._service.guests.release(f"{run.text}.state")
         self._endings.close(run.id)
         changed = RunChanged(at=wall, run=run.text, state="failed", reason=member.reason[:REASON_LENGTH_MAX])
         self._service.publish(changed)
@@ -190,6 +216,8 @@ class LocalRuns:
         if self.members.get(run.id) is not member:
             return
         del self.members[run.id]
+        forget(service.seams.storage, run.text)
+        service.guests.release(f"{run.text}.state")
         if not member.ending.is_settled:
             self._endings.close(run.id)
         member.cancel()

@@ -8,8 +8,11 @@ a result that is as good as the others' own models are at that time.
 from dataclasses import dataclass
 from math import inf, isfinite
 
-GAIN_SHARE = 0.9
-"""A result has at least so much of what this member's own model has gained over the first values."""
+GAIN_SHARE = 0.5
+"""A result has at least so much of what this member's own model has gained over the first values: members
+that trained apart for a while differ by a fifth and more where the loss falls fast."""
+SERIES_SHARE = 0.1
+"""Of what a series has gained: it has stopped improving where nobody is better by more than that."""
 NOISE_SHARE = 0.01
 """Of the first loss: a difference that small means nothing."""
 WORSE_SHARE = 0.5
@@ -30,7 +33,7 @@ def fault_of(losses: Losses, best: float, improvement: float, *, is_at_end: bool
 
     `best` is the lowest loss of the series as it was told, inf for none. Unless the steps are done
     (`is_at_end`), a result says that the series has stopped improving, so this member's own model must not be
-    better than the best by more than `improvement` and a tenth of what was gained.
+    better than the best by more than `improvement`, or a tenth of what was gained.
     """
     if not isfinite(losses.result):
         return "its held-out loss is no number"
@@ -38,7 +41,7 @@ def fault_of(losses: Losses, best: float, improvement: float, *, is_at_end: bool
     tolerance = (1 - GAIN_SHARE) * abs(gained) + NOISE_SHARE * abs(losses.first)
     if losses.result > losses.own + tolerance:
         return f"its held-out loss is {losses.result:.4g} here, and {losses.own:.4g} of the own model"
-    noise = (1 - GAIN_SHARE) * abs(losses.first - best) + NOISE_SHARE * abs(losses.first)
+    noise = SERIES_SHARE * abs(losses.first - best) + NOISE_SHARE * abs(losses.first)
     if not is_at_end and best < inf and losses.own < best - max(improvement, noise):
         return f"the run still improves: {losses.own:.4g} here, and {best:.4g} by the evaluations told"
     return ""

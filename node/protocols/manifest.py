@@ -106,9 +106,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
     work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
     steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
-    its last replica. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`;
-    with `requester` half of the voters are enough where the requester is one of them, so of two members it
-    goes on alone.
+    its last replica; in mode "local" each member puts its own state away on its disk. When fewer than a
+    majority are left, a run waits for the others, or goes on as a `fork`; with `requester` half of the voters
+    are enough where the requester is one of them, so of two members it goes on alone.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0

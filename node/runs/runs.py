@@ -152,6 +152,7 @@ class Runs:
                 await nursery.start(self.local.run)
                 await self.archive.load()
                 await recover(self)
+                await self.local.resume()
                 for event in self.archive.remembered():
                     self.publish(event)
                 # Not before it is known what is over.
@@ -566,7 +567,7 @@ class Runs:
 
     def note_guests(self) -> None:
         """What runs here need may not be driven out, and whose result was is to be said."""
-        data = [run.manifest.data for run in self._going]
+        data = [label for run in self._going for label in (run.manifest.data, f"{run.text}.state")]
         self.guests.needed = frozenset([*map(graph_label, self._graphs_needed()), *data])
         while self.guests.evicted:
             run = self.guests.evicted.popleft()

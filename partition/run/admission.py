@@ -192,6 +192,10 @@ class Admission:
             del self._shown[next(iter(self._shown))]
         return found
 
+    def greet(self, peers: Collection[PeerId]) -> Sends:
+        """Tell members of an earlier life that this one is back."""
+        return [(peer, Present(self.run, self.chain, asks=True)) for peer in peers]
+
     def receive(self, sender: PeerId, message: Message) -> Sends:
         """Take one message. Raises RemoteProtocolError: a chain that proves nothing."""
         if isinstance(message, Vouch):

@@ -380,6 +380,11 @@ class Ending:
         unseen = (peer for peer, at in self._unseen.items() if now - at < GRACE_SECONDS)
         return sorted({*self._peers, *unseen} - self._liars)
 
+    @property
+    def said(self) -> Said:
+        """What this member says of the end; there is a conclusion."""
+        return self._own()
+
     def _own(self) -> Said:
         assert self.best is not None, "there is a conclusion"
         return Said(self.run, self.best, self.holds, self.is_settled)
@@ -428,7 +433,11 @@ class Endings:
         if ending is None:
             return []
         if isinstance(message, Present | Vouch):
-            return [] if admission is None else self.admitted(admission, admission.receive(sender, message))
+            if admission is None:
+                return []
+            sends = self.admitted(admission, admission.receive(sender, message))
+            # A member that comes back to a run that is over hears of it.
+            return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
         return self.drained(ending, ending.receive(now, sender, message))
 
     def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:

@@ -1,0 +1,69 @@
+"""Puts a member's state away now and then, beside the training (`node.local.saved`)."""
+
+from contextlib import suppress
+from functools import partial
+
+import trio
+
+from node.averaging.snapshot import Snapshot
+from node.local.context import Service
+from node.local.saved import SavedRun, load_state, save_run, save_state, state_bytes, state_name
+from node.protocols.manifest import Run
+from node.storage.blobs import NoRoom
+
+PAUSE_SHARE = 50
+"""A state that takes a second to put away is put away once in so many: at most 2 % of the time."""
+
+
+class Keeper:
+    """Of one run on this node. `every` steps, 0 for never."""
+
+    def __init__(self, service: Service, run: Run) -> None:
+        self.error = ""
+        """Why the last state was not kept, where it was not."""
+        self._service = service
+        self._run = run
+        self._every = run.manifest.save_every
+        self._step = 0
+        self._not_before = 0.0
+        self._is_busy = False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a state after so many steps is to be kept."""
+        is_time = trio.current_time() >= self._not_before
+        return bool(self._every) and step - self._step >= self._every and is_time and not self._is_busy
+
+    def begin(self, step: int) -> None:
+        """A state of this step is being kept, or there already."""
+        self._step = step
+
+    async def remember(self, saved: SavedRun) -> None:
+        """Keep what this node needs to be a member again. On a full disk it will not be one."""
+        with suppress(OSError):
+            storage = self._service.seams.storage
+            await self._service.seams.executor.run(partial(save_run, storage, self._run, saved))
+
+    async def save(self, snapshot: Snapshot) -> None:
+        """Keep a state in place of the one before."""
+        service, run = self._service, self._run
+        self._is_busy = True
+        begun = trio.current_time()
+        try:
+            if run.requester != service.signer.peer:
+                label, size = f"{run.text}.state", state_bytes(snapshot)
+                admit = partial(service.guests.admit, label, [state_name(run.text)], size)
+                await service.seams.executor.run(admit)
+            await service.seams.executor.run(partial(save_state, service.seams.storage, run.text, snapshot))
+            self.error = ""
+        except NoRoom as error:
+            self.error = str(error)
+        except OSError as error:
+            self.error = str(error.strerror or error)
+        finally:
+            self._is_busy = False
+            self._not_before = trio.current_time() + PAUSE_SHARE * (trio.current_time() - begun)
+
+    async def load(self, bytes_max: int) -> Snapshot | None:
+        """Return the state that was kept last, None where there is none."""
+        work, storage = self._service.seams.executor.run, self._service.seams.storage
+        return await work(partial(load_state, storage, self._run.text, bytes_max))

@@ -1,0 +1,127 @@
+"""A run in local mode on this node's disk: what it is, and the last state of this member.
+
+One of each a run, the newer in place of the older, so a run takes its model's parameters and moments once
+(twice while the newer one is written). A member that comes back goes on from there where nobody else is
+further: so a run all of whose members were stopped goes on. Nothing here is believed because it lies on this
+disk: tickets are checked again, and each chunk of a state by its hash.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PEER_ID_BYTES
+from node.averaging.snapshot import CHUNK_BYTES, Snapshot, Table, check_table
+from node.protocols.manifest import Run, check_run
+from node.seams import Storage
+from partition.run.admission import Chain, check_chain
+
+FOLDER = "runs"
+RUN_FILE, STATE_FILE = "local", "local.state"
+RUN_BYTES_MAX = 32_768
+"""A full chain of tickets, a manifest and the names of members."""
+TABLE_BYTES_MAX = 16 << 20
+MEMBERS_MAX = 64
+"""Members that are remembered: those that a member which comes back tells that it is there."""
+LENGTH_BYTES = 8
+
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+
+
+class SavedRun(msgspec.Struct, frozen=True, array_like=True):
+    """What this node needs to be a member again."""
+
+    manifest: Fact
+    chain: Chain
+    is_training: bool
+    members: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MEMBERS_MAX)]
+
+
+def run_name(run: str) -> str:
+    """Return where a run is kept, in this node's storage."""
+    return f"{FOLDER}/{run}/{RUN_FILE}"
+
+
+def state_name(run: str) -> str:
+    """Return where the last state of a run is kept."""
+    return f"{FOLDER}/{run}/{STATE_FILE}"
+
+
+def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
+    """Remember a run. Raises OSError."""
+    storage.write(run_name(run.text), encode(saved))
+
+
+def save_state(storage: Storage, run: str, snapshot: Snapshot) -> None:
+    """Put a state in place of the one before. Raises OSError; the one before stays then."""
+    table = encode(snapshot.table)
+    draft = storage.draft(state_name(run))
+    try:
+        draft.write(len(table).to_bytes(LENGTH_BYTES, "big") + table)
+        for number in range(len(snapshot.table.chunks)):
+            draft.write(snapshot.chunk(number))
+        draft.commit()
+    finally:
+        draft.discard()
+
+
+def state_bytes(snapshot: Snapshot) -> int:
+    """Return how much room a state takes."""
+    return LENGTH_BYTES + len(encode(snapshot.table)) + snapshot.table.size_bytes
+
+
+def load_state(storage: Storage, run: str, bytes_max: int) -> Snapshot | None:
+    """Return the last state of a run; None where there is none, or it is damaged."""
+    name = state_name(run)
+    head = storage.read_part(name, 0, LENGTH_BYTES)
+    if head is None or len(head) != LENGTH_BYTES:
+        return None
+    length = int.from_bytes(head, "big")
+    if length > TABLE_BYTES_MAX:
+        return None
+    try:
+        table: Table = decode(
+            storage.read_part(name, LENGTH_BYTES, length) or b"", Table, bytes_max=TABLE_BYTES_MAX
+        )
+        check_table(table, bytes_max)
+    except RemoteProtocolError:
+        return None
+    data = np.empty(table.size_bytes, np.uint8)
+    for number, expected in enumerate(table.chunks):
+        room = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        part = storage.read_part(name, LENGTH_BYTES + length + number * CHUNK_BYTES, room.size)
+        if part is None or len(part) != room.size or blake3(part).digest() != expected:
+            return None
+        room[:] = np.frombuffer(part, np.uint8)
+    return Snapshot(table, data)
+
+
+def forget(storage: Storage, run: str) -> None:
+    """Forget a run and its state."""
+    for name in (run_name(run), state_name(run)):
+        storage.delete(name)
+
+
+def saved_runs(storage: Storage, signer: Signer) -> Iterator[tuple[Run, SavedRun]]:
+    """Yield the runs that this node was a member of when it was stopped; forget those that are damaged."""
+    for name in sorted(storage.sizes(FOLDER)):
+        text, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
+        if file != RUN_FILE:
+            continue
+        try:
+            saved: SavedRun = decode(storage.read(name) or b"", SavedRun, bytes_max=RUN_BYTES_MAX)
+            run = check_run(signer, saved.manifest)
+            if saved.chain or run.requester != signer.peer:
+                check_chain(signer, run.id, run.requester, saved.chain, signer.peer)
+            if run.manifest.local is None or run.text != text:
+                raise RemoteProtocolError("another run")
+        except RemoteProtocolError:
+            forget(storage, text)
+            continue
+        yield run, saved

@@ -1,0 +1,138 @@
+"""Runs in local mode whose members stop and come back with their disks, in virtual time."""
+
+import numpy as np
+import trio
+
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from node.averaging.snapshot import make_snapshot
+from node.events import Event, StateFetched, StepCommitted
+from node.local.saved import load_state, run_name, save_state, saved_runs, state_name
+from sim.storage import MemoryStorage
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
+from tests.stack import Swarm, swarm
+
+STEPS = 60
+SAVE_EVERY = 4
+
+
+async def begin(group: Swarm) -> None:
+    """Ask for a run whose members keep their states."""
+    wanted = stack.manifest(
+        stages=1,
+        replicas=0,
+        microbatches=2,
+        microbatch=16,
+        test_samples=32,
+        dtype="float32",
+        optimizer=ADAM,
+        local=QUICK,
+        steps=STEPS,
+        save_every=SAVE_EVERY,
+    )
+    node = group.nodes["a"]
+    await node.runs.submit(stack.prepare(node, wanted))
+
+
+async def trained(group: Swarm, steps: int) -> None:
+    """Wait until all members have made so many steps."""
+    with trio.fail_after(120):
+        while True:
+            members = [list(node.runs.local.members.values()) for node in group.nodes.values()]
+            if all(each and each[0].step >= steps for each in members):
+                return
+            await trio.sleep(0.2)
+
+
+def steps_of(events: list[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, StepCommitted)]
+
+
+def test_a_run_whose_members_all_stop_goes_on_from_their_last_states() -> None:
+    storages: dict[str, MemoryStorage] = {}
+
+    async def first() -> None:
+        async with swarm("abc", stage_seconds=SLOW) as group:
+            await begin(group)
+            await trained(group, 24)
+            storages.update(group.storages)
+            for name in "abc":
+                group.kill(name)
+
+    async def second() -> None:
+        async with swarm("abc", stage_seconds=SLOW, storages=storages) as group:
+            found = await ends(group, "abc")
+            assert [event.outcome for event in found] == ["done"] * 3
+            assert len({event.weights for event in found}) == 1
+            for name in "abc":
+                assert min(steps_of(group.events[name])) >= 16, "it does not begin anew"
+                assert not storages[name].sizes("runs").keys() & {
+                    f"runs/{found[0].run}/local",
+                    f"runs/{found[0].run}/local.state",
+                }, "what was kept is gone once the run is over"
+
+    run_virtually(first)
+    run_virtually(second)
+
+
+def test_a_member_that_comes_back_takes_the_state_of_those_that_went_on() -> None:
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group)
+            await trained(group, 8)
+            group.kill("b")
+            disk = group.storages["b"]
+            group.events["b"] = []
+            at = group.nodes["a"].runs.local
+            (member,) = at.members.values()
+            while member.step < 36:  # noqa: ASYNC110 - virtual time: waiting costs nothing
+                await trio.sleep(0.2)
+            await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
+            found = await ends(group, "ab")
+            assert len({event.weights for event in found}) == 1
+            assert [event for event in group.events["b"] if isinstance(event, StateFetched)]
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_member_that_comes_back_to_a_run_that_is_over_hears_of_its_end() -> None:
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group)
+            await trained(group, 40)
+            group.kill("b")
+            disk = group.storages["b"]
+            group.events["b"] = []
+            (end,) = await ends(group, "a")
+            await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
+            (late,) = await ends(group, "b")
+            assert (late.outcome, late.weights, late.is_here) == ("done", end.weights, True)
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_a_damaged_state_is_none_and_a_damaged_run_is_forgotten() -> None:
+    storage = MemoryStorage()
+    vector = np.arange(1_000_000, dtype=np.float32)
+    snapshot = make_snapshot(7, 2, bytes(32), {"v": ("float32", (vector.size,), vector.view(np.uint8))})
+    save_state(storage, "r", snapshot)
+    found = load_state(storage, "r", 1 << 30)
+    assert found is not None
+    assert found.table == snapshot.table
+    assert np.array_equal(found.data, snapshot.data)
+    assert load_state(storage, "r", 1_000) is None, "larger than the model"
+    data = bytearray(storage.read(state_name("r")) or b"")
+    for place in (0, 9, len(data) // 2, len(data) - 1):
+        damaged = bytearray(data)
+        damaged[place] ^= 0xFF
+        storage.write(state_name("r"), bytes(damaged))
+        assert load_state(storage, "r", 1 << 30) is None
+    storage.write(state_name("r"), bytes(data[:-3]))
+    assert load_state(storage, "r", 1 << 30) is None
+    storage.write(run_name("0123456789abcdef"), b"\xc1")
+    assert list(saved_runs(storage, IdentitySigner(Identity(bytes([1]) * 32), "tests"))) == []
+    assert storage.read(run_name("0123456789abcdef")) is None
