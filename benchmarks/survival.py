@@ -422,10 +422,16 @@ def prepare(folder: Path, shape: Shape) -> None:
     """The text, the run's file and the captured model."""
     text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(120))
     (folder / "text.txt").write_text(text)
-    path = folder / "RUN.toml"
-    path.write_text(
-        RUN_FILE.format(steps=shape.steps, stages=shape.stages, replicas=shape.replicas, every=shape.every)
+    capture(
+        folder,
+        RUN_FILE.format(steps=shape.steps, stages=shape.stages, replicas=shape.replicas, every=shape.every),
     )
+
+
+def capture(folder: Path, run_file: str) -> None:
+    """The run's file and its model."""
+    path = folder / "RUN.toml"
+    path.write_text(run_file)
     capture_to(folder / "gpt.peerloom", toml.parse(path.read_text(), RunFile, name=path.name).value, path, "")
 
 

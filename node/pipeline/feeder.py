@@ -1,6 +1,7 @@
 """The shell around a `partition.steps.feeder.Feeder`: it turns sample numbers into signed frames.
 
-Frames of a step are kept until the next one opens, so that a replay sends the same bytes.
+Frames of a step are kept until the next one opens, so that a replay sends the same bytes. While a step is
+computed the data of the next one is read and packed.
 """
 
 from collections import deque
@@ -16,10 +17,14 @@ from node.content.datasets import Array, Batches
 from node.protocols.manifest import Run
 from node.seams import Seams
 from partition.codec import Payload, pack, typed
+from partition.plan.assignment import feeder_of
 from partition.plan.plan import Plan
 from partition.steps import feeder as core
 from partition.steps.frames import Direction, FrameHeader, make_frame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
+
+AHEAD_BYTES_MAX = 64 << 20
+"""Of the next step's data that is made before it is asked for: this node may also hold a stage."""
 
 Send = Callable[..., None]
 """As `node.runs.context.Service.send`."""
@@ -39,6 +44,9 @@ class FeederShell:
         self._executor = seams.executor
         self._send = send
         self._payloads: dict[tuple[int, bool], tuple[Payload, Payload]] = {}
+        self._ahead: deque[int] = deque()
+        self._ahead_of = -1
+        self._ahead_bytes = 0
         self._work: deque[Any] = deque()
         self._more = trio.Event()
 
@@ -51,6 +59,9 @@ class FeederShell:
                         await self._feed(event)
                     case core.FramesDone() as event:
                         self._forget(event)
+            if self._ahead:
+                await self._prepare(self._ahead.popleft())
+                continue
             self._more = trio.Event()
             if not self._work:
                 await self._more.wait()
@@ -63,6 +74,8 @@ class FeederShell:
                 raise RemoteProtocolError("an Open of held-out micro-batches that do not exist")
         self.core.receive(now, sender, message)
         self._take_events()
+        if isinstance(message, Open) and message.train and message.plan == self.core.plan_hash:
+            self._look_ahead(message.step)
 
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew: send again what it may have lost."""
@@ -78,22 +91,42 @@ class FeederShell:
         first = (event.step + 1) * self._plan.microbatches
         self._payloads = {key: row for key, row in self._payloads.items() if not key[1] or key[0] >= first}
 
+    def _look_ahead(self, step: int) -> None:
+        """Note what this trainer is to feed in the step after `step`."""
+        if step <= self._ahead_of:
+            return
+        self._ahead_of, self._ahead_bytes = step, 0
+        count = self._plan.microbatches if step + 1 < self._run.manifest.steps else 0
+        first = (step + 1) * self._plan.microbatches
+        mine = (n for n in range(first, first + count) if feeder_of(self._plan, True, n) == self.core.me)
+        self._ahead = deque(mine)
+
+    async def _prepare(self, microbatch: int) -> None:
+        """Make the frames of a micro-batch that is not asked for yet."""
+        if (microbatch, True) in self._payloads or self._ahead_bytes >= AHEAD_BYTES_MAX:
+            return
+        pair = await self._executor.run(lambda: self._make(microbatch, train=True))
+        self._payloads[microbatch, True] = pair
+        self._ahead_bytes += sum(len(payload.data) for payload in pair)
+
     async def _feed(self, feed: core.FeedReady) -> None:
         key = (feed.microbatch, feed.train)
         if not feed.train:
             # The core never asks for one so far before another.
             self._payloads.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
         if key not in self._payloads:
-            self._payloads[key] = await self._executor.run(lambda: self._make(feed))
+            self._payloads[key] = await self._executor.run(
+                lambda: self._make(feed.microbatch, train=feed.train)
+            )
         inputs, labels = self._payloads[key]
         if feed.input_to is not None:
             self._send_frame(feed.input_to, feed, inputs, 0, "input")
         if feed.labels_to is not None:
             self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
 
-    def _make(self, feed: core.FeedReady) -> tuple[Payload, Payload]:
-        source = self.batches.train if feed.train else self.batches.test
-        inputs, labels = source(feed.microbatch)
+    def _make(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
+        source = self.batches.train if train else self.batches.test
+        inputs, labels = source(microbatch)
         samples = len(inputs[0])
         return self._pack(inputs, samples), self._pack(labels, samples)
 
@@ -104,8 +137,7 @@ class FeederShell:
             return None
         if not self.batches.rows(header.microbatch, train=header.train):
             return None
-        feed = core.FeedReady(header.step, header.attempt, header.microbatch, header.train, None, None)
-        inputs, labels = await self._executor.run(lambda: self._make(feed))
+        inputs, labels = await self._executor.run(lambda: self._make(header.microbatch, train=header.train))
         payload = labels if header.direction == "labels" else inputs
         return payload.sizes, payload.tensors, payload.codec, payload.digest
 

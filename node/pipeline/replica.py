@@ -8,7 +8,7 @@ plan never waits for a product of matrices. The frames that the core keeps lie i
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import trio
@@ -36,6 +36,8 @@ from partition.steps.messages import Work
 from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
 
+INLINE_BYTES_MAX = 1 << 20
+"""Sums of so many bytes are added and hashed in less than half a millisecond: on the event loop."""
 EARLY_PARTS_MAX = 4_096
 """All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
 as the largest stage (4 GiB) has."""
@@ -68,6 +70,8 @@ class Draft:
     train: bool
 
 
+_T = TypeVar("_T")
+_Vector = np.ndarray[Any, np.dtype[Any]]
 _SPAN_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward", api.Apply: "apply"}
 
 
@@ -431,20 +435,32 @@ class ReplicaShell:
 
     async def _reduce(self, work: core.ReduceReady) -> None:
         self._starting = work
-        sums = np.frombuffer(self._stage.vector("gradients"), dtype=self._dtype)
-        reduction, sends = await self._seams.executor.run(
-            lambda: _begin_reduction(self.core.me, work, self._shares, sums)
+        sums, totals = (
+            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("gradients", "totals")
+        )
+        reduction, sends, digest = await self._compute(
+            lambda: _begin_reduction(self.core.me, work, self._shares, sums, totals)
         )
         if self._void is work:
             return  # a new plan came meanwhile
         self._reduction, self._reducing = reduction, work
         self._parts_sent.clear()
+        if digest:
+            await self._reduced(work, digest)
+            return
         self._send_parts(sends)
         early = list(self._early_parts)
         self._early_parts.clear()
         for sender, part in early:
             await self._part(sender, part)
         await self._finish_reduction()
+
+    async def _compute(self, function: Callable[[], _T]) -> _T:
+        """Run a part of the sum; in a thread unless the stage is so small that the way there takes longer."""
+        if len(self._stage.vector("totals")) <= INLINE_BYTES_MAX:
+            await trio.lowlevel.checkpoint()
+            return function()
+        return await self._seams.executor.run(function)
 
     async def _part(self, sender: PeerId, part: Part) -> None:
         reduction, reducing = self._reduction, self._reducing
@@ -453,7 +469,7 @@ class ReplicaShell:
             self._early_parts.append((sender, part))
             return
         try:
-            sends = await self._seams.executor.run(lambda: reduction.receive(sender, part))
+            sends = await self._compute(lambda: reduction.receive(sender, part))
         except RemoteProtocolError:
             return  # a part that fits nowhere: the sum goes on without it
         self._send_parts(sends)
@@ -469,7 +485,9 @@ class ReplicaShell:
         if reduction is None or reducing is None or not reduction.done:
             return
         totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
-        digest = await self._seams.executor.run(lambda: reduction.finish(totals))
+        await self._reduced(reducing, await self._compute(lambda: reduction.finish(totals)))
+
+    async def _reduced(self, reducing: core.ReduceReady, digest: bytes) -> None:
         # The machine stays until the next one: a member may still have to hear our parts.
         self._reducing = None
         # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
@@ -511,13 +529,16 @@ class ReplicaShell:
             request.ready.set()
 
 
-def _is_finite(vector: "np.ndarray[Any, np.dtype[Any]]") -> bool:
+def _is_finite(vector: _Vector) -> bool:
     """Return whether no element is infinite or not a number, without a copy of them."""
     return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))
 
 
 def _begin_reduction(
-    me: PeerId, work: core.ReduceReady, parts: Sequence[Share], sums: "np.ndarray[Any, np.dtype[Any]]"
-) -> tuple[Reduction, list[tuple[PeerId, Part]]]:
+    me: PeerId, work: core.ReduceReady, parts: Sequence[Share], sums: _Vector, totals: _Vector
+) -> tuple[Reduction, list[tuple[PeerId, Part]], bytes]:
+    """Return it, what is to be sent, and the digest of the total where there is nobody to add with: a second
+    trip to a thread would take longer than the sum."""
     reduction = Reduction(me, work, parts, sums)
-    return reduction, reduction.start()
+    sends = reduction.start()
+    return reduction, sends, reduction.finish(totals) if reduction.done else b""

@@ -44,7 +44,7 @@ from node.stages.framing import (
     refusal,
     split,
 )
-from node.stages.limits import STALLED_SECONDS, Allowance, Watch, allowance_of
+from node.stages.limits import STALLED_SECONDS, WATCH_SECONDS, Allowance, Watch, allowance_of
 from node.stages.process import SPECIFICATION_BYTES_MAX
 from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
@@ -92,7 +92,7 @@ class StageHost:
     ) -> None:
         self._allowance = allowance
         self._stalled_seconds = stalled_seconds
-        self._answer_seconds = 0.0
+        self._answer_seconds = self._count_at = 0.0
         self._lock = trio.Lock()  # hands over in the order of asking
         self._failure: str | None = None
         self._scratch = Scratch(scratch)
@@ -247,7 +247,7 @@ class StageHost:
         """Send one message and wait for the answer; every way out but an answer ends the process."""
         self._watch.begin(seconds, what)
         try:
-            self._scratch.count()
+            self._count_files()
             await self._give(parts.payloads)
             await self._send(parts.header().encode() + parts.message)
             await self._send(parts.behind)
@@ -274,6 +274,13 @@ class StageHost:
             self._fail("a call to the stage was cancelled while it was served")
             raise
         return reply
+
+    def _count_files(self) -> None:
+        """Look at the process's files, once in a while: most calls take less than the look."""
+        now = trio.current_time()
+        if now >= self._count_at:
+            self._count_at = now + WATCH_SECONDS
+            self._scratch.count()
 
     async def _give(self, payloads: Sequence[Data]) -> None:
         """Put a request's tensors where the process looks for them."""

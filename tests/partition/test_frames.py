@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import IdentitySigner
-from crypto.identity import Identity
+from crypto.facts import Fact, IdentitySigner
+from crypto.identity import Identity, PeerId
 from partition.codec import (
     DIMENSIONS_MAX,
     SIDE_MAX,
@@ -190,3 +190,25 @@ def test_no_byte_of_the_header_can_be_altered(place: int, change: int) -> None:
     body[place] ^= change
     with pytest.raises(RemoteProtocolError):
         opened_by_bob(Frame(replace(FRAME.header, body=bytes(body))))
+
+
+class Counting(IdentitySigner):
+    """Counts the signatures it checks."""
+
+    checks = 0
+
+    def check(self, purpose: str, fact: Fact) -> PeerId:
+        self.checks += 1
+        return super().check(purpose, fact)
+
+
+def test_a_peers_own_signature_is_not_checked_by_itself_and_others_are() -> None:
+    alice, bob = (Counting(Identity(bytes([number]) * 32), "test") for number in (1, 2))
+    frame = frame_of_alice()
+    assert open_frame(alice, ALICE.peer, frame, PAYLOAD.data).author == ALICE.peer
+    assert open_frame(bob, ALICE.peer, frame, PAYLOAD.data).author == ALICE.peer
+    assert (alice.checks, bob.checks) == (0, 1)
+    with pytest.raises(RemoteProtocolError, match="another peer"):
+        open_frame(bob, BOB.peer, frame, PAYLOAD.data)
+    with pytest.raises(RemoteProtocolError, match="another peer"):
+        open_frame(BOB, BOB.peer, frame, PAYLOAD.data)

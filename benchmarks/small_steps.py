@@ -1,0 +1,288 @@
+"""The steps a second of a small run beside a plain PyTorch loop: one node, two replicas, and a larger model.
+
+The plain loop trains the same model with the same settings in this process, with one thread, the batch in as
+many micro-batches as the run's (`plain`) or in one piece (`whole batch`). Nodes and loop take turns of some
+seconds: while the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same
+machine. A node has one core; its event loop may run on another one while its stage computes.
+`node_cpu_milliseconds` and `stage_cpu_milliseconds` are the processor time of a step, of all nodes together.
+Checkpoints are on but where a case says so, which is how their cost is found.
+
+Not measured here: two machines on a network.
+"""
+
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+import survival
+import torch
+from _figures import Goal, arguments, leave, report
+from torch.nn.utils import clip_grad_norm_
+
+from node.cli.signals import Stopped
+from node.errors import EXIT_FORCED
+from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
+
+PLACE_SECONDS_MAX = 180.0
+WARM_STEPS = 12
+CALIBRATES_SECONDS, CALIBRATED_SECONDS_MAX = 10.0, 60.0
+"""A node begins to calibrate soon after its start."""
+SLICE_SECONDS = 2.5
+"""Shorter than the preset `host` allows a process to stand still."""
+RUN_FILE = """\
+model = "gpt"
+data = "text.txt"
+
+[options]
+layers = {layers}
+heads = {heads}
+width = {width}
+
+[train]
+steps = 100000
+batch = {batch}
+microbatch = {microbatch}
+window = {window}
+optimizer = "adamw"
+learning_rate = 0.003
+schedule = "cosine"
+warmup_steps = 20
+weight_decay = 0.01
+clip_norm = 1.0
+seed = 1
+
+[plan]
+stages = 1
+replicas = {replicas}
+checkpoint_every = {every}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `replicas` is the number of nodes too; `every` is the interval of checkpoints, 0 for none."""
+
+    replicas: int = 1
+    layers: int = 4
+    heads: int = 4
+    width: int = 64
+    batch: int = 32
+    microbatch: int = 8
+    window: int = 64
+    every: int = 10
+
+    @property
+    def name(self) -> str:
+        return f"{self.replicas} of {self.layers} layers, width {self.width}"
+
+
+LARGER = Case(layers=8, heads=8, width=512, batch=8, microbatch=4)
+ONE_GOAL, TWO_GOAL, LARGER_GOAL, CHECKPOINTS_GOAL = 0.9, 1.05, 1.15, 0.02
+
+
+class PlainLoop:
+    """The same training as anybody would write it, on one thread."""
+
+    def __init__(self, case: Case, text: bytes, *, whole: bool) -> None:
+        torch.manual_seed(1)
+        self._case = case
+        self._size = case.batch if whole else case.microbatch
+        self._model = GPT(GPTConfiguration(256, case.window, case.layers, case.heads, case.width))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.003, weight_decay=0.01)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: (1 + math.cos(math.pi * step / 100_000)) / 2
+        )
+        self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+
+    def step(self) -> float:
+        case = self._case
+        starts = torch.randint(len(self._tokens) - case.window - 1, (case.batch,)).tolist()
+        self._optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, case.batch, self._size):
+            rows = starts[first : first + self._size]
+            inputs = torch.stack([self._tokens[at : at + case.window] for at in rows])
+            labels = torch.stack([self._tokens[at + 1 : at + 1 + case.window] for at in rows])
+            loss, _ = next_token_loss(self._model(inputs), labels)
+            torch.autograd.backward(loss / (case.batch * case.window))
+            total += loss.item()
+        clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._scheduler.step()
+        return total
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """Steps, and the seconds they took."""
+        begun, cpu, count = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - begun < seconds:
+            self.step()
+            count += 1
+        self.cpu_seconds += time.process_time() - cpu
+        return count, time.perf_counter() - begun
+
+    cpu_seconds = 0.0
+
+
+class Machines(survival.Nodes):
+    """The nodes of one run, which stand still while others have their turn."""
+
+    def begin(self, case: Case, folder: Path) -> None:
+        """Train; returns after some steps."""
+        self._groups = []
+        self.refill(case.replicas)
+        survival.capture(folder, RUN_FILE.format(**vars(case)))
+        watch = survival.Play(self, survival.Shape(0, 1, 1, 0), folder)._submit()
+        self._watch = watch
+        if not self.hear(lambda: len(watch.events("StepCommitted")) > WARM_STEPS, PLACE_SECONDS_MAX):
+            raise survival.Stalled(f"{case.name}: no steps")
+        self._groups = [self._processes.nodes[name].process.pid for name in self.living]
+        begun = time.monotonic()
+        while (lasted := time.monotonic() - begun) < CALIBRATED_SECONDS_MAX:
+            if lasted > CALIBRATES_SECONDS and not self._calibrates():
+                break
+            time.sleep(0.5)
+        self._signal(signal.SIGSTOP)
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """Let them compute; steps, and the seconds they took."""
+        before = self._cpu_seconds()
+        begun = time.time()
+        self._signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self._signal(signal.SIGSTOP)
+        ended = time.time()
+        after = self._cpu_seconds()
+        self.node_seconds += after[0] - before[0]
+        self.stage_seconds += after[1] - before[1]
+        # What they said last is still on its way through pipes of this process.
+        self.hear(lambda: False, 0.2)
+        rows = self._watch.events("StepCommitted")
+        return sum(begun <= row["at_seconds"] <= ended for row in rows), ended - begun
+
+    node_seconds = stage_seconds = 0.0
+
+    def _calibrates(self) -> bool:
+        """Whether a node still finds out what classes of operators take, for which it has a process."""
+        return any("partition.calibrate" in child.cmdline() for child in self._children())
+
+    def _children(self) -> list[psutil.Process]:
+        return [child for group in self._groups for child in psutil.Process(group).children(recursive=True)]
+
+    def _cpu_seconds(self) -> tuple[float, float]:
+        """Processor time so far, of the nodes and of their stages."""
+        node = stage = 0.0
+        for group in self._groups:
+            times = psutil.Process(group).cpu_times()
+            node += times.user + times.system
+        for child in self._children():
+            if "node.stages.process" in child.cmdline():
+                times = child.cpu_times()
+                stage += times.user + times.system
+        return node, stage
+
+    def _signal(self, number: int) -> None:
+        for group in self._groups:
+            os.killpg(group, number)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        super().close()
+
+    def count(self, kind: str) -> int:
+        """How often the requester has said so."""
+        return len(self._watch.events(kind))
+
+
+def compare(cases: dict[str, Case], turns: int) -> list[dict[str, Any]]:
+    """Plain loops and nodes in turns; a row for each."""
+    first = next(iter(cases.values()))
+    text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(600))
+    takers: dict[str, Any] = {
+        "plain": PlainLoop(first, text.encode(), whole=False),
+        "plain, whole batch": PlainLoop(first, text.encode(), whole=True),
+    }
+    with ExitStack() as stack:
+        for name, case in cases.items():
+            nodes, folder = stack.enter_context(survival.swarm(Machines))
+            (folder / "text.txt").write_text(text)
+            nodes.begin(case, folder)
+            takers[name] = nodes
+        found: dict[str, list[tuple[int, float]]] = {name: [] for name in takers}
+        for turn in range(turns + 1):
+            for name, taker in takers.items():
+                row = taker.run(SLICE_SECONDS)
+                if turn:
+                    found[name].append(row)
+                else:  # the first loads libraries
+                    taker.cpu_seconds = taker.node_seconds = taker.stage_seconds = 0.0
+        return [_row(name, found, takers) for name in takers]
+
+
+def _row(name: str, found: dict[str, list[tuple[int, float]]], takers: dict[str, Any]) -> dict[str, Any]:
+    rates = {key: [count / seconds for count, seconds in rows] for key, rows in found.items()}
+    steps = sum(count for count, _ in found[name])
+    row: dict[str, Any] = {"case": name, "steps_per_second": round(statistics.fmean(rates[name]), 2)}
+    for plain in ("plain", "plain, whole batch"):
+        if name != plain:
+            # Of all turns: a step that is cut by a turn's end counts in the next one.
+            ratio = statistics.fmean(rates[name]) / statistics.fmean(rates[plain])
+            row[f"of_{plain}"] = round(ratio, 3)
+    taker = takers[name]
+    if isinstance(taker, Machines):
+        steps = max(1, steps)
+        row["node_cpu_milliseconds"] = round(1e3 * taker.node_seconds / steps, 2)
+        row["stage_cpu_milliseconds"] = round(1e3 * taker.stage_seconds / steps, 2)
+        row["checkpoints"], row["plans"] = taker.count("CheckpointKept"), taker.count("RunPlanned")
+    else:
+        row["cpu_milliseconds"] = round(1e3 * taker.cpu_seconds / max(1, steps), 2)
+        row["parameters"] = taker.parameters
+    return row
+
+
+def main() -> int:
+    """Compare, report."""
+    flags = arguments(
+        __doc__ or "",
+        larger="one node with 25M parameters only",
+        two="two replicas only",
+        one="one node only",
+    )
+    turns = 4 if flags.quick else 12
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    every = not (flags.larger or flags.two or flags.one)
+    try:
+        if flags.one or every:
+            rows += compare({"one node": Case()}, turns)
+            goals.append(Goal("one node, steps of a plain loop's", rows[-1]["of_plain"], ">=", ONE_GOAL))
+        if flags.two or every:
+            with_, without = "two replicas", "two replicas, no checkpoints"
+            rows += compare({with_: Case(replicas=2), without: Case(replicas=2, every=0)}, turns)
+            rates = {row["case"]: row["steps_per_second"] for row in rows}
+            goals.append(Goal("two replicas, steps of a plain loop's", rows[-2]["of_plain"], ">=", TWO_GOAL))
+            cost = 1 - rates[with_] / rates[without]
+            goals.append(Goal("share of time that checkpoints take", cost, "<=", CHECKPOINTS_GOAL))
+        if flags.larger or (every and not flags.quick):
+            rows += compare({"one node, 25M": LARGER}, turns)
+            goals.append(
+                Goal("one node, 25M, time of a plain loop's", 1 / rows[-1]["of_plain"], "<=", LARGER_GOAL)
+            )
+    except Stopped:
+        return EXIT_FORCED
+    return report("small_steps", rows, goals, as_json=flags.json)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,68 @@
+"""A trainer's shell: the data of the next step is ready before it is asked for, within bounds."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from msgspec.structs import replace
+
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
+from node.pipeline import feeder
+from node.pipeline.feeder import FeederShell
+from partition.plan.plan import plan_hash
+from partition.steps.frames import Frame
+from sim.executor import SimExecutor
+from tests.partition.small_plan import PLAN, opening
+
+SIGNER = IdentitySigner(Identity(bytes(32)), "test")
+ALONE = replace(PLAN, trainers=(SIGNER.peer,), roster=tuple(sorted((*PLAN.roster, SIGNER.peer))))
+STEPS = 2
+
+
+class Data:
+    """Notes which micro-batches were made."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.test = self.train
+
+    def train(self, microbatch: int) -> tuple[list[Any], list[Any]]:
+        self.made.append(microbatch)
+        return [np.full((1, 2), microbatch, np.float32)], [np.zeros(1, np.int64)]
+
+
+async def fed(*steps: int) -> tuple[list[int], int]:
+    """What was made, and how many frames were sent, once these steps were opened."""
+    data, sent = Data(), []
+    manifest = SimpleNamespace(steps=STEPS, evaluations=0, sizes=())
+    seams = SimpleNamespace(core=lambda kind, *arguments: kind(*arguments), executor=SimExecutor())
+    shell: Any = FeederShell
+    feeds = shell(
+        SIGNER,
+        SimpleNamespace(manifest=manifest),
+        ALONE,
+        data,
+        seams,
+        lambda _, message, *__: sent.append(message),
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(feeds.run)
+        for step in steps:
+            message = replace(opening(step=step), plan=plan_hash(ALONE))
+            feeds.receive(0.0, SIGNER.peer, message)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        nursery.cancel_scope.cancel()
+    return data.made, sum(isinstance(message, Frame) for message in sent)
+
+
+async def test_the_next_steps_data_is_made_while_a_step_is_open_and_only_sent_when_asked() -> None:
+    assert await fed(0) == ([0, 1, 2, 3], 4)
+    assert await fed(0, 1) == ([0, 1, 2, 3], 8), "made once, and nothing beyond the last step"
+
+
+async def test_no_more_than_a_bound_is_made_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder, "AHEAD_BYTES_MAX", 1)
+    assert await fed(0) == ([0, 1, 2], 4)
