@@ -223,7 +223,8 @@ class Commands:
         await node.seams.executor.run(check)
         if run_file.data != datasets.DIGITS_NAME:
             try:
-                await node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, base))
+                path = datasets.path_of(run_file.data, base)
+                await node.runs.learn_data(dataset.digest, path, window=dataset.window)
             except OSError as error:
                 raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
         try:

@@ -115,7 +115,9 @@ def trained(
     async def scenario() -> None:
         async with swarm(names) as group:
             if job.path is not None:
-                await group.nodes[requester].runs.learn_data(job.dataset.digest, job.path)
+                await group.nodes[requester].runs.learn_data(
+                    job.dataset.digest, job.path, window=job.dataset.window
+                )
             if death is not None:
                 death.begin(group)
             watcher = "a" if isinstance(death, CommitterDeath) else requester

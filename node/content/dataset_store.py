@@ -1,242 +1,283 @@
-"""The files that data of runs comes from, by its hash: kept, handed to other trainers, fetched from them.
+"""Data of runs on this node: packed into shards where a person has it, fetched in pieces where others do.
 
-Whoever takes over the feeding must have the data when the requester is gone. Its hash is that of its files'
-bytes, and compared before anything is read in them; then a fenced process unpacks the arrays into a file that
-is mapped (`node.content.unpacking`), whether a person's own or a stranger's.
+A person's own files are read once: a fenced process unpacks the arrays of an npz into a file that is mapped
+(`node.content.unpacking`), and they are packed into blobs (`node.content.shards`). Nothing that comes from
+another node is ever parsed: a manifest is decoded against its types, all else is numbers, compared with
+hashes before anything is read in them. A trainer has the shards fetched that it is dealt, first those whose
+lanes it feeds and then those it would feed next, so that a death loses no samples.
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import trio
 
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from gossip.pieces.swarm import URGENCY_USUAL
 from node.content import datasets as datasets
+from node.content.blobs import BlobSink, Refuse, fetch_all
+from node.content.data_cache import DataCache
 from node.content.datasets import Dataset, FileName
+from node.content.exchange import DataExchange, Exchange, Hashes
 from node.content.npz import BadArchive
+from node.content.sharded import ShardedArrays, ShardReader
+from node.content.shards import MANIFEST_BYTES_MAX, DataManifest, Part, PartName, hashes_of
 from node.errors import Unreachable, UsageError
 from node.protocols.manifest import Manifest
-from node.protocols.runs import FetchData, fetch_into
-from node.protocols.uploads import FilePart, whole
 from node.seams import Seams
-from node.storage.blobs import NoRoom
-from node.storage.guests import Guests
+from node.storage.blobs import HASH_BYTES, Blobs, NoRoom
+from partition.plan.assignment import LANES
 
-DATA_BYTES_MAX = 1 << 30
-"""One file."""
 FETCHES_MAX = 4
-"""Data on its way here at once, in files without a name."""
-COPY_BYTES = 1 << 20
-FETCH_SECONDS_MAX = 300.0
+"""Data sets whose manifests are on their way here at once."""
+URGENCY_NOW, URGENCY_NEXT = URGENCY_USUAL - 1, URGENCY_USUAL + 1
+
+Lanes = tuple[Sequence[int], Sequence[int]]
+"""Those whose samples are needed, and those whose are to be kept besides."""
+EVERYTHING: Lanes = (range(LANES), ())
 
 
-def data_name(digest: str, name: FileName) -> str:
-    """Return where a node keeps a file of data, in its storage."""
-    return f"data/{digest}/{name}"
+class _Supply:
+    """One data set of one run, as it comes in."""
+
+    def __init__(self, held: "_Held", exchange: Exchange, holders: Callable[[], Sequence[PeerId]]) -> None:
+        self._held = held
+        self._exchange = exchange
+        self._holders = holders
+
+    async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
+        """Wait for shards of a part, all of them where none is named. Raises Unreachable."""
+        found = self._held.manifest.part(part)
+        if found is None:
+            return
+        numbers = self._held.numbers(found, shards or range(len(found.shards)))
+        if again:
+            self._exchange.recheck(numbers)
+        if self._exchange.core.lacks(numbers):
+            await wait_for(self._exchange, numbers, self._holders, URGENCY_NOW)
 
 
-class _Files(ExitStack):
-    """Open files of data, closed together; `where` they lie in words for a person. `are_ours`: nobody else
-    changes them."""
+async def wait_for(
+    exchange: Exchange, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
+) -> None:
+    """Wait until pieces are here. Raises Unreachable: nobody has them, or there is no room."""
+    try:
+        await exchange.wait(numbers, holders, urgency)
+    except OSError as error:
+        raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
 
-    def __init__(self, by_name: Mapping[FileName, IO[bytes]], where: str, *, are_ours: bool = False) -> None:
-        super().__init__()
-        self.by_name = {name: self.enter_context(file) for name, file in by_name.items()}
-        self.where = where
-        self.are_ours = are_ours
+
+class _Held:
+    """A data set of which the manifest is here, and lists of some shards."""
+
+    def __init__(self, name: bytes, manifest: DataManifest, manifest_bytes: int) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.lists: dict[tuple[PartName, int], list[bytes]] = {}
+        self._manifest_bytes = manifest_bytes
+        self._first = {(part.name, shard): first for part, shard, first in manifest.shards()}
+
+    def numbers(self, part: Part, shards: Sequence[int]) -> list[int]:
+        """The pieces of these shards."""
+        found: list[int] = []
+        for shard in shards:
+            first = self._first[part.name, shard]
+            found += range(first, first + self.manifest.pieces_of(part, shard))
+        return found
+
+    @property
+    def hashes(self) -> Hashes:
+        """Of every piece, empty where the list is not here."""
+        found = [b""] * self.manifest.pieces
+        for key, hashes in self.lists.items():
+            first = self._first[key]
+            found[first : first + len(hashes)] = hashes
+        return found
+
+    @property
+    def sizes(self) -> dict[bytes, int]:
+        """Of all blobs that are wanted here: the manifest, the lists that are known, and their pieces."""
+        found = {self.name: self._manifest_bytes}
+        for part, shard, _ in self.manifest.shards():
+            hashes = self.lists.get((part.name, shard))
+            if hashes is not None:
+                found[part.shards[shard]] = len(hashes) * HASH_BYTES
+                found |= dict(zip(hashes, self.manifest.piece_sizes(part, shard), strict=True))
+        return found
 
 
 class DataFiles:
     """What is here, and how the rest comes here."""
 
-    def __init__(self, seams: Seams, guests: Guests | None = None) -> None:
-        """What was fetched counts as one of the `guests`."""
+    def __init__(
+        self,
+        seams: Seams,
+        blobs: Blobs,
+        *,
+        refuse: Refuse,
+        start_task: Callable[..., None],
+        needed: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`needed` are the hashes of the data of runs that go on here."""
         self._seams = seams
-        self._guests = guests
+        self._blobs = blobs
+        self._refuse = refuse
         self._fetching = trio.CapacityLimiter(FETCHES_MAX)
-        self._paths: dict[str, Path] = {}
+        self.cache = DataCache(seams.storage, blobs, needed)
+        self.exchange = DataExchange(seams, blobs, refuse=refuse, known=self._known, start_task=start_task)
 
-    async def keep(self, digest: str, path: Path) -> None:
-        """Remember where data of this hash lies on this machine, and keep a copy for after a restart.
-
-        What is larger than `DATA_BYTES_MAX` is only remembered. Raises OSError.
-        """
-        self._paths[digest] = path
-        await self._seams.executor.run(partial(self._copy, digest, path))
-
-    def _copy(self, digest: str, path: Path) -> None:
-        names: tuple[FileName, ...] = ("text",) if path.is_file() else datasets.FOLDER
-        files = {name: path if name == "text" else path / name for name in names}
-        if sum(file.stat().st_size for file in files.values()) <= DATA_BYTES_MAX:
-            if self._guests is not None:
-                self._guests.release(digest)
-            for name, file in files.items():
-                self._seams.storage.copy_in(data_name(digest, name), file)
-
-    async def open(self, digest: str, name: FileName) -> FilePart | None:
-        """One of its files, to be read and closed by the caller; None where it is not here."""
-        return await self._seams.executor.run(partial(self._open, digest, name))
-
-    def _open(self, digest: str, name: FileName) -> FilePart | None:
-        path = self._paths.get(digest)
-        if path is None:
-            return whole(self._seams.storage.open(data_name(digest, name)), bytes_max=DATA_BYTES_MAX)
-        file = path if path.is_file() and name == "text" else path / name
-        try:
-            return whole(file.open("rb", buffering=0), bytes_max=DATA_BYTES_MAX)
-        except OSError:
-            return None
+    async def keep(self, digest: str, path: Path, *, window: int = 0) -> None:
+        """Have the data of a person's own with this hash packed here. Raises UsageError."""
+        if await self._find(digest) is None:
+            found = await self.learn(path, window=window)
+            if found.digest != digest:
+                raise UsageError(f"{path}: the data has changed")
 
     async def learn(self, path: Path, *, window: int) -> Dataset:
-        """Data of a person's own, before it is kept. Raises UsageError."""
-        files = await self._seams.executor.run(partial(datasets.open_files, path))
-        return await self._load(_Files(files, str(path)), window, allow_unfenced=True)
+        """Read data of a person's own, and pack it: it can be trained on and handed out from now on. Raises
+        UsageError."""
+        run = self._seams.executor.run
+        put = self._blobs.put
+        with ExitStack() as stack:
+            files = await run(partial(datasets.open_files, path))
+            for file in files.values():
+                stack.enter_context(file)
+            stack.enter_context(self._blobs.hold())
+            name: FileName = datasets.TEXT
+            try:
+                if (text := files.get(datasets.TEXT)) is not None:
+                    data = await run(partial(datasets.read_text, text, may_map=True))
+                    found = await run(partial(datasets.from_text, data, window, str(path), put), apart=True)
+                else:
+                    parts: dict[PartName, datasets.Arrays] = {}
+                    for name, file in files.items():
+                        with await run(self._seams.storage.temporary) as out:
+                            parts[datasets.part_of(name)] = await self._seams.executor.unpack(
+                                file, out, allow_unfenced=True
+                            )
+                    found = await run(partial(datasets.from_arrays, parts, str(path), put), apart=True)
+                await run(partial(self._keep_own, bytes.fromhex(found.digest)))
+            except BadArchive as error:
+                raise UsageError(f"{path}/{name}: {error}") from None
+            except OSError as error:
+                raise UsageError(f"{path}: {error.strerror or error}") from None
+        await run(self.cache.sweep)
+        return found
+
+    def _keep_own(self, name: bytes) -> None:
+        held = self._read_held(name)
+        assert held is not None, "what was packed is here"
+        self.cache.keep(name.hex(), held.sizes, is_own=True)
 
     async def load(
-        self, manifest: Manifest, holders: Sequence[PeerId], *, allow_unfenced: bool = False
+        self, manifest: Manifest, holders: Sequence[PeerId], lanes: Lanes | None = None
     ) -> Dataset:
-        """A run's data, from here or from another member. Raises UsageError or Unreachable.
+        """A run's data, from here or from other members.
 
-        With `allow_unfenced` it is read even where no process can be fenced in for that.
+        With `lanes` it comes as soon as its lists are here, and the samples of those lanes follow; else all
+        of it is here.
+
+        Raises:
+            UsageError: digits that are not installed. Unreachable: nobody has it, or there is no room.
         """
         if manifest.data == datasets.DIGITS_NAME:
             return await self._seams.executor.run(datasets.load_digits)
-        reasons: list[str] = []
-        for peer in (None, self._seams.network.peer, *holders):
-            try:
-                files = await self._files(manifest, peer)
-                if files is not None:
-                    return await self._load(
-                        files, manifest.window, wanted=manifest.data, allow_unfenced=allow_unfenced
-                    )
-            except (Unreachable, UsageError) as error:
-                reasons.append(error.detail if isinstance(error, Unreachable) else str(error))
-        raise Unreachable("unknown", f"nobody handed over the run's data: {'; '.join(reasons[-3:])}")
-
-    async def _load(
-        self, files: _Files, window: int, *, wanted: str | None = None, allow_unfenced: bool
-    ) -> Dataset:
-        """Data from its files, which are closed; `wanted` is its hash, compared before anything is read.
-
-        Raises:
-            Unreachable: it is other data. UsageError: it is none.
-        """
-        run, storage = self._seams.executor.run, self._seams.storage
-        arrays: list[datasets.Arrays] = []
-        with files:
-            try:
-                digest = await run(partial(datasets.digest_of, files.by_name, window))
-                if wanted not in (None, digest):
-                    raise Unreachable("refused", "the data is another than the run's")
-                if (text := files.by_name.get(datasets.TEXT)) is not None:
-                    data = await run(partial(datasets.read_text, text, may_map=files.are_ours))
-                    return datasets.from_text(data, digest, window, files.where)
-                for name in datasets.FOLDER:
-                    with await run(storage.temporary) as out:
-                        arrays.append(
-                            await self._seams.executor.unpack(
-                                files.by_name[name], out, allow_unfenced=allow_unfenced
-                            )
-                        )
-            except BadArchive as error:
-                raise UsageError(f"{files.where}/{name}: {error}") from None
-            except OSError as error:
-                raise UsageError(f"{files.where}: {error.strerror or error}") from None
-        return datasets.from_arrays(arrays, digest, files.where)
-
-    async def _files(self, manifest: Manifest, peer: PeerId | None) -> _Files | None:
-        """The files that lie where a person said (None), that are kept here, or that another member has.
-
-        Raises:
-            Unreachable, UsageError: they are not there.
-        """
-        run, digest = self._seams.executor.run, manifest.data
-        if peer is None:
-            path = self._paths.get(digest)
-            if path is None:
-                return None
-            return _Files(await run(partial(datasets.open_files, path)), str(path))
-        if peer != self._seams.network.peer:
-            await self._fetch(manifest, peer)
-        kept = await run(partial(self._open_kept, digest))
-        if kept is None:
-            raise Unreachable("unknown", "this data is not here")
-        return _Files(kept, "the data", are_ours=True)
-
-    def _open_kept(self, digest: str) -> dict[FileName, IO[bytes]] | None:
-        storage = self._seams.storage
-        if (text := storage.open(data_name(digest, datasets.TEXT))) is not None:
-            return {datasets.TEXT: text}
-        found = {name: storage.open(data_name(digest, name)) for name in datasets.FOLDER}
-        files = {name: file for name, file in found.items() if file is not None}
-        if len(files) == len(found):
-            return files
-        for file in files.values():
-            file.close()
-        return None
-
-    async def _fetch(self, manifest: Manifest, peer: PeerId) -> None:
-        """Have the files here, with the hash that they should have. Raises Unreachable."""
-        run, storage, digest = self._seams.executor.run, self._seams.storage, manifest.data
-        async with self._fetching:
-            with ExitStack() as stack:
-                files: dict[FileName, IO[bytes]] = {}
-
-                async def one(name: FileName) -> None:
-                    file = stack.enter_context(await run(storage.temporary))
-                    await self._fetch_file(digest, name, peer, file)
-                    files[name] = file
-
-                try:
-                    try:
-                        await one(datasets.TEXT)
-                    except Unreachable:
-                        for name in datasets.FOLDER:
-                            await one(name)
-                    if await run(partial(datasets.digest_of, files, manifest.window)) != digest:
-                        raise Unreachable("refused", "the data is another than the run's")
-                    await run(partial(self._put, digest, files))
-                except NoRoom as error:
-                    raise Unreachable("refused", f"no room for it: {error}") from None
-                except OSError as error:
-                    raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
-
-    async def _fetch_file(self, digest: str, name: FileName, peer: PeerId, file: IO[bytes]) -> None:
-        async def take(chunk: bytes) -> None:
-            await self._seams.executor.run(partial(_write_all, file, chunk))
-
-        await fetch_into(
-            take,
-            self._seams.network,
-            peer,
-            FetchData(digest, name),
-            seconds=FETCH_SECONDS_MAX,
-            bytes_max=DATA_BYTES_MAX,
+        try:
+            held = await self._hold(manifest.data, holders, lanes or EVERYTHING)
+        except NoRoom as error:
+            raise Unreachable("refused", f"no room for it: {error}") from None
+        except OSError as error:
+            raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+        exchange = self.exchange.open(held.name, held.hashes)
+        supply = _Supply(held, exchange, lambda: holders)
+        reader = ShardReader(held.manifest, held.lists, self._blobs.get)
+        arrays: dict[PartName, Any] = {part.name: ShardedArrays(reader, part) for part in held.manifest.parts}
+        for urgency, some in enumerate(lanes or EVERYTHING):
+            numbers = held.numbers(held.manifest.parts[0], _shards_of(held.manifest.parts[0], some))
+            exchange.want(numbers, URGENCY_USUAL + urgency)
+        for part in held.manifest.parts[1:]:
+            exchange.want(held.numbers(part, range(len(part.shards))), URGENCY_USUAL)
+        if lanes is None:
+            for part in held.manifest.parts:
+                await supply.ready(part.name, ())
+        elif exchange.core.is_complete is False:
+            exchange.meet(list(holders))
+        return Dataset(
+            manifest.data,
+            arrays["train"],
+            arrays["test"],
+            held.manifest.label_values,
+            held.manifest.window,
+            validation=arrays.get("validation"),
+            shards=len(held.manifest.parts[0].shards),
+            supply=supply,
         )
 
-    def _put(self, digest: str, files: Mapping[FileName, IO[bytes]]) -> None:
-        """Keep what was fetched, as a guest. Raises NoRoom or OSError."""
-        names = {name: data_name(digest, name) for name in files}
-        if self._guests is not None:
-            size = sum(file.seek(0, os.SEEK_END) for file in files.values())
-            self._guests.admit(digest, list(names.values()), size)
-        for name, file in files.items():
-            draft = self._seams.storage.draft(names[name])
-            try:
-                file.seek(0)
-                while chunk := file.read(COPY_BYTES):
-                    draft.write(chunk)
-                draft.commit()
-            finally:
-                draft.discard()
+    async def _hold(self, digest: str, holders: Sequence[PeerId], lanes: Lanes) -> _Held:
+        """Have the manifest and the lists here, and room for the pieces of `lanes`.
+
+        Raises:
+            Unreachable: nobody hands them over. NoRoom, OSError.
+        """
+        name = bytes.fromhex(digest)
+        sink, network = BlobSink(self._blobs, self._seams.executor), self._seams.network
+        async with self._fetching:
+            with self._blobs.hold():
+                await _fetched(
+                    fetch_all(network, {name: MANIFEST_BYTES_MAX}, holders, sink=sink, refuse=self._refuse)
+                )
+                held = await self._seams.executor.run(partial(self._read_held, name))
+                if held is None:
+                    raise Unreachable("refused", "what was handed over as the run's data is none")
+                lists = {}
+                for part, shard, _ in held.manifest.shards():
+                    wanted = _shards_of(part, (*lanes[0], *lanes[1])) if part.name == "train" else [shard]
+                    if shard in wanted:
+                        lists[part.shards[shard]] = held.manifest.pieces_of(part, shard) * HASH_BYTES
+                await _fetched(fetch_all(network, lists, holders, sink=sink, refuse=self._refuse))
+                held = await self._seams.executor.run(partial(self._read_held, name))
+                assert held is not None, "its manifest was here"
+                await self._seams.executor.run(partial(self.cache.keep, digest, held.sizes, is_own=False))
+        await self._seams.executor.run(self.cache.sweep)
+        return held
+
+    async def _known(self, name: bytes) -> Hashes | None:
+        held = await self._find(name.hex())
+        return None if held is None else held.hashes
+
+    async def _find(self, digest: str) -> _Held | None:
+        if digest not in self.cache:
+            return None
+        return await self._seams.executor.run(partial(self._read_held, bytes.fromhex(digest)))
+
+    def _read_held(self, name: bytes) -> _Held | None:
+        """A data set by its hash, None where its manifest is not here or is none."""
+        data = self._blobs.get(name)
+        if data is None:
+            return None
+        try:
+            manifest: Any = decode(data, DataManifest, bytes_max=MANIFEST_BYTES_MAX)
+            held = _Held(name, manifest, len(data))
+            for part, shard, _ in held.manifest.shards():
+                listed = self._blobs.get(part.shards[shard])
+                if listed is not None:
+                    held.lists[part.name, shard] = hashes_of(listed, held.manifest.pieces_of(part, shard))
+        except RemoteProtocolError:
+            return None
+        return held
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
-    """Files without a buffer may take less than they are given."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+def _shards_of(part: Part, lanes: Sequence[int]) -> list[int]:
+    return sorted({lane % len(part.shards) for lane in lanes})
+
+
+async def _fetched(fetch: Any) -> None:
+    try:
+        await fetch
+    except Unreachable as error:
+        raise Unreachable("unknown", f"nobody handed over the run's data: {error.detail}") from None

@@ -1,8 +1,9 @@
 """Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a file of text.
 
 Samples are dealt by number, so that every micro-batch can be made again by anybody who holds the
-data: epoch e is the permutation that (seed, e) gives, and micro-batch m is the m-th run of samples
-through the epochs. Only numpy is used: importing scikit-learn takes seconds, its file does not.
+data. Of a set in S shards (`node.content.shards`), micro-batch m is of shard m % S: the next run of samples
+through that shard's epochs, each of which is the permutation that (seed, epoch, shard) gives. Most sets are
+one shard. Only numpy is used: importing scikit-learn takes seconds, its file does not.
 """
 
 import gzip
@@ -13,29 +14,30 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
-from blake3 import blake3
 
 from node.content.npz import BadArchive, unpack_here
+from node.content.shards import PartName, Put, pack
 from node.errors import UsageError
+from node.storage.blobs import hash_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 Columns = Sequence[tuple[str, str]]
 """(name of an array, numpy's name of a type) for each port."""
 
-FileName = Literal["text", "train.npz", "test.npz"]
+FileName = Literal["text", "train.npz", "validation.npz", "test.npz"]
 TEXT: FileName = "text"
 FOLDER: tuple[FileName, ...] = ("train.npz", "test.npz")
+VALIDATION: FileName = "validation.npz"
+"""Not every folder has it."""
 
 DIGITS_NAME = "digits"
-HASH_BYTES = 1 << 20
-"""Read at once."""
 HELD_OUT = 5
 """One digit in five is kept from training."""
 TEXT_HELD_OUT = 10
@@ -47,19 +49,31 @@ _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
 _DIGITS_SCALE = 16.0
 
 
+class Supply(Protocol):
+    """Where samples come from that are not here yet."""
+
+    async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
+        """Wait until these shards of a part are here; `again` where they seemed to be. Raises Unreachable."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Samples by the names of their arrays, each (N, ...), for training and held out.
 
     Where there is one input and one label they are called x and y. `window` is how many bytes make a sample,
-    where it is text.
+    where it is text. `validation` is what a run is judged by while it trains, where there is such a part.
+    `shards` are those of the training samples, `supply` has what is on its way. Arrays may be
+    `node.content.sharded.ShardedArray`, of which samples are taken by number.
     """
 
     digest: str
-    train: Arrays
-    test: Arrays
+    train: Mapping[str, Array]
+    test: Mapping[str, Array]
     label_values: int = 0
     window: int = 0
+    validation: Mapping[str, Array] | None = None
+    shards: int = 1
+    supply: Supply | None = None
 
     @property
     def train_samples(self) -> int:
@@ -68,6 +82,14 @@ class Dataset:
     @property
     def test_samples(self) -> int:
         return len(next(iter(self.test.values())))
+
+    @property
+    def parts(self) -> dict[PartName, Mapping[str, Array]]:
+        """All parts by name."""
+        found: dict[PartName, Mapping[str, Array]] = {"train": self.train}
+        if self.validation is not None:
+            found["validation"] = self.validation
+        return found | {"test": self.test}
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -84,7 +106,7 @@ class Dataset:
         largest = max(int(self._named("y").max()), int(self.test["y"].max()))
         return self.label_values or largest + 1
 
-    def _named(self, name: str) -> Array:
+    def _named(self, name: str) -> Any:
         if name not in self.train:
             raise UsageError(f"a built-in model wants arrays x and y; the data has {', '.join(self.train)}")
         return self.train[name]
@@ -144,24 +166,29 @@ def load_digits() -> Dataset:
 
 
 def load_folder(folder: Path) -> Dataset:
-    """`train.npz` and `test.npz`, each with `x` and `y` (N, ...), or arrays of the names that the model's
-    inputs and labels have.
+    """`train.npz` and `test.npz`, perhaps `validation.npz`, each with `x` and `y` (N, ...), or arrays of the
+    names that the model's inputs and labels have.
 
-    In this process: a node has strangers' read elsewhere (`node.content.dataset_store`).
+    In this process: a node has them read elsewhere (`node.content.dataset_store`).
 
     Raises:
         UsageError: what is missing or does not fit.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(file) for name, file in open_files(folder).items()}
-        arrays: list[Arrays] = []
-        for name in FOLDER:
+        arrays: dict[PartName, Arrays] = {}
+        for name, file in files.items():
             out = stack.enter_context(tempfile.TemporaryFile(buffering=0))
             try:
-                arrays.append(unpack_here(files[name], out))
+                arrays[part_of(name)] = unpack_here(file, out)
             except BadArchive as error:
                 raise UsageError(f"{folder / name}: {error}") from None
-        return from_arrays(arrays, digest_of(files, 0), str(folder))
+        return from_arrays(arrays, str(folder))
+
+
+def part_of(name: FileName) -> PartName:
+    """The part that a file of a folder holds."""
+    return "train" if name == "train.npz" else "test" if name == "test.npz" else "validation"
 
 
 def load_text(path: Path, *, window: int) -> Dataset:
@@ -171,13 +198,15 @@ def load_text(path: Path, *, window: int) -> Dataset:
         UsageError: it cannot be read, or is too short for two samples.
     """
     with open_files(path)[TEXT] as file:
-        return from_text(read_text(file, may_map=False), digest_of({TEXT: file}, window), window, str(path))
+        return from_text(read_text(file, may_map=False), window, str(path))
 
 
 def open_files(path: Path) -> dict[FileName, IO[bytes]]:
     """The files of data that lies at `path`, a text or a folder, to be closed. Raises UsageError."""
     files: dict[FileName, IO[bytes]] = {}
     names: tuple[FileName, ...] = (TEXT,) if path.is_file() else FOLDER
+    if (path / VALIDATION).exists():
+        names = ("train.npz", VALIDATION, "test.npz")
     for name in names:
         file = path if name == TEXT else path / name
         try:
@@ -192,26 +221,6 @@ def open_files(path: Path) -> dict[FileName, IO[bytes]]:
     return files
 
 
-def digest_of(files: Mapping[FileName, IO[bytes]], window: int) -> str:
-    """The hash of data: of the bytes of its files, so that it is known before anything is read in them."""
-    if TEXT in files:
-        whole = blake3(derive_key_context=f"peerloom text in windows of {window}")
-        _hash_into(whole, files[TEXT])
-    else:
-        whole = blake3(derive_key_context="peerloom folder of train.npz and test.npz")
-        for name in FOLDER:
-            each = blake3()
-            _hash_into(each, files[name])
-            whole.update(each.digest())
-    return whole.hexdigest()
-
-
-def _hash_into(hasher: blake3, file: IO[bytes]) -> None:
-    file.seek(0)
-    while chunk := file.read(HASH_BYTES):
-        hasher.update(chunk)
-
-
 def read_text(file: IO[bytes], *, may_map: bool) -> Array:
     """The bytes of a text; mapped where nobody makes the file shorter. Raises OSError."""
     if may_map and file.seek(0, os.SEEK_END):
@@ -221,35 +230,57 @@ def read_text(file: IO[bytes], *, may_map: bool) -> Array:
     return np.frombuffer(file.read(), np.uint8)
 
 
-def from_arrays(arrays: Sequence[Arrays], digest: str, where: str) -> Dataset:
-    """Data of the arrays for training, and of those held out. Raises UsageError: they do not go together."""
-    train, test = arrays
-    if set(train) != set(test):
-        raise UsageError(f"{where}: train.npz has {', '.join(train)}, and test.npz {', '.join(test)}")
-    for name, array in train.items():
-        if array.shape[1:] != test[name].shape[1:]:
+def from_arrays(parts: Mapping[PartName, Mapping[str, Array]], where: str, put: Put = hash_of) -> Dataset:
+    """Data of the arrays of each part. `put` takes the blobs that it is packed into.
+
+    Raises:
+        UsageError: they do not go together. OSError: as `put`.
+    """
+    train = parts["train"]
+    for part, arrays in parts.items():
+        if set(train) != set(arrays):
             raise UsageError(
-                f"{where}: {name} of train.npz holds samples of {array.shape[1:]}, "
-                f"of test.npz {test[name].shape[1:]}"
+                f"{where}: train.npz has {', '.join(train)}, and {part}.npz {', '.join(arrays)}",
+                "give all parts the same arrays",
             )
-    return Dataset(digest, train, test)
+        for name, array in train.items():
+            other = arrays[name]
+            if array.shape[1:] != other.shape[1:]:
+                raise UsageError(
+                    f"{where}: {name} of train.npz holds samples of {array.shape[1:]}, "
+                    f"of {part}.npz {other.shape[1:]}"
+                )
+            if array.dtype != other.dtype and not np.can_cast(other.dtype, array.dtype, "same_kind"):
+                raise UsageError(
+                    f"{where}: {name} of train.npz is {array.dtype}, of {part}.npz {other.dtype}"
+                )
+    return _packed(Dataset("", train, parts["test"], validation=parts.get("validation")), where, put)
 
 
-def from_text(data: Array, digest: str, window: int, where: str) -> Dataset:
-    """Data of the bytes of a text. Raises UsageError: it is too short."""
+def from_text(data: Array, window: int, where: str, put: Put = hash_of) -> Dataset:
+    """Data of the bytes of a text. Raises UsageError: it is too short. OSError: as `put`."""
     count = (len(data) - 1) // max(1, window)
     if count < 2:
         raise UsageError(f"{where}: {len(data)} bytes of text are too few for samples of {window}")
     inputs = data[: count * window].reshape(count, window)
     labels = data[1 : count * window + 1].reshape(count, window)
     kept = count - max(1, count // TEXT_HELD_OUT)
-    return labelled(
-        digest,
+    text = labelled(
+        "",
         (inputs[:kept], labels[:kept]),
         (inputs[kept:], labels[kept:]),
         label_values=TEXT_VALUES,
         window=window,
     )
+    return _packed(text, where, put)
+
+
+def _packed(dataset: Dataset, where: str, put: Put) -> Dataset:
+    try:
+        manifest, name = pack(dataset.parts, put, window=dataset.window, label_values=dataset.label_values)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return replace(dataset, digest=name.hex(), shards=len(manifest.parts[0].shards))
 
 
 class Batches:
@@ -266,7 +297,7 @@ class Batches:
         self._microbatch = microbatch
         self._seed = seed
         self._columns = inputs, labels
-        self._permutation = lru_cache(maxsize=2)(self._make_permutation)
+        self._permutation = lru_cache(maxsize=2 * dataset.shards)(self._make_permutation)
 
     def train(self, number: int) -> tuple[list[Array], list[Array]]:
         """Inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
@@ -283,23 +314,39 @@ class Batches:
 
     def rows(self, number: int, *, train: bool) -> list[int]:
         """Return which samples make a micro-batch, in its order."""
-        positions = range(number * self._microbatch, (number + 1) * self._microbatch)
         if not train:
+            positions = range(number * self._microbatch, (number + 1) * self._microbatch)
             return [position for position in positions if position < self._dataset.test_samples]
-        total = self._dataset.train_samples
-        return [int(self._permutation(p // total)[p % total]) for p in positions]
+        count = self._dataset.shards
+        number, shard = divmod(number, count)
+        total = len(range(shard, self._dataset.train_samples, count))
+        positions = range(number * self._microbatch, (number + 1) * self._microbatch)
+        return [int(self._permutation(p // total, shard)[p % total]) * count + shard for p in positions]
+
+    async def ready(self, number: int, *, train: bool, again: bool = False) -> None:
+        """Wait until the samples of a micro-batch are here. Raises Unreachable: nobody has them."""
+        if self._dataset.supply is None:
+            return
+        if train:
+            await self._dataset.supply.ready("train", [number % self._dataset.shards], again=again)
+        else:
+            await self._dataset.supply.ready("test", [], again=again)
 
     def test(self, number: int) -> tuple[list[Array], list[Array]]:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
         return self._taken(self._dataset.test, part)
 
-    def _taken(self, arrays: Arrays, rows: "list[int] | slice") -> tuple[list[Array], list[Array]]:
+    def _taken(
+        self, arrays: Mapping[str, Array], rows: "list[int] | slice"
+    ) -> tuple[list[Array], list[Array]]:
         inputs, labels = (
             [np.ascontiguousarray(arrays[name][rows], kind) for name, kind in columns]
             for columns in self._columns
         )
         return inputs, labels
 
-    def _make_permutation(self, epoch: int) -> Array:
-        return np.random.default_rng((self._seed, epoch)).permutation(self._dataset.train_samples)
+    def _make_permutation(self, epoch: int, shard: int) -> Array:
+        count = self._dataset.shards
+        seed = (self._seed, epoch) if count == 1 else (self._seed, epoch, shard)
+        return np.random.default_rng(seed).permutation(len(range(shard, self._dataset.train_samples, count)))

@@ -6,6 +6,7 @@ computed the data of the next one is read and packed.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -14,6 +15,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.content.datasets import Array, Batches
+from node.content.sharded import DataMissing
+from node.errors import Unreachable
 from node.protocols.manifest import Run
 from node.seams import Seams
 from partition.codec import Payload, pack, typed
@@ -25,7 +28,10 @@ from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 AHEAD_BYTES_MAX = 64 << 20
 """Of the next step's data that is made before it is asked for: this node may also hold a stage."""
-
+READS_MAX = 3
+"""Of one micro-batch's samples."""
+COMPARE_SECONDS_MAX = 30.0
+"""For samples of another trainer to come here, so that its frame can be compared."""
 Send = Callable[..., None]
 """As `node.runs.context.Service.send`."""
 
@@ -105,7 +111,10 @@ class FeederShell:
         """Make the frames of a micro-batch that is not asked for yet."""
         if (microbatch, True) in self._payloads or self._ahead_bytes >= AHEAD_BYTES_MAX:
             return
-        pair = await self._executor.run(lambda: self._make(microbatch, train=True))
+        try:
+            pair = await self._executor.run(lambda: self._make(microbatch, train=True))
+        except DataMissing:
+            return  # it is waited for when it is asked for
         self._payloads[microbatch, True] = pair
         self._ahead_bytes += sum(len(payload.data) for payload in pair)
 
@@ -115,14 +124,22 @@ class FeederShell:
             # The core never asks for one so far before another.
             self._payloads.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
         if key not in self._payloads:
-            self._payloads[key] = await self._executor.run(
-                lambda: self._make(feed.microbatch, train=feed.train)
-            )
+            self._payloads[key] = await self._make_ready(feed.microbatch, train=feed.train)
         inputs, labels = self._payloads[key]
         if feed.input_to is not None:
             self._send_frame(feed.input_to, feed, inputs, 0, "input")
         if feed.labels_to is not None:
             self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
+
+    async def _make_ready(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
+        """The samples, once they are here. Raises Unreachable: nobody has them."""
+        for attempt in range(READS_MAX):
+            await self.batches.ready(microbatch, train=train, again=attempt > 0)
+            try:
+                return await self._executor.run(lambda: self._make(microbatch, train=train))
+            except DataMissing:
+                continue  # what was damaged on the disk is fetched again
+        raise Unreachable("unknown", "the run's data does not stay on this node's disk")
 
     def _make(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
         source = self.batches.train if train else self.batches.test
@@ -137,7 +154,12 @@ class FeederShell:
             return None
         if not self.batches.rows(header.microbatch, train=header.train):
             return None
-        inputs, labels = await self._executor.run(lambda: self._make(header.microbatch, train=header.train))
+        made: tuple[Payload, Payload] | None = None
+        with trio.move_on_after(COMPARE_SECONDS_MAX), suppress(Unreachable):
+            made = await self._make_ready(header.microbatch, train=header.train)
+        if made is None:
+            return None
+        inputs, labels = made
         payload = labels if header.direction == "labels" else inputs
         return payload.sizes, payload.tensors, payload.codec, payload.digest
 

@@ -124,13 +124,6 @@ class FetchState(msgspec.Struct, frozen=True, tag="state"):
     length: Annotated[int, msgspec.Meta(ge=1, le=RANGE_BYTES_MAX)]
 
 
-class FetchData(msgspec.Struct, frozen=True, tag="data"):
-    """Trainer to a holder: one file of the run's data. Answered by a Blob or Declined."""
-
-    data: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    name: Literal["text", "train.npz", "test.npz"]
-
-
 class ExportStage(msgspec.Struct, frozen=True, tag="export"):
     """Committer to replica: your stage's parameters. Answered by a Blob."""
 
@@ -185,7 +178,6 @@ Request = (
     | Prepare
     | Renew
     | FetchState
-    | FetchData
     | ExportStage
     | End
     | Stop

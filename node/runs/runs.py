@@ -24,7 +24,7 @@ from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.containment import contain, failure_text, place_of
 from node.content import datasets as datasets
-from node.content.dataset_store import DataFiles
+from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models, graph_label
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import (
@@ -130,7 +130,13 @@ class Runs:
         self.stopping = Stopping(self)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
-        self.data = DataFiles(seams, guests)
+        self.data = DataFiles(
+            seams,
+            checkpoints.store.blobs,
+            refuse=refuse,
+            start_task=partial(self.start_task, of=None),
+            needed=lambda: [run.manifest.data for run in self._going],
+        )
         self._decliners = Decliners()
         self._requests = Requests(self)
         self.links = Links(
@@ -159,6 +165,7 @@ class Runs:
                 network = self.seams.network
                 network.handle(wire.PIPELINE_PROTOCOL, self._serve_pipeline, wire.PIPELINE_STREAMS)
                 network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
+                self.data.exchange.serve()
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -199,16 +206,16 @@ class Runs:
 
     # The requester's side
 
-    async def learn_data(self, digest: str, path: Path) -> None:
+    async def learn_data(self, digest: str, path: Path, *, window: int = 0) -> None:
         """Keep data of this hash, so that this node can train on it and hand it to others."""
-        await self.data.keep(digest, path)
+        await self.data.keep(digest, path, window=window)
 
-    async def load_data(self, run: Run, holders: Sequence[PeerId]) -> datasets.Dataset:
-        """The run's data, from here or from another member. Raises UsageError or Unreachable."""
-        is_own = run.requester == self.signer.peer
-        return await self.data.load(
-            run.manifest, holders, allow_unfenced=is_own or self.machine.allow_unfenced
-        )
+    async def load_data(
+        self, run: Run, holders: Sequence[PeerId], lanes: Lanes | None = None
+    ) -> datasets.Dataset:
+        """The run's data, from here or from other members: all of it, or what some lanes need. Raises
+        UsageError or Unreachable."""
+        return await self.data.load(run.manifest, holders, lanes)
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
         """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: nobody could

@@ -58,14 +58,7 @@ UPLOAD_SECONDS_MAX = 3_600.0
 """For all of one answer: 12 GB at 30 Mbit/s."""
 REQUEST_SECONDS_MAX = 20.0
 """From a stream's opening to its request."""
-Upload = (
-    wire.FetchWeights
-    | wire.ExportStage
-    | wire.FetchModel
-    | wire.FetchRange
-    | wire.FetchState
-    | wire.FetchData
-)
+Upload = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRange | wire.FetchState
 """Requests that are answered by a blob."""
 
 
@@ -103,7 +96,7 @@ class Requests:
         self._checks = LeaseChecks(runs.signer.peer, runs.seams.executor, runs.seams.clock, runs.machine)
         files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._permits: dict[type, Permits] = {
-            kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange, wire.FetchData)
+            kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange)
         }
         self._permits[wire.ExportStage] = Permits(EXPORTS_MAX, 1, patience_seconds=PATIENCE_SECONDS)
         self._permits[wire.FetchState] = Permits(
@@ -172,8 +165,6 @@ class Requests:
         match request:
             case wire.FetchState():
                 return await self._on_state(peer, request)
-            case wire.FetchData():
-                return await self._on_data(request)
             case wire.ExportStage():
                 return await self._on_export(peer, request)
             case wire.FetchWeights():
@@ -312,10 +303,6 @@ class Requests:
         except StageFailed as error:
             return _declined(error)
         return wire.Declined("the state is that of another step") if data is None else data
-
-    async def _on_data(self, request: wire.FetchData) -> wire.Reply | Body:
-        file = await self._runs.data.open(request.data, request.name)
-        return wire.Declined("this data is not here") if file is None else file
 
     async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | Body:
         member = self._runs.following(request.plan)

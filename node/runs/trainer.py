@@ -15,6 +15,7 @@ from node.pipeline.feeder import FeederShell
 from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.runs.manifest_builder import fits, make_batches
+from partition.plan.assignment import lanes_of
 from partition.plan.plan import Plan
 from partition.steps.messages import Open
 
@@ -66,10 +67,16 @@ class Training:
                 except RemoteProtocolError as error:
                     self._service.refuse(self._plan.committer, error)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(feeder.run)
+                nursery.start_soon(self._feed, feeder)
                 if self.committer is not None:
                     await self._over(_with_samples(await self.committer.run(), self.committer, feeder))
                     nursery.cancel_scope.cancel()
+
+    async def _feed(self, feeder: FeederShell) -> None:
+        try:
+            await feeder.run()
+        except Unreachable as error:
+            await self._cannot(error.detail)
 
     def stop(self) -> None:
         """Another plan is in force, or the run is over."""
@@ -78,7 +85,8 @@ class Training:
     async def _make_feeder(self) -> FeederShell:
         service, manifest = self._service, self._run.manifest
         graph = await service.models.get(manifest.graph_hash, self._holders)
-        dataset = await service.load_data(self._run, self._holders)
+        lanes = lanes_of(self._plan.trainers, service.signer.peer)
+        dataset = await service.load_data(self._run, self._holders, lanes)
         if not fits(dataset, manifest, graph):
             raise PeerloomError("the data this node has does not fit the run's manifest; has it changed?")
         batches = make_batches(dataset, manifest, graph)

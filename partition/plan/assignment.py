@@ -5,7 +5,7 @@ The committer deals the micro-batches of a stage to its replicas and says so, by
 it from the plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 
 from blake3 import blake3
@@ -13,6 +13,9 @@ from blake3 import blake3
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 
+LANES = 64
+"""Micro-batch m is in lane m % 64, and its samples lie in the shard of that lane (`node.content.shards`): a
+trainer that feeds some lanes needs their shards alone."""
 _SCALE = 10**18
 
 
@@ -40,12 +43,29 @@ def deal(
 
 
 def feeder_of(plan: Plan, train: bool, microbatch: int) -> PeerId:
-    """The trainer that sends this micro-batch's inputs and labels.
-
-    By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
-    number. So when one goes, only its own micro-batches move.
-    """
+    """The trainer that sends this micro-batch's inputs and labels: the first that its lane is dealt to."""
     if len(plan.trainers) == 1:
         return PeerId(plan.trainers[0])
-    name = (b"train" if train else b"held out") + microbatch.to_bytes(8, "big")
-    return PeerId(max(plan.trainers, key=lambda trainer: blake3(trainer + name).digest()))
+    return PeerId(max(plan.trainers, key=_weights(train, microbatch % LANES)))
+
+
+def lanes_of(trainers: Sequence[bytes], me: bytes) -> tuple[list[int], list[int]]:
+    """Return the lanes of training micro-batches that `me` feeds, and those that it would feed next.
+
+    By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
+    lane. So when one goes, only its own lanes move, each to the trainer that is second for it.
+    """
+    own: list[int] = []
+    next_: list[int] = []
+    for lane in range(LANES):
+        ranked = sorted(trainers, key=_weights(True, lane), reverse=True)[:2]
+        if ranked[0] == me:
+            own.append(lane)
+        elif me in ranked:
+            next_.append(lane)
+    return own, next_
+
+
+def _weights(train: bool, lane: int) -> Callable[[bytes], bytes]:
+    name = (b"train" if train else b"held out") + lane.to_bytes(8, "big")
+    return lambda trainer: blake3(trainer + name).digest()

@@ -95,7 +95,9 @@ async def submit(
         graph_name, graph = await node.runs.models.learn(*captured.put(Path(folder)))
     dataset = datasets.load(run_file.data, Path(), window=window_of(run_file, graph, "runs"))
     if dataset.digest != datasets.DIGITS_NAME:
-        await node.runs.learn_data(dataset.digest, datasets.path_of(run_file.data, Path()))
+        await node.runs.learn_data(
+            dataset.digest, datasets.path_of(run_file.data, Path()), window=dataset.window
+        )
     while True:
         created = node.seams.clock.wall()
         manifest = make_manifest(run_file, graph, graph_name, dataset, name="runs", created=created)

@@ -20,11 +20,12 @@ from crypto.contact import CONTACT_PURPOSE, ContactBody
 from dht.capabilities import Advert
 from gossip import matchmaking, roster
 from gossip.averaging import messages as averaging
+from gossip.pieces import messages as pieces
 from node.averaging import service as averaging_service
 from node.averaging import transfer
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
-from node.content import blobs
+from node.content import blobs, exchange
 from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
 from node.runs import traces
@@ -66,6 +67,7 @@ PROTOCOLS = (
     Protocol(runs.RUNS_PROTOCOL, runs.Request, runs.Reply),
     Protocol(runs.PIPELINE_PROTOCOL, runs.PipelineMessage, payloads=True, limits=runs.PIPELINE_STREAMS),
     Protocol(blobs.BLOBS_PROTOCOL, blobs.Want, blobs.Reply),
+    Protocol(pieces.DATA_PROTOCOL, pieces.Message, limits=exchange.STREAMS),
     Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),

@@ -16,10 +16,9 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from node.checkpoints.replication import Which
 from node.checkpoints.weights import weights_name
-from node.content.dataset_store import data_name
 from node.errors import UsageError
 from node.paths import LOCK_NAME
-from node.protocols.runs import End, FetchData, FetchWeights
+from node.protocols.runs import End, FetchWeights
 from node.runs.recovery import run_name
 from node.storage.folder import IDENTITY_NAME, FolderStorage, lock, parts_of
 from node.storage.keys import load_keys
@@ -281,11 +280,10 @@ def test_a_damaged_list_of_remembered_peers_is_an_empty_one(tmp_path: Path, data
     ("message", "name"),
     [
         (lambda text: FetchWeights(text), lambda got: weights_name(got.run)),
-        (lambda text: FetchData(4 * text, "text"), lambda got: data_name(got.data, got.name)),
         (lambda text: End(bytes(32), "done", "", 4 * text), lambda got: weights_name(got.weights or "none")),
         (lambda text: Which(text), lambda got: run_name(got.run)),
     ],
-    ids=["weights", "data", "result", "which"],
+    ids=["weights", "result", "which"],
 )
 def test_a_name_from_the_wire_is_refused_there_or_one_for_storage(
     message: Callable[[str], Any], name: Callable[[Any], str]

@@ -1,0 +1,56 @@
+"""Which pieces to ask of a peer: those that are needed soonest, then the rarest, then one's own share.
+
+Among pieces that are equally rare each peer begins with its own share: a hash of the number says whose it is.
+So peers that learn little of each other's requests seldom ask a source for the same piece.
+"""
+
+from random import Random
+from typing import Any
+
+import numpy as np
+
+Bits = np.ndarray[Any, np.dtype[np.bool_]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+_RARITY_MAX = (1 << 12) - 1
+_SHARES_MAX = 1 << 10
+_NOISE = 1 << 16
+
+
+class Choice:
+    """The order of preference of one peer over `count` pieces."""
+
+    def __init__(self, count: int, rng: Random) -> None:
+        # A multiplicative hash (Knuth), the same for all peers.
+        self._mixed = (np.arange(count, dtype=np.uint64) * np.uint64(2654435761) >> np.uint64(7)).astype(
+            np.int64
+        )
+        self._noise = np.frombuffer(rng.randbytes(2 * count), "<u2").astype(np.int64)
+
+    def pick(
+        self,
+        possible: Bits,
+        urgency: Counts,
+        holders: Counts,
+        *,
+        place: int,
+        shares: int,
+        limit: int,
+    ) -> list[int]:
+        """Return at most `limit` of the `possible` pieces, best first.
+
+        `urgency` is lower for what is needed sooner, `holders` counts who has a piece. This peer is number
+        `place` of the `shares` that fetch.
+        """
+        found = np.flatnonzero(possible)
+        if not len(found) or limit <= 0:
+            return []
+        shares = min(max(1, shares), _SHARES_MAX)
+        rank = (self._mixed[found] - place) % shares
+        score = urgency[found]
+        score = score * (_RARITY_MAX + 1) + np.minimum(holders[found], _RARITY_MAX)
+        score = (score * _SHARES_MAX + rank) * _NOISE + self._noise[found]
+        if len(found) > limit:
+            best = np.argpartition(score, limit - 1)[:limit]
+            found, score = found[best], score[best]
+        return [int(number) for number in found[np.argsort(score, kind="stable")]]

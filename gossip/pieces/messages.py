@@ -1,0 +1,83 @@
+"""Messages of `/peerloom/data/1`: who has which pieces of a data set, and the pieces.
+
+A data set is named by the hash of its manifest; its pieces are numbered from 0 over all shards. Whoever
+knows the hash may have the data, as with blobs.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+DATA_PROTOCOL = "/peerloom/data/1"
+HASH_BYTES = 32
+PIECE_BYTES = 256 * 1024
+"""What is hashed, asked for and sent as one: a quarter of a second at 8 Mbit/s."""
+PIECES_MAX = 1 << 18
+"""Of one data set: 64 GiB. A have-set of so many is 32 KiB."""
+HAVE_BYTES_MAX = PIECES_MAX // 8
+NUMBERS_MAX = 64
+"""Pieces named in one message."""
+MESSAGE_BYTES_MAX = PIECE_BYTES + 4_096
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=PIECES_MAX)]
+Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=NUMBERS_MAX)]
+
+
+class Have(msgspec.Struct, frozen=True, tag="have", array_like=True):
+    """What the sender has of a data set, one bit a piece, the first piece the lowest bit of the first byte.
+    Answered by the receiver's own Have where `is_question`, or by Unknown."""
+
+    data: Hash
+    pieces: Annotated[bytes, msgspec.Meta(max_length=HAVE_BYTES_MAX)]
+    is_question: bool
+    is_complete: bool = False
+    """Whether the sender has all that it wants: it asks for nothing."""
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown", array_like=True):
+    """The sender has nothing of this data set, and wants nothing of it."""
+
+    data: Hash
+
+
+class Got(msgspec.Struct, frozen=True, tag="got", array_like=True):
+    """The sender has these now too, verified."""
+
+    data: Hash
+    numbers: Numbers
+    is_complete: bool = False
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
+    """Send these pieces. Each is answered by a Piece or a Refused."""
+
+    data: Hash
+    numbers: Numbers
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
+    """They are here by now: do not send them."""
+
+    data: Hash
+    numbers: Numbers
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """Not now. `elsewhere`: another has been sent it, and pieces that nobody has go first; `absent`: it is
+    not here; `busy`: too much is asked for already."""
+
+    data: Hash
+    number: Number
+    why: Literal["elsewhere", "absent", "busy"]
+
+
+class Piece(msgspec.Struct, frozen=True, tag="piece", array_like=True):
+    """The bytes of a piece, for the receiver to verify."""
+
+    data: Hash
+    number: Number
+    body: Annotated[bytes, msgspec.Meta(max_length=PIECE_BYTES)]
+
+
+Message = Have | Unknown | Got | Ask | Cancel | Refused | Piece

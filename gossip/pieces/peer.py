@@ -1,0 +1,66 @@
+"""What a peer of an exchange is known to have, what it was asked for, and what it is to be sent."""
+
+from collections import deque
+from math import ceil
+
+import numpy as np
+
+from crypto.identity import PeerId
+from gossip.pieces.choice import Bits
+from gossip.pieces.messages import PIECE_BYTES
+
+WINDOW_MIN = 2
+WINDOW_MAX = 16
+"""Pieces asked of one peer and not yet here: 4 MiB cover 100 ms at 40 MB/s."""
+WINDOW_SECONDS = 1.5
+"""So much of its rate is asked of a peer at once: a slow one owes little."""
+UPLOADS_MAX = 2 * WINDOW_MAX
+"""Pieces that one peer may wait for."""
+_SMOOTHING = 0.3
+
+
+class SwarmPeer:
+    """One peer. `retry_at` is when a piece that it refused may be asked for again."""
+
+    def __init__(self, peer: PeerId, count: int, now: float) -> None:
+        self.peer = peer
+        self.has: Bits = np.zeros(count, np.bool_)
+        self.is_complete = True
+        self.asked: dict[int, float] = {}
+        self.cancelled: set[int] = set()
+        self.retry_at: dict[int, float] = {}
+        self.paused_until = 0.0
+        self.misses = 0
+        self.delivered = 0
+        self.uploads: deque[int] = deque()
+        self.sending: int | None = None
+        self.put_off: dict[int, int] = {}
+        self.question_at = now
+        self.answered = False
+        self._rate = 0.0
+        self._last_at = now
+
+    @property
+    def window(self) -> int:
+        """How many pieces to have asked for at once."""
+        return min(WINDOW_MAX, max(WINDOW_MIN, 1 + ceil(self._rate * WINDOW_SECONDS / PIECE_BYTES)))
+
+    def ask(self, now: float, number: int) -> None:
+        """Count a request."""
+        if not self.asked:
+            self._last_at = now
+        self.asked[number] = now
+        self.cancelled.discard(number)
+
+    def arrived(self, now: float, number: int, size_bytes: int) -> None:
+        """Count an answer, and measure by it."""
+        del self.asked[number]
+        self.delivered += 1
+        seconds = max(1e-3, now - self._last_at)
+        self._last_at = now
+        rate = size_bytes / seconds
+        self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
+
+    def is_stuck(self, now: float, seconds: float) -> bool:
+        """Return whether nothing has come for so long while something was asked for."""
+        return bool(self.asked) and now - max(self._last_at, min(self.asked.values())) > seconds

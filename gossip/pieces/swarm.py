@@ -1,0 +1,451 @@
+"""The exchange of one data set among the peers that want or have it: a sans-IO core.
+
+Each peer says what it has and asks for what it lacks: the pieces that it needs soonest first, then the
+rarest (as BitTorrent's rarest first; Cohen 2003), of several peers at once. A piece is verified by the
+shell and offered to the others at once. A source that alone has pieces sends each once before it sends any
+twice, as super-seeding does, so that one copy of a data set is out after little more than one copy was sent.
+Who sends a piece that is not what its number says is asked for nothing more; who sends nothing is passed
+over; what one peer has owed for a while is asked of another besides, so that the last pieces do not wait
+for the slowest.
+
+Not here: hashes, disks and streams. What was kept before is said by `have` at the start, so that an exchange
+resumes from what is on the disk.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.pieces.choice import Bits, Choice, Counts
+from gossip.pieces.messages import (
+    NUMBERS_MAX,
+    Ask,
+    Cancel,
+    Got,
+    Have,
+    Message,
+    Piece,
+    Refused,
+    Unknown,
+)
+from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
+
+PEERS_MAX = 32
+"""Of one exchange; others are told that nothing is known here."""
+TICK_SECONDS = 0.5
+RETRY_SECONDS = 2.0
+"""Until a piece that was refused is asked of the same peer again."""
+HEDGE_SECONDS = 3.0
+"""What one peer has owed for so long is asked of another that has nothing else to do."""
+STALL_SECONDS = 60.0
+"""A peer that sends nothing for so long is passed over: slower than 35 kbit/s for each piece."""
+PAUSE_SECONDS = 60.0
+GIVEN_SECONDS = 60.0
+"""So long a peer that was sent a piece may take to say that it has it."""
+PUT_OFF_MAX = 4
+"""A peer is told this many times that a piece is to be had elsewhere; then it is sent it."""
+MISSES_MAX = 64
+"""Pieces that a peer claimed and does not have, after which it is asked for nothing more."""
+QUESTION_SECONDS = 5.0
+"""Until a peer that has not said what it has is asked again."""
+URGENCY_USUAL = 1
+
+Sends = list[tuple[PeerId, Message]]
+
+
+@dataclass(frozen=True)
+class PieceArrived:
+    """Verify these bytes and keep them, then say so by `stored`."""
+
+    sender: PeerId
+    number: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class UploadDue:
+    """Send this piece to the peer, then say so by `uploaded`."""
+
+    peer: PeerId
+    number: int
+
+
+@dataclass(frozen=True)
+class PeerDropped:
+    """The peer broke the protocol, or sent what is not the piece: it is asked for nothing more."""
+
+    peer: PeerId
+    reason: str
+
+
+Event = PieceArrived | UploadDue | PeerDropped
+
+
+class PieceSwarm:
+    """One data set of `count` pieces at one peer, which `have` is of already."""
+
+    def __init__(self, me: PeerId, data: bytes, count: int, have: Collection[int], rng: Random) -> None:
+        self.me = me
+        self.data = data
+        self.count = count
+        self.events: list[Any] = []
+        self.have: Bits = np.zeros(count, np.bool_)
+        self.have[list(have)] = True
+        self.deadline = inf
+        self.uploaded_pieces = 0
+        self.wasted_pieces = 0
+        """Pieces that came when they were here already."""
+        self.peers: dict[PeerId, SwarmPeer] = {}
+        self._wanted: Bits = np.zeros(count, np.bool_)
+        self._urgency: Counts = np.full(count, URGENCY_USUAL, np.int64)
+        self._holders: Counts = np.zeros(count, np.int64)
+        self._in_flight: Bits = np.zeros(count, np.bool_)
+        self._verifying: set[int] = set()
+        # To whom a piece is on its way, and since when: until that peer says that it has it.
+        self._given: dict[int, tuple[PeerId, float]] = {}
+        self._was_given: Bits = np.zeros(count, np.bool_)
+        self._choice = Choice(count, rng)
+        self._dropped: set[PeerId] = set()
+
+    # What the shell says
+
+    def meet(self, now: float, peers: Iterable[PeerId]) -> Sends:
+        """These may have the data, or want it: ask them what they have."""
+        sends: Sends = []
+        for peer in peers:
+            if peer != self.me and peer not in self.peers and peer not in self._dropped:
+                if len(self.peers) >= PEERS_MAX:
+                    break
+                self.peers[peer] = SwarmPeer(peer, self.count, now)
+                sends.append((peer, self._have_set(is_question=True)))
+        self._schedule(now)
+        return sends
+
+    def want(self, now: float, numbers: Sequence[int] | Bits, urgency: int = URGENCY_USUAL) -> Sends:
+        """Fetch these too. A lower urgency goes first."""
+        was_complete = self.is_complete
+        self._wanted[numbers] = True
+        self._urgency[numbers] = np.minimum(self._urgency[numbers], urgency)
+        sends: Sends = []
+        if was_complete and not self.is_complete:
+            sends = [(peer, self._have_set(is_question=False)) for peer in self.peers]
+        self._schedule(now)
+        return sends + self._fill_all(now)
+
+    def stored(self, now: float, sender: PeerId, number: int, *, is_right: bool) -> Sends:
+        """A piece that arrived was verified and kept, or is not what was asked for."""
+        self._verifying.discard(number)
+        if not is_right:
+            return self._drop(now, sender, f"piece {number} is not what its hash says")
+        sends: Sends = []
+        if not self.have[number]:
+            self.have[number] = True
+            is_complete = self.is_complete
+            for peer in self.peers.values():
+                if number in peer.asked:
+                    self._release(peer, number)
+                    peer.cancelled.add(number)
+                    sends.append((peer.peer, Cancel(self.data, (number,))))
+                if not peer.is_complete or is_complete:
+                    sends.append((peer.peer, Got(self.data, (number,), is_complete)))
+        return sends + self._fill_all(now)
+
+    def not_stored(self, now: float, number: int) -> Sends:
+        """A piece that arrived could not be kept: it may be asked for again."""
+        self._verifying.discard(number)
+        self._schedule(now)
+        return []
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These were found damaged or removed: they are not here any more."""
+        for number in numbers:
+            self.have[number] = False
+
+    def uploaded(self, now: float, peer: PeerId, number: int, *, was_sent: bool) -> Sends:
+        """An UploadDue was done, or the piece turned out not to be here."""
+        found = self.peers.get(peer)
+        if found is None:
+            return []
+        found.sending = None
+        sends: Sends = []
+        if was_sent:
+            self.uploaded_pieces += 1
+        else:
+            self.have[number] = False
+            self._take_back(number)
+            sends.append((peer, Refused(self.data, number, "absent")))
+        self._upload(found)
+        self._schedule(now)
+        return sends
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        """The peer is dead, left, or cannot be reached: what it was to deliver is everybody's again."""
+        self._remove(peer)
+        return self._fill_all(now)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that is wanted is here."""
+        return not bool(np.any(self._wanted & ~self.have))
+
+    def lacks(self, numbers: Sequence[int] | Bits) -> bool:
+        """Return whether one of these is not here."""
+        return not bool(np.all(self.have[numbers]))
+
+    def is_sourceless(self, numbers: Sequence[int] | Bits) -> bool:
+        """Return whether no peer is known to have one of these that is missing."""
+        mask = np.zeros(self.count, np.bool_)
+        mask[numbers] = True
+        return bool(np.any(mask & ~self.have & (self._holders == 0)))
+
+    # What peers say
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        """A message of a peer. Raises RemoteProtocolError."""
+        if sender in self._dropped:
+            return []
+        peer = self.peers.get(sender)
+        if isinstance(message, Have):
+            return self._on_have(now, sender, message)
+        if peer is None:
+            return []  # it was given up meanwhile
+        match message:
+            case Unknown():
+                self._remove(sender)
+                return self._fill_all(now)
+            case Got():
+                return self._on_got(now, peer, message)
+            case Ask():
+                return self._on_ask(now, peer, message)
+            case Cancel():
+                self._on_cancel(peer, message)
+                return []
+            case Refused():
+                return self._on_refused(now, peer, message)
+            case Piece():
+                return self._on_piece(now, peer, message)
+
+    def wake(self, now: float) -> Sends:
+        """Give up on those that send nothing, and ask again."""
+        sends: Sends = []
+        self.deadline = inf
+        for peer in list(self.peers.values()):
+            if not peer.answered and now - peer.question_at > QUESTION_SECONDS:
+                peer.question_at = now
+                sends.append((peer.peer, self._have_set(is_question=True)))
+            if peer.is_stuck(now, STALL_SECONDS):
+                sends.append((peer.peer, Cancel(self.data, tuple(peer.asked)[:NUMBERS_MAX])))
+                peer.paused_until = now + PAUSE_SECONDS
+                for number in list(peer.asked):
+                    self._release(peer, number)
+                    peer.cancelled.add(number)
+        sends += self._fill_all(now)
+        return sends
+
+    # Inside
+
+    def _on_have(self, now: float, sender: PeerId, message: Have) -> Sends:
+        has = np.unpackbits(np.frombuffer(message.pieces, np.uint8), bitorder="little")
+        if len(message.pieces) != -(-self.count // 8) or has[self.count :].any():
+            raise RemoteProtocolError("a have-set of another length than the data set's")
+        peer = self.peers.get(sender)
+        if peer is None:
+            if len(self.peers) >= PEERS_MAX:
+                return [(sender, Unknown(self.data))]
+            peer = self.peers[sender] = SwarmPeer(sender, self.count, now)
+        self._holders -= peer.has
+        peer.has = has[: self.count].astype(np.bool_)
+        self._holders += peer.has
+        peer.is_complete = message.is_complete
+        peer.answered = True
+        sends: Sends = []
+        if message.is_question:
+            sends.append((sender, self._have_set(is_question=False)))
+        self._schedule(now)
+        return sends + self._fill(now, peer)
+
+    def _on_got(self, now: float, peer: SwarmPeer, message: Got) -> Sends:
+        peer.is_complete = message.is_complete
+        for number in self._checked(message.numbers):
+            if not peer.has[number]:
+                peer.has[number] = True
+                self._holders[number] += 1
+            peer.retry_at.pop(number, None)
+            if (given := self._given.get(number)) and given[0] == peer.peer:
+                del self._given[number]
+        self._schedule(now)
+        return self._fill(now, peer)
+
+    def _on_ask(self, now: float, peer: SwarmPeer, message: Ask) -> Sends:
+        sends: Sends = []
+        for number in self._checked(message.numbers):
+            if not self.have[number]:
+                sends.append((peer.peer, Refused(self.data, number, "absent")))
+            elif number in peer.uploads or peer.sending == number:
+                continue
+            elif len(peer.uploads) >= UPLOADS_MAX:
+                sends.append((peer.peer, Refused(self.data, number, "busy")))
+            elif self._goes_elsewhere(now, peer, number):
+                peer.put_off[number] = peer.put_off.get(number, 0) + 1
+                sends.append((peer.peer, Refused(self.data, number, "elsewhere")))
+            else:
+                peer.put_off.pop(number, None)
+                peer.uploads.append(number)
+                self._given[number] = (peer.peer, now)
+                self._was_given[number] = True
+        self._upload(peer)
+        return sends
+
+    def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
+        """Return whether another has this piece or is being sent it, and there are pieces that nobody was
+        sent yet."""
+        if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
+            return False
+        given = self._given.get(number)
+        is_given = given is not None and given[0] != peer.peer and given[1] + GIVEN_SECONDS > now
+        if not is_given and not self._holders[number]:
+            return False
+        return bool(np.any(self.have & (self._holders == 0) & ~self._was_given))
+
+    def _take_back(self, number: int) -> None:
+        """This piece is not on its way to anybody any more."""
+        self._given.pop(number, None)
+        self._was_given[number] = False
+
+    def _on_cancel(self, peer: SwarmPeer, message: Cancel) -> None:
+        for number in self._checked(message.numbers):
+            if number in peer.uploads:
+                peer.uploads.remove(number)
+                given = self._given.get(number)
+                if given is not None and given[0] == peer.peer:
+                    self._take_back(number)
+
+    def _on_refused(self, now: float, peer: SwarmPeer, message: Refused) -> Sends:
+        number = self._checked((message.number,))[0]
+        if number not in peer.asked:
+            return []
+        self._release(peer, number)
+        if message.why == "absent":
+            peer.misses += 1
+            if peer.has[number]:
+                peer.has[number] = False
+                self._holders[number] -= 1
+            if peer.misses >= MISSES_MAX and peer.misses > peer.delivered:
+                return self._drop(now, peer.peer, "it has not what it says that it has")
+        else:
+            if len(peer.retry_at) > 4 * NUMBERS_MAX:
+                peer.retry_at = {each: at for each, at in peer.retry_at.items() if at > now}
+            peer.retry_at[number] = now + RETRY_SECONDS
+        self._schedule(now)
+        return self._fill_all(now)
+
+    def _on_piece(self, now: float, peer: SwarmPeer, message: Piece) -> Sends:
+        number = self._checked((message.number,))[0]
+        if number in peer.cancelled:
+            peer.cancelled.discard(number)
+            self.wasted_pieces += 1
+            if self.have[number] or number in self._verifying:
+                return []
+            peer.asked.setdefault(number, now)
+        if number not in peer.asked:
+            raise RemoteProtocolError("a piece that was not asked for")
+        peer.arrived(now, number, len(message.body))
+        self._release(peer, number)
+        if self.have[number] or number in self._verifying:
+            self.wasted_pieces += 1
+        else:
+            self._verifying.add(number)
+            self.events.append(PieceArrived(peer.peer, number, message.body))
+        return self._fill(now, peer)
+
+    def _checked(self, numbers: Sequence[int]) -> Sequence[int]:
+        if any(number >= self.count for number in numbers):
+            raise RemoteProtocolError("a piece that the data set does not have")
+        return numbers
+
+    def _have_set(self, *, is_question: bool) -> Have:
+        bits = np.packbits(self.have, bitorder="little").tobytes()
+        return Have(self.data, bits, is_question, self.is_complete)
+
+    def _upload(self, peer: SwarmPeer) -> None:
+        if peer.sending is None and peer.uploads:
+            peer.sending = peer.uploads.popleft()
+            self.events.append(UploadDue(peer.peer, peer.sending))
+
+    def _release(self, peer: SwarmPeer, number: int) -> None:
+        """`peer` owes this no longer; if nobody does, it may be asked of anybody."""
+        peer.asked.pop(number, None)
+        if not any(number in other.asked for other in self.peers.values()):
+            self._in_flight[number] = False
+
+    def _remove(self, peer: PeerId) -> None:
+        found = self.peers.pop(peer, None)
+        if found is None:
+            return
+        for number in list(found.asked):
+            self._release(found, number)
+        self._holders -= found.has
+        for number, given in list(self._given.items()):
+            if given[0] == peer:
+                self._take_back(number)
+
+    def _drop(self, now: float, peer: PeerId, reason: str) -> Sends:
+        self._remove(peer)
+        if len(self._dropped) < 4 * PEERS_MAX:
+            self._dropped.add(peer)
+        self.events.append(PeerDropped(peer, reason))
+        return [(peer, Unknown(self.data)), *self._fill_all(now)]
+
+    def _fill_all(self, now: float) -> Sends:
+        sends: Sends = []
+        # Whoever has least to do is asked first.
+        for peer in sorted(self.peers.values(), key=lambda each: len(each.asked)):
+            sends += self._fill(now, peer)
+        self._schedule(now)
+        return sends
+
+    def _fill(self, now: float, peer: SwarmPeer) -> Sends:
+        """Ask a peer for as much as its window has room for."""
+        room = peer.window - len(peer.asked)
+        if room <= 0 or peer.paused_until > now:
+            return []
+        open_ = self._wanted & ~self.have & peer.has
+        if self._verifying:
+            open_[list(self._verifying)] = False
+        possible = open_ & ~self._in_flight
+        if refused := [number for number, at in peer.retry_at.items() if at > now]:
+            possible[refused] = False
+        fetching = sorted([self.me, *(each.peer for each in self.peers.values() if not each.is_complete)])
+        numbers = self._choice.pick(
+            possible,
+            self._urgency,
+            self._holders,
+            place=fetching.index(self.me),
+            shares=len(fetching),
+            limit=min(room, NUMBERS_MAX),
+        )
+        if not numbers and not peer.asked:
+            numbers = self._overdue(now, peer, open_ & self._in_flight)
+        for number in numbers:
+            peer.ask(now, number)
+            self._in_flight[number] = True
+        return [(peer.peer, Ask(self.data, tuple(numbers)))] if numbers else []
+
+    def _overdue(self, now: float, peer: SwarmPeer, open_: Bits) -> list[int]:
+        """A piece that another has owed for long, to be asked of this peer besides."""
+        for number in map(int, np.flatnonzero(open_)):
+            owing = [each.asked[number] for each in self.peers.values() if number in each.asked]
+            if len(owing) == 1 and owing[0] + HEDGE_SECONDS < now and peer.retry_at.get(number, 0.0) <= now:
+                return [number]
+        return []
+
+    def _schedule(self, now: float) -> None:
+        is_waiting = any(not peer.answered for peer in self.peers.values())
+        if is_waiting or not self.is_complete:
+            self.deadline = min(self.deadline, now + TICK_SECONDS)

@@ -1,0 +1,353 @@
+"""The shell of `gossip.pieces`: exchanges of data sets with other peers over streams, on this node's blobs.
+
+One stream goes out to each peer, for all data sets: small messages first, then one piece at a time. Pieces
+that arrive are hashed and written by the executor. A data set that lies here whole is served to whoever knows
+its hash.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from math import inf
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Have, Message, Piece, Unknown
+from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.seams import Seams, Stream, StreamLimits, own_rng
+from node.storage.blobs import Blobs
+
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
+EXCHANGES_MAX = 16
+"""Data sets at once; the one that was used longest ago goes."""
+LINKS_MAX = 64
+QUEUE_MAX = 4_096
+"""Small messages that wait for one peer; with more it counts as lost."""
+OPEN_SECONDS_MAX = 10.0
+SEND_SECONDS_MAX = 120.0
+"""For one message, of at most 256 KiB: 18 kbit/s."""
+IDLE_SECONDS = 30.0
+"""After which a stream with nothing to send is closed."""
+MEET_SECONDS = 3.0
+"""How often those that may hold missing pieces are asked again."""
+NO_SOURCE_SECONDS = 12.0
+"""So long nobody may be known to have a missing piece."""
+STILL_SECONDS_MAX = 180.0
+"""So long nothing may arrive at all."""
+_CLOSE_SECONDS = 1.0
+
+Refuse = Callable[[PeerId, RemoteProtocolError], None]
+Hashes = Sequence[bytes]
+"""Of all pieces of a data set, in the order of their numbers; empty where a shard's list is not here."""
+
+
+class DataExchange:
+    """All exchanges of one node. `known` gives the hashes of a data set that lies here, None where none
+    does."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        blobs: Blobs,
+        *,
+        refuse: Refuse,
+        known: Callable[[bytes], Awaitable[Hashes | None]],
+        start_task: Callable[..., None],
+    ) -> None:
+        """`start_task(task, *arguments)` runs a task beside the node's others."""
+        self.uploaded_bytes = 0
+        self.downloaded_bytes = 0
+        self._seams = seams
+        self._blobs = blobs
+        self._refuse = refuse
+        self._known = known
+        self._start_task = start_task
+        self._open: dict[bytes, Exchange] = {}
+        self._links: dict[PeerId, _Link] = {}
+        self._turn = trio.Lock()
+
+    def serve(self) -> None:
+        """Answer peers from now on."""
+        self._seams.network.handle(DATA_PROTOCOL, self._serve, STREAMS)
+
+    def open(self, data: bytes, hashes: Hashes) -> "Exchange":
+        """The exchange of the data set with this hash. Where it is open already, `hashes` are added."""
+        found = self._open.pop(data, None)
+        if found is None:
+            here = [number for number, name in enumerate(hashes) if name and self._blobs.has(name)]
+            rng = own_rng(self._seams.rng)
+            core = self._seams.core(PieceSwarm, self._seams.network.peer, data, len(hashes), here, rng)
+            found = Exchange(self, core, list(hashes))
+            self._start_task(found.run)
+        else:
+            found.learn(hashes)
+        self._open[data] = found
+        idle = [each for each in self._open.values() if not each.waiters and each is not found]
+        for each in idle[: max(0, len(self._open) - EXCHANGES_MAX)]:
+            self.close(each)
+        return found
+
+    def close(self, exchange: "Exchange") -> None:
+        """Take part in this one no longer."""
+        if self._open.get(exchange.core.data) is exchange:
+            del self._open[exchange.core.data]
+        exchange.scope.cancel()
+
+    async def _serve(self, stream: Stream) -> None:
+        peer = stream.peer
+        try:
+            while True:
+                message: Message = decode(await stream.receive(), Message, bytes_max=MESSAGE_BYTES_MAX)
+                exchange = await self._find(message)
+                if exchange is not None:
+                    exchange.act(exchange.core.receive(trio.current_time(), peer, message))
+                elif isinstance(message, Have) and message.is_question:
+                    self.send([(peer, Unknown(message.data))])
+        except StreamClosed:
+            return
+        except RemoteProtocolError as error:
+            self._refuse(peer, error)
+
+    async def _find(self, message: Message) -> "Exchange | None":
+        exchange = self._open.get(message.data)
+        if exchange is None and isinstance(message, Have) and message.is_question:
+            async with self._turn:  # a stranger's questions cost one look at the disk at a time
+                hashes = await self._known(message.data)
+                if hashes is not None:
+                    return self.open(message.data, hashes)
+        return exchange
+
+    def send(self, sends: Sends) -> None:
+        """Queue messages."""
+        for peer, message in sends:
+            link = self._link(peer)
+            if link is None or len(link.queue) >= QUEUE_MAX:
+                self._lost(peer)
+                continue
+            link.queue.append(message)
+            link.more.set()
+
+    def upload(self, exchange: "Exchange", due: UploadDue) -> None:
+        """Queue a piece for a peer."""
+        link = self._link(due.peer)
+        if link is None:
+            self._lost(due.peer)
+            return
+        link.uploads.append((exchange, due.number))
+        link.more.set()
+
+    def _link(self, peer: PeerId) -> "_Link | None":
+        link = self._links.get(peer)
+        if link is None and len(self._links) < LINKS_MAX:
+            link = self._links[peer] = _Link()
+            self._start_task(self._keep_link, peer, link)
+        return link
+
+    async def _keep_link(self, peer: PeerId, link: "_Link") -> None:
+        try:
+            with contain("link of data"):
+                await self._drain(peer, link)
+        finally:
+            if self._links.get(peer) is link:
+                del self._links[peer]
+            if link.queue or link.uploads or link.is_broken:
+                self._lost(peer)
+
+    async def _drain(self, peer: PeerId, link: "_Link") -> None:
+        stream: Stream | None = None
+        link.is_broken = True
+        try:
+            with trio.move_on_after(OPEN_SECONDS_MAX):
+                stream = await self._seams.network.open(
+                    peer, DATA_PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX
+                )
+            if stream is None:
+                return
+            while True:
+                while (item := link.take()) is not None:
+                    exchange, number = item if isinstance(item, tuple) else (None, 0)
+                    message = item if not isinstance(item, tuple) else await item[0].read(number)
+                    if message is not None:
+                        with trio.fail_after(SEND_SECONDS_MAX):
+                            await stream.send(encode(message))
+                    if exchange is not None:
+                        self.uploaded_bytes += len(message.body) if isinstance(message, Piece) else 0
+                        exchange.on_uploaded(peer, number, was_sent=message is not None)
+                link.more = trio.Event()
+                if link.queue or link.uploads:
+                    continue
+                with trio.move_on_after(IDLE_SECONDS) as idle:
+                    await link.more.wait()
+                if idle.cancelled_caught and not link.queue and not link.uploads:
+                    link.is_broken = False
+                    return
+        except (Unreachable, StreamClosed, trio.TooSlowError):
+            return
+        finally:
+            if stream is not None:
+                with trio.move_on_after(_CLOSE_SECONDS) as scope:
+                    scope.shield = True
+                    await stream.aclose()
+
+    def _lost(self, peer: PeerId) -> None:
+        for exchange in list(self._open.values()):
+            exchange.act(exchange.core.lost(trio.current_time(), peer))
+
+    # For exchanges
+
+    def refuse(self, dropped: PeerDropped) -> None:
+        """Count a peer that broke the protocol."""
+        self._refuse(dropped.peer, RemoteProtocolError(dropped.reason))
+
+    def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run a task beside the node's others."""
+        self._start_task(task, *arguments)
+
+    async def run_disk(self, function: Callable[[], object]) -> object:
+        """Run what waits for the disk elsewhere."""
+        return await self._seams.executor.run(function)
+
+    @property
+    def blobs(self) -> Blobs:
+        """Where pieces lie."""
+        return self._blobs
+
+
+class Exchange:
+    """One data set's: the core, and who waits for its pieces."""
+
+    def __init__(self, owner: DataExchange, core: PieceSwarm, hashes: list[bytes]) -> None:
+        self.core = core
+        self.scope = trio.CancelScope()
+        self.waiters = 0
+        self._owner = owner
+        self._hashes = hashes
+        self._changed = trio.Event()
+        self._woken = trio.Event()
+        self._arrived_at = -inf
+        self._failure: OSError | None = None
+
+    def learn(self, hashes: Hashes) -> None:
+        """Lists of more shards are here."""
+        for number, name in enumerate(hashes):
+            if name and not self._hashes[number]:
+                self._hashes[number] = name
+                self.core.have[number] = self._owner.blobs.has(name)
+
+    async def run(self) -> None:
+        """Wake the core at its deadlines until this is closed."""
+        with self.scope:
+            while True:
+                self._woken = trio.Event()
+                with trio.move_on_at(self.core.deadline):
+                    await self._woken.wait()
+                if self.core.deadline <= trio.current_time():
+                    self.act(self.core.wake(trio.current_time()))
+
+    def act(self, sends: Sends) -> None:
+        """Do what the core wants done."""
+        events = self.core.events[:]
+        self.core.events.clear()
+        for event in events:
+            match event:
+                case PieceArrived():
+                    self._owner.start(self._keep, event)
+                case UploadDue():
+                    self._owner.upload(self, event)
+                case PeerDropped():
+                    self._owner.refuse(event)
+        self._owner.send(sends)
+        self._woken.set()
+
+    async def _keep(self, arrived: PieceArrived) -> None:
+        name, number = self._hashes[arrived.number], arrived.number
+        try:
+            is_right = await self._owner.run_disk(partial(self._owner.blobs.take, name, arrived.body))
+        except OSError as error:
+            self._failure = error
+            self._tell()
+            self.act(self.core.not_stored(trio.current_time(), number))
+            return
+        if is_right:
+            self._arrived_at = trio.current_time()
+            self._owner.downloaded_bytes += len(arrived.body)
+        self.act(self.core.stored(trio.current_time(), arrived.sender, number, is_right=bool(is_right)))
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def read(self, number: int) -> Piece | None:
+        """A piece to be sent; None where it is not here, or was damaged."""
+        body = await self._owner.run_disk(partial(self._owner.blobs.get, self._hashes[number]))
+        return Piece(self.core.data, number, body) if isinstance(body, bytes) else None
+
+    def on_uploaded(self, peer: PeerId, number: int, *, was_sent: bool) -> None:
+        """A queued piece has gone out, or is not here."""
+        self.act(self.core.uploaded(trio.current_time(), peer, number, was_sent=was_sent))
+
+    def want(self, numbers: Sequence[int], urgency: int) -> None:
+        """Fetch these in the background."""
+        self.act(self.core.want(trio.current_time(), numbers, urgency))
+
+    def meet(self, peers: Sequence[PeerId]) -> None:
+        """These may have the data, or want it."""
+        self.act(self.core.meet(trio.current_time(), peers))
+
+    def recheck(self, numbers: Sequence[int]) -> None:
+        """Some of these seem not to be here: look again."""
+        self.core.forget(
+            [number for number in numbers if not self._owner.blobs.has(self._hashes[number] or b"")]
+        )
+
+    async def wait(
+        self, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
+    ) -> None:
+        """Until these are here.
+
+        Raises:
+            Unreachable: nobody has one of them, or nothing comes. OSError: no room.
+        """
+        self.waiters += 1
+        try:
+            self.want(numbers, urgency)
+            began = sourceless_since = trio.current_time()
+            while self.core.lacks(numbers):
+                self._failure = None
+                self.meet(holders())
+                changed = self._changed
+                with trio.move_on_after(MEET_SECONDS):
+                    await changed.wait()
+                if self._failure is not None:
+                    raise self._failure
+                now = trio.current_time()
+                if not self.core.is_sourceless(numbers):
+                    sourceless_since = now
+                if now - sourceless_since > NO_SOURCE_SECONDS:
+                    raise Unreachable("unknown", "nobody who can be reached has all of the run's data")
+                if now - max(began, self._arrived_at) > STILL_SECONDS_MAX:
+                    raise Unreachable("timeout", f"none of the run's data came in {STILL_SECONDS_MAX:.0f} s")
+        finally:
+            self.waiters -= 1
+
+
+class _Link:
+    """What one peer is to be sent. Everything small goes before a piece."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Message] = deque()
+        self.uploads: deque[tuple[Exchange, int]] = deque()
+        self.more = trio.Event()
+        self.is_broken = False
+
+    def take(self) -> "Message | tuple[Exchange, int] | None":
+        """The next."""
+        if self.queue:
+            return self.queue.popleft()
+        return self.uploads.popleft() if self.uploads else None

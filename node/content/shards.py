@@ -1,0 +1,230 @@
+"""A data set as it travels: a manifest, shards of samples, and pieces of 256 KiB by hash.
+
+The bytes of a shard are its samples one after the other, each the numbers of all columns in their order,
+little-endian: nothing has to be parsed, and any sample is read alone. A shard is a tree of two levels: its
+root is the hash of a list, the list holds the hashes of its pieces. The manifest names the roots, and its own
+hash names the data set; a run's manifest, which its requester signs, holds that. Lists and pieces are blobs
+(`node.storage.blobs`), compared with their hash whenever they are read.
+
+Row r of a part lies in shard r % S as its row r // S: what lay together in a person's file is dealt out over
+all shards, so a file that is sorted by class makes no shard of one class. S is a power of two that divides
+`partition.plan.assignment.LANES`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from gossip.pieces.messages import PIECE_BYTES, PIECES_MAX
+from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES
+from partition.plan.assignment import LANES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+PartName = Literal["train", "validation", "test"]
+PARTS: tuple[PartName, ...] = get_args(PartName)
+Kind = Literal[
+    "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""numpy's names of what data is made of."""
+
+SHARD_BYTES_MIN = 1 << 20
+"""A set that is smaller than twice this is one shard, and dealt to every trainer whole."""
+SHARD_PIECES_MAX = BLOB_BYTES_MAX // HASH_BYTES
+"""One list is one blob."""
+COLUMNS_MAX = 64
+SAMPLE_BYTES_MAX = 1 << 30
+MANIFEST_BYTES_MAX = 64 * 1024
+_CHUNK_BYTES = 4 << 20
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Side = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+Put = Callable[[bytes], bytes]
+"""Keep a blob; returns its hash."""
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """An array of samples: its name, numpy's name of its type, and the shape of one sample."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=120)]
+    kind: Kind
+    shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one sample."""
+        return prod(self.shape) * np.dtype(self.kind).itemsize
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Training, validation or test samples: how many, and the root of each shard."""
+
+    name: PartName
+    samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    shards: Annotated[tuple[Hash, ...], msgspec.Meta(min_length=1, max_length=LANES)]
+
+    def rows(self, shard: int) -> int:
+        """How many samples a shard has."""
+        count = len(self.shards)
+        return (self.samples - shard + count - 1) // count
+
+
+class DataManifest(msgspec.Struct, frozen=True, array_like=True):
+    """A data set. `window` is how many bytes make a sample of text, 0 for other data: its one column holds
+    a window and the byte after it. `label_values` is how many labels there are, where the form says so."""
+
+    columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=2, max_length=len(PARTS))]
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    label_values: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if names != [name for name in PARTS if name in names] or {"train", "test"} - set(names):
+            raise ValueError("parts are train, perhaps validation, and test")
+        if len({column.name for column in self.columns}) != len(self.columns):
+            raise ValueError("two columns of one name")
+        if not 0 < self.sample_bytes <= SAMPLE_BYTES_MAX:
+            raise ValueError("samples of an impossible size")
+        for part in self.parts:
+            if LANES % len(part.shards) or len(part.shards) > part.samples:
+                raise ValueError("shards that lanes cannot be dealt to")
+            if self.pieces_of(part, 0) > SHARD_PIECES_MAX:
+                raise ValueError("a shard of too many pieces")
+        if self.window and (len(self.columns) != 1 or self.columns[0].shape != (self.window + 1,)):
+            raise ValueError("text is one column of bytes")
+        if self.pieces > PIECES_MAX:
+            raise ValueError(f"more than {PIECES_MAX * PIECE_BYTES >> 30} GiB of samples")
+
+    @property
+    def sample_bytes(self) -> int:
+        return sum(column.size_bytes for column in self.columns)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of a sample as it lies in a shard."""
+        return np.dtype([(column.name, column.kind, column.shape) for column in self.columns])
+
+    @property
+    def pieces(self) -> int:
+        """Of all shards of all parts; they are numbered in this order."""
+        return sum(self.pieces_of(part, shard) for part in self.parts for shard in range(len(part.shards)))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all samples."""
+        return self.sample_bytes * sum(part.samples for part in self.parts)
+
+    def pieces_of(self, part: Part, shard: int) -> int:
+        """How many pieces a shard has."""
+        return -(-part.rows(shard) * self.sample_bytes // PIECE_BYTES)
+
+    def part(self, name: PartName) -> Part | None:
+        """The part of this name."""
+        return next((part for part in self.parts if part.name == name), None)
+
+    def shards(self) -> Iterator[tuple[Part, int, int]]:
+        """Every shard: its part, its number there, and the number of its first piece."""
+        first = 0
+        for part in self.parts:
+            for shard in range(len(part.shards)):
+                yield part, shard, first
+                first += self.pieces_of(part, shard)
+
+    def piece_sizes(self, part: Part, shard: int) -> list[int]:
+        """How many bytes each piece of a shard has."""
+        size = part.rows(shard) * self.sample_bytes
+        count = self.pieces_of(part, shard)
+        return [PIECE_BYTES] * (count - 1) + [size - PIECE_BYTES * (count - 1)]
+
+
+def shard_count(samples: int, size_bytes: int) -> int:
+    """Into how many shards a part of so many samples and bytes is cut."""
+    most = min(LANES, samples, max(1, size_bytes // SHARD_BYTES_MIN))
+    return int(2 ** (most.bit_length() - 1))
+
+
+def hashes_of(listed: bytes, count: int) -> list[bytes]:
+    """The hashes of a shard's list, which must have `count`. Raises RemoteProtocolError."""
+    if len(listed) != count * HASH_BYTES:
+        raise RemoteProtocolError("a list of another number of pieces than the manifest's")
+    return [listed[start : start + HASH_BYTES] for start in range(0, len(listed), HASH_BYTES)]
+
+
+def kind_of(dtype: "np.dtype[Any]") -> Kind | None:
+    """Return how numbers of this type travel, None where they do not."""
+    little = dtype.newbyteorder("<") if dtype.itemsize > 1 else dtype
+    return next((kind for kind in KINDS if kind == little.str), None)
+
+
+def pack(
+    parts: Mapping[PartName, Mapping[str, Array]], put: Put, *, window: int = 0, label_values: int = 0
+) -> tuple[DataManifest, bytes]:
+    """Cut arrays by name, each (N, ...), into shards whose blobs are `put`; the manifest and its hash.
+
+    Only some MiB are in memory at once, so the arrays may be mapped files. For text `parts` have x and y,
+    which are y's last byte apart.
+
+    Raises:
+        ValueError: a type of numbers that does not travel, or too much of them. OSError: as `put`.
+    """
+    first = parts["train"]
+    if window:
+        columns: tuple[Column, ...] = (Column("text", "|u1", (window + 1,)),)
+    else:
+        columns = tuple(_column(name, array) for name, array in first.items())
+    sample_bytes = sum(column.size_bytes for column in columns)
+    dtype = np.dtype([(column.name, column.kind, column.shape) for column in columns])
+    made = []
+    for name in PARTS:
+        if (arrays := parts.get(name)) is None:
+            continue
+        samples = len(next(iter(arrays.values())))
+        count = shard_count(samples, samples * sample_bytes)
+        roots = []
+        for shard in range(count):
+            records = _records(arrays, dtype, shard, count, max(1, _CHUNK_BYTES // sample_bytes), window)
+            roots.append(put(b"".join(put(piece) for piece in _pieces(records))))
+        made.append(Part(name, samples, tuple(roots)))
+    manifest = DataManifest(columns, tuple(made), window, label_values)
+    return manifest, put(encode(manifest))
+
+
+def _column(name: str, array: Array) -> Column:
+    kind = kind_of(array.dtype)
+    if kind is None:
+        raise ValueError(f"{name}: numbers of type {array.dtype} do not travel")
+    return Column(name, kind, tuple(map(int, array.shape[1:])))
+
+
+def _records(
+    arrays: Mapping[str, Array], dtype: "np.dtype[Any]", shard: int, count: int, step: int, window: int
+) -> Iterator[bytes]:
+    samples = len(next(iter(arrays.values())))
+    for first in range(shard, samples, step * count):
+        rows = slice(first, min(samples, first + step * count), count)
+        records = np.zeros(len(range(*rows.indices(samples))), dtype)
+        if window:
+            records["text"][:, :window] = arrays["x"][rows]
+            records["text"][:, window] = arrays["y"][rows][:, -1]
+        else:
+            for name in dtype.names or ():
+                records[name] = arrays[name][rows]
+        yield records.tobytes()
+
+
+def _pieces(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    held = bytearray()
+    for chunk in chunks:
+        held += chunk
+        whole = len(held) // PIECE_BYTES * PIECE_BYTES
+        for start in range(0, whole, PIECE_BYTES):
+            yield bytes(held[start : start + PIECE_BYTES])
+        del held[:whole]
+    if held:
+        yield bytes(held)

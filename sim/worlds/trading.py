@@ -1,0 +1,137 @@
+"""A data set on its way from one peer to many, on the engine: the real exchange core, pieces without meaning.
+
+Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. What
+a piece holds is its number; a liar sends another's, a mute peer says what it has and sends nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from crypto.identity import PeerId
+from gossip.pieces.messages import PIECE_BYTES, Message, Piece
+from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
+from sim.custom_cores import CustomSwarm, PeerSlot
+from sim.network.model import Access, NetworkModel
+
+NUMBER_BYTES = 8
+_DATA = bytes(32)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A peer has everything."""
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What came of it: how many peers have everything, and virtual seconds until the last of them."""
+
+    finished: int
+    seconds: float
+    seconds_of_source_alone: float
+    copies_of_source: float
+    wasted_share: float
+    dropped_liars: int
+
+
+class Trader:
+    """One peer: the core, and what its shell would do at once. Number 0 is the source."""
+
+    def __init__(self, slot: PeerSlot, count: int, *, dies_after: float = inf, kind: str = "") -> None:
+        self.events: list[Any] = []
+        self.core = PieceSwarm(
+            slot.peer, _DATA, count, range(count) if slot.number == 0 or kind else (), slot.rng
+        )
+        self._peers: Sequence[PeerId] = slot.peers
+        self._is_source = slot.number == 0 or bool(kind)
+        self._kind = kind
+        self._dies_after = dies_after
+        self._is_started = self._is_finished = self._is_dead = False
+
+    @property
+    def deadline(self) -> float:
+        return self.core.deadline if self._is_started else 0.0
+
+    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
+        return self._act(now, self.core.receive(now, sender, message))
+
+    def wake(self, now: float) -> Sends:
+        if self._is_started:
+            return self._act(now, self.core.wake(now))
+        self._is_started = True
+        if self._is_source:
+            return []
+        wanted = self.core.want(now, range(self.core.count))
+        return self._act(now, [*wanted, *self.core.meet(now, self._peers)])
+
+    def _act(self, now: float, sends: Sends) -> Sends:
+        if self._is_dead:
+            return []
+        found = list(sends)
+        while self.core.events:
+            event = self.core.events.pop(0)
+            match event:
+                case PieceArrived():
+                    is_right = event.body[:NUMBER_BYTES] == event.number.to_bytes(NUMBER_BYTES, "big")
+                    found += self.core.stored(now, event.sender, event.number, is_right=is_right)
+                case UploadDue() if self._kind != "mute":
+                    number = event.number + (self._kind == "liar")
+                    body = number.to_bytes(NUMBER_BYTES, "big") + bytes(PIECE_BYTES - NUMBER_BYTES)
+                    found.append((event.peer, Piece(_DATA, event.number, body)))
+                    found += self.core.uploaded(now, event.peer, event.number, was_sent=True)
+                case PeerDropped():
+                    self.events.append(event)
+        if self.core.uploaded_pieces >= self._dies_after:
+            # As SIGKILL; what its kernel has taken goes out.
+            self._is_dead = True
+            self.core.deadline = inf
+        if not self._is_source and not self._is_finished and self.core.is_complete:
+            self._is_finished = True
+            self.events.append(Finished())
+        return found
+
+
+def trade(
+    *,
+    peers: int,
+    pieces: int,
+    mbit_per_second: float,
+    seed: int,
+    kill_after_copies: float = inf,
+    liars: int = 0,
+    mutes: int = 0,
+    seconds_max: float = 3_600.0,
+) -> Trade:
+    """Bring `pieces` from one source to `peers`, of which the last are `liars` and `mutes` that claim to have
+    everything. The source dies once so many copies have left it."""
+    kinds = ["", *[""] * (peers - liars - mutes), *["liar"] * liars, *["mute"] * mutes]
+    access = Access(1.0, mbit_per_second, mbit_per_second, queue_seconds=1e6)
+    swarm = CustomSwarm(
+        lambda slot: Trader(
+            slot,
+            pieces,
+            dies_after=kill_after_copies * pieces if slot.number == 0 else inf,
+            kind=kinds[slot.number],
+        ),
+        nodes=peers + 1,
+        network=NetworkModel(nearest_seconds=0.02, farthest_seconds=0.06, access=(access,)),
+        seed=seed,
+    )
+    honest = peers - liars - mutes
+    until = 0.0
+    while len(swarm.of(Finished)) < honest and until < seconds_max:
+        until += 5.0
+        swarm.run(until=until)
+    ends = [observed.time for observed in swarm.of(Finished)]
+    cores = [trader.core for trader in swarm.cores]
+    size_bits = pieces * PIECE_BYTES * 8
+    return Trade(
+        finished=len(ends),
+        seconds=max(ends, default=inf),
+        seconds_of_source_alone=peers * size_bits / (mbit_per_second * 1e6),
+        copies_of_source=cores[0].uploaded_pieces / pieces,
+        wasted_share=sum(core.wasted_pieces for core in cores) / (pieces * max(1, honest)),
+        dropped_liars=len(swarm.of(PeerDropped)),
+    )
