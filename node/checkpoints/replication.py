@@ -1,4 +1,4 @@
-"""Replication of checkpoints: the choice of keepers, and how each, asked to keep, pulls what it lacks.
+"""Replication of checkpoints: how each keeper, asked to keep, pulls what it lacks.
 
 `/peerloom/copies/1`, a stream per request:
 
@@ -6,7 +6,7 @@
     Conclude    the checkpoint has this name: take its manifest and its graph, and tell the DHT
     Which       what checkpoints of a run have you?
 
-Every member works out the keepers alike: `keepers` is a pure function of the roster.
+Who keeps a stage: `partition.run.checkpoint_rounds.checkpoint_holders`.
 """
 
 from collections import defaultdict
@@ -16,7 +16,6 @@ from typing import Annotated, Protocol
 
 import msgspec
 import trio
-from blake3 import blake3
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -38,8 +37,6 @@ COPIES_PROTOCOL = "/peerloom/copies/1"
 CHECKPOINT_PURPOSE = "checkpoint"
 """DHT records under (this, short run id): one for each peer that keeps a checkpoint of the run, the
 newest."""
-COPIES = 3
-"""Peers that keep each stage: two may go in the same hour."""
 HOLDERS_MAX = 64
 MESSAGE_BYTES_MAX = 8_192
 """A Keep with as many holders as there may be replicas."""
@@ -66,27 +63,6 @@ _RECORD_BYTES_MAX = 64
 
 RunText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=HOLDERS_MAX)]
-
-
-def checkpoint_holders(
-    run: bytes, stage: int, roster: Collection[PeerId], replicas: Collection[PeerId], count: int = COPIES
-) -> tuple[PeerId, ...]:
-    """Return who keeps a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and Ravishankar
-    1998).
-
-    A peer that comes or goes moves only its own share. Never are all of them replicas of the stage, if the
-    roster has others: what fells the replicas would fell the copies. Fewer where the roster is smaller.
-    """
-
-    def weight(peer: PeerId) -> bytes:
-        return blake3(run + stage.to_bytes(4, "big") + peer).digest()
-
-    order = sorted(set(roster), key=weight)
-    chosen = order[:count]
-    others = [peer for peer in order if peer not in replicas]
-    if chosen and others and not set(chosen) & set(others):
-        chosen[-1] = others[0]
-    return tuple(chosen)
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

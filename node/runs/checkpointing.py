@@ -3,19 +3,20 @@
 After a step whose number the manifest says, the first replica of each stage puts a copy of its state away and
 says so (`Saved`); training goes on meanwhile. Once all stages have, the committer has each copied to other
 members, seals the manifest, and tells everybody its name (`Checkpointed`): that is what a stage without a
-replica goes back to.
+replica goes back to. What is decided of this, `partition.run.checkpoint_rounds` decides; disks, copies and
+requests are here.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.checkpoints.replication import Offer, checkpoint_holders
+from node.checkpoints.replication import Offer
 from node.errors import StageFailed, Unreachable
 from node.events import CheckpointFailed, CheckpointKept
 from node.protocols.checkpoint import StageState
@@ -25,11 +26,16 @@ from node.runs.context import Service
 from node.seams import Stage
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
+from partition.run.checkpoint_rounds import (
+    CheckpointRounds,
+    CheckpointWhole,
+    NewestChanged,
+    SealWanted,
+    SpreadWanted,
+)
 from partition.run.messages import REASON_LENGTH_MAX, Checkpointed
 from partition.steps.save_interval import SaveInterval
 
-COPIES_MIN = 2
-"""Of each stage: what is on one disk only goes with the replica that will be missed."""
 RESTORE_AGAIN_SECONDS = 2.0
 _OFFER_BYTES_MAX = 64
 
@@ -68,16 +74,17 @@ class Keeping:
         self._live = live
         self._learned = learned
         self._committer = committer
-        self._saved: dict[int, tuple[PeerId, StageState]] = {}
-        self._saving = -1, -1
-        self._is_spreading = False
-        self._is_writing = False
-        self._newest = _read_newest(service, run.text)
+        self._writing = trio.Lock()
+        newest = _read_newest(service, run.text)
+        self._rounds: CheckpointRounds[StageState] = CheckpointRounds(
+            run.id, service.signer.peer, live, None if newest is None else (newest.checkpoint, newest.step)
+        )
+        self._written = self._rounds.newest
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
         """The newest checkpoint that is whole somewhere, and its step."""
-        return None if self._newest is None else (self._newest.checkpoint, self._newest.step)
+        return self._rounds.newest
 
     @property
     def _now(self) -> float:
@@ -94,7 +101,7 @@ class Keeping:
 
         Returns once it is copied. Raises StageFailed.
         """
-        if plan.stages[number].replicas[0] != self._service.signer.peer:
+        if not self._rounds.saves(plan, number):
             return
         run, began = self._service.seams.executor.run, self._now
         copy = await run(
@@ -175,101 +182,94 @@ class Keeping:
     def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
         """A stage is put away at one of its replicas. Raises RemoteProtocolError."""
         row = plan.stages[message.stage] if message.stage < len(plan.stages) else None
-        if row is None or sender not in row.replicas:
-            raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
-        if (message.state.first_layer, message.state.last_layer) != (row.first_layer, row.last_layer):
+        layers = None if row is None else (row.first_layer, row.last_layer)
+        if layers != (message.state.first_layer, message.state.last_layer):
             raise RemoteProtocolError("other layers were saved than those of the stage")
+        self._rounds.saved(plan, sender, message.step, message.stage, message.state)
         committer = self._committer()
         if committer is not None:
             committer.checkpoint_took(message.step, message.milliseconds / 1_000)
-        saving = plan.height, message.step
-        if saving > self._saving:
-            self._saving, self._saved = saving, {}
-        if saving == self._saving:
-            self._saved[message.stage] = sender, message.state
-            self._spread_next(plan)
+        self._follow()
 
-    def _spread_next(self, plan: Plan) -> None:
-        """Spread what all stages have saved, one checkpoint after the other."""
-        height, step = self._saving
-        if len(self._saved) == len(plan.stages) and height == plan.height and not self._is_spreading:
-            self._is_spreading = True
-            rows = [self._saved.pop(number) for number in range(len(plan.stages))]
-            self._service.start_task(self._spread, plan, step, rows, of=self._run)
+    def _follow(self) -> None:
+        """Do what the rounds ask for."""
+        events, self._rounds.events[:] = list(self._rounds.events), []
+        for event in events:
+            match event:
+                case SpreadWanted() | SealWanted():
+                    self._service.start_task(self._go_on, event, of=self._run)
+                case NewestChanged():
+                    self._learned()
+                    self._service.start_task(self._write_newest, of=self._run)
+                case CheckpointWhole():
+                    self._service.start_task(self._tell_whole, event, of=self._run)
+                case _:
+                    assert_never(event)
 
-    async def _spread(self, plan: Plan, step: int, rows: Sequence[tuple[PeerId, StageState]]) -> None:
+    async def _go_on(self, wanted: SpreadWanted[StageState] | SealWanted[StageState]) -> None:
         try:
-            await self._spread_now(plan, step, rows)
+            await (self._spread(wanted) if isinstance(wanted, SpreadWanted) else self._seal(wanted))
         except (NoRoom, OSError) as error:
-            self._say_failed(step, error)
-        finally:
-            self._is_spreading = False
-            self._spread_next(plan)
+            self._say_failed(wanted.step, error)
+            self._rounds.failed()
+        except BaseException:
+            self._rounds.failed()
+            raise
+        self._follow()
 
-    async def _spread_now(self, plan: Plan, step: int, rows: Sequence[tuple[PeerId, StageState]]) -> None:
-        run, live = self._run, set(self._live()) | {self._service.signer.peer}
-        roster = [peer for peer in plan.members if peer in live]
-        wanted = [
-            checkpoint_holders(run.id, number, roster, [PeerId(peer) for peer in stage.replicas])
-            for number, stage in enumerate(plan.stages)
-        ]
-        states = [state for _, state in rows]
-        holders = [[sender] for sender, _ in rows]
-        have = await self._copies.spread(run.id, step, states, holders, wanted)
-        if not _are_enough(have, wanted):
-            return  # the checkpoint before stays the newest
+    async def _spread(self, wanted: SpreadWanted[StageState]) -> None:
+        holders = [[saver] for saver in wanted.savers]
+        have = await self._copies.spread(self._run.id, wanted.step, wanted.states, holders, wanted.keepers)
+        self._rounds.spread(have)
+
+    async def _seal(self, wanted: SealWanted[StageState]) -> None:
+        run, step = self._run, wanted.step
         samples = step * run.manifest.microbatches * run.manifest.microbatch
         name = await self._checkpoints.seal(
-            run, plan, step=step, samples=samples, stages=states, is_guest=self._is_guest
+            run, wanted.plan, step=step, samples=samples, stages=wanted.states, is_guest=self._is_guest
         )
-        keeping = sorted({peer for each in have for peer in each})
-        taken = {self._service.signer.peer, *await self._copies.conclude(run.id, step, name, keeping)}
-        have = tuple([peer for peer in each if peer in taken] for each in have)
-        if not _are_enough(have, wanted):
-            return
-        await self.learn(step, name)
-        for peer in plan.members:
-            if peer != self._service.signer.peer and peer in live:
-                self._service.send(peer, Checkpointed(plan_hash(plan), step, name))
-        copies = min((len(set(each)) for each in have), default=0)
-        size = sum(state.state_bytes for state in states)
+        keepers = sorted({peer for each in wanted.keepers for peer in each})
+        taken = {self._service.signer.peer, *await self._copies.conclude(run.id, step, name, keepers)}
+        self._rounds.sealed(name, [[peer for peer in each if peer in taken] for each in wanted.keepers])
+
+    async def _tell_whole(self, whole: CheckpointWhole[StageState]) -> None:
+        await self._write_newest()
+        for peer in whole.audience:
+            self._service.send(peer, Checkpointed(plan_hash(whole.plan), whole.step, whole.name))
         at, committer = self._service.seams.clock.wall(), self._committer()
         paced = None if committer is None else committer.saving
         self._service.publish(
             CheckpointKept(
                 at=at,
-                run=run.text,
-                step=step,
-                checkpoint=name.hex(),
-                copies=copies,
-                size_bytes=size,
+                run=self._run.text,
+                step=whole.step,
+                checkpoint=whole.name.hex(),
+                copies=whole.copies,
+                size_bytes=sum(state.state_bytes for state in whole.states),
                 next_steps=0 if paced is None else paced.steps,
                 next_seconds=0.0 if paced is None else round(paced.seconds, 3),
             )
         )
 
-    async def learn(self, step: int, name: bytes) -> None:
+    def learn(self, step: int, name: bytes) -> None:
         """A checkpoint is whole: whoever plans next may go back to it."""
-        if self._newest is not None and step <= self._newest.step:
-            return
-        self._newest = Offer(step, name)
-        self._learned()
-        if self._is_writing:
-            return  # whoever writes now goes on until the newest is written
-        self._is_writing = True
-        seams, written = self._service.seams, None
-        try:
-            while written != self._newest:
-                written = self._newest
-                data = encode(written)
+        self._rounds.learn(step, name)
+        self._follow()
+
+    async def _write_newest(self) -> None:
+        """Return once the newest checkpoint's name is on this disk; many at once make few writes."""
+        seams = self._service.seams
+        async with self._writing:
+            newest = self._rounds.newest
+            if newest is None or newest == self._written:
+                return
+            data = encode(Offer(newest[1], newest[0]))
+            try:
                 await seams.executor.run(partial(seams.storage.write, newest_name(self._run.text), data))
-        finally:
-            self._is_writing = False
-
-
-def _are_enough(have: Sequence[Sequence[PeerId]], wanted: Sequence[Sequence[PeerId]]) -> bool:
-    """Return whether each stage is on so many disks that it is not lost with the next one."""
-    return all(len(each) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))
+            except OSError as error:
+                self._say_failed(newest[1], error)
+            else:
+                self._written = newest
 
 
 def _read_newest(service: Service, run: str) -> Offer | None:

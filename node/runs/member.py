@@ -290,7 +290,7 @@ class RunMember:
                 if self._committer is not None:
                     _steer(self._committer, event)
             case events.CheckpointFound():
-                self._start_task(self._keeping.learn, event.step, event.checkpoint)
+                self._keeping.learn(event.step, event.checkpoint)
             case events.RunOver():
                 self._start_task(self.end, event.outcome, event.detail, event.weights)
 

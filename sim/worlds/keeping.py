@@ -1,14 +1,22 @@
-"""Checkpoints of a run in a world of cores: stages copied to other members, and put back. As
-`node.runs.checkpointing`."""
+"""Disks and requests of `partition.run.checkpoint_rounds` in a world of cores: stages are copied to other
+members, and put back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, assert_never
 
 from crypto.identity import PeerId
-from node.checkpoints.replication import CONCLUDE_SECONDS_MAX, checkpoint_holders
-from node.runs.checkpointing import COPIES_MIN, RESTORE_AGAIN_SECONDS
+from node.checkpoints.replication import CONCLUDE_SECONDS_MAX
+from node.runs.checkpointing import RESTORE_AGAIN_SECONDS
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Done
+from partition.run.checkpoint_rounds import (
+    CheckpointRounds,
+    CheckpointWhole,
+    NewestChanged,
+    SealWanted,
+    SpreadWanted,
+)
 from partition.run.messages import Checkpointed
 from sim.worlds.integer_stage import State
 from sim.worlds.run_context import Setting
@@ -45,20 +53,26 @@ class Keeping:
         self._send = send
         self._later = later
         self._learned = learned
-        self._saving = -1, -1
-        self._saved: dict[int, PeerId] = {}
-        self._is_spreading = False
+        self._rounds = self._make_rounds()
+
+    def _make_rounds(self) -> CheckpointRounds[None]:
+        return CheckpointRounds(self._setting.run, self._me, self._live, self._disk.newest)
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
         """The newest checkpoint that is whole, and its step."""
-        return self._disk.newest
+        return self._rounds.newest
+
+    def forget(self) -> None:
+        """Begin as a member that knows of no checkpoint; copies on the disk stay."""
+        self._disk.forget_chain()
+        self._rounds = self._make_rounds()
 
     # A replica's side
 
     def save(self, plan: Plan, stage: int, state: State) -> None:
         """Put a copy away, if that is for this replica to do."""
-        if plan.stages[stage].replicas[0] == self._me:
+        if self._rounds.saves(plan, stage):
             self.put(stage, state)
             self._send(plan.committer, Saved(plan_hash(plan), state.step, stage))
 
@@ -109,31 +123,37 @@ class Keeping:
     # The committer's side
 
     def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
-        """A stage is put away at one of its replicas; once all are, they are copied to others."""
-        saving = plan.height, message.step
-        if saving > self._saving:
-            self._saving, self._saved = saving, {}
-        if saving == self._saving:
-            self._saved[message.stage] = sender
-            self._spread_next(plan)
+        """A stage is put away at one of its replicas. Raises RemoteProtocolError."""
+        self._rounds.saved(plan, sender, message.step, message.stage, None)
+        self._follow()
 
-    def _spread_next(self, plan: Plan) -> None:
-        """Spread what all stages have saved, one checkpoint after the other."""
-        height, step = self._saving
-        if len(self._saved) == len(plan.stages) and height == plan.height and not self._is_spreading:
-            self._is_spreading = True
-            savers, self._saved = self._saved, {}
-            self._spread(plan, step, savers)
+    def learn(self, step: int, name: bytes) -> None:
+        """A checkpoint is whole: whoever plans next may go back to it."""
+        self._rounds.learn(step, name)
+        self._follow()
 
-    def _spread(self, plan: Plan, step: int, savers: dict[int, PeerId]) -> None:
-        live = {self._me, *self._live()}
-        roster = [peer for peer in plan.members if peer in live]
-        wanted = [
-            checkpoint_holders(self._setting.run, number, roster, [PeerId(peer) for peer in stage.replicas])
-            for number, stage in enumerate(plan.stages)
-        ]
-        have: list[list[PeerId]] = [[] for _ in plan.stages]
-        open_count = sum(map(len, wanted))
+    def _follow(self) -> None:
+        """Do what the rounds ask for."""
+        events, self._rounds.events[:] = list(self._rounds.events), []
+        for event in events:
+            match event:
+                case SpreadWanted():
+                    self._spread(event)
+                case SealWanted():
+                    self._rounds.sealed(checkpoint_name(self._setting.run, event.step), event.keepers)
+                    self._follow()
+                case NewestChanged():
+                    self._disk.newest = event.name, event.step
+                    self._learned()
+                case CheckpointWhole():
+                    for peer in event.audience:
+                        self._send(peer, Checkpointed(plan_hash(event.plan), event.step, event.name))
+                case _:
+                    assert_never(event)
+
+    def _spread(self, wanted: SpreadWanted[None]) -> None:
+        have: list[list[PeerId]] = [[] for _ in wanted.keepers]
+        open_count = sum(map(len, wanted.keepers))
 
         def kept(stage: int, peer: PeerId, reply: Any) -> None:
             nonlocal open_count
@@ -141,35 +161,13 @@ class Keeping:
             if isinstance(reply, Done):
                 have[stage].append(peer)
             if not open_count:
-                self._is_spreading = False
-                if all(
-                    len(mine) >= min(COPIES_MIN, len(most)) for mine, most in zip(have, wanted, strict=True)
-                ):
-                    self._conclude(plan, step)  # else the checkpoint before stays the newest
-                self._spread_next(plan)
+                self._rounds.spread(have)
+                self._follow()
 
-        for stage, peers in enumerate(wanted):
+        for stage, (saver, peers) in enumerate(zip(wanted.savers, wanted.keepers, strict=True)):
             for peer in peers:
-                question = KeepCopy(step, stage, savers[stage])
-
-                def done(reply: Any, stage: int = stage, peer: PeerId = peer) -> None:
-                    kept(stage, peer, reply)
-
-                self._ask(peer, question, CONCLUDE_SECONDS_MAX, done)
-
-    def _conclude(self, plan: Plan, step: int) -> None:
-        name = checkpoint_name(self._setting.run, step)
-        self.learn(step, name)
-        live = self._live()
-        for peer in plan.members:
-            if peer != self._me and peer in live:
-                self._send(peer, Checkpointed(plan_hash(plan), step, name))
-
-    def learn(self, step: int, name: bytes) -> None:
-        """A checkpoint is whole: whoever plans next may go back to it."""
-        if self._disk.newest is None or step > self._disk.newest[1]:
-            self._disk.newest = name, step
-            self._learned()
+                question = KeepCopy(wanted.step, stage, saver)
+                self._ask(peer, question, CONCLUDE_SECONDS_MAX, partial(kept, stage, peer))
 
 
 def fetch_from(

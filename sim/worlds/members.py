@@ -327,7 +327,7 @@ class Member(Turns):
         self._chain = None
         self._stop_training()
         self._calls.clear()
-        self._disk.forget_chain()
+        self.keeping.forget()
 
     # Training
 

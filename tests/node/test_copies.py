@@ -20,7 +20,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.checkpoints import replication as protocol
 from node.checkpoints.replication import (
-    COPIES,
     COPIES_PROTOCOL,
     CheckpointReplicator,
     Conclude,
@@ -31,7 +30,6 @@ from node.checkpoints.replication import (
     Offer,
     Which,
     ask,
-    checkpoint_holders,
 )
 from node.checkpoints.service import Checkpoints
 from node.content.blobs import BLOBS_PROTOCOL, BlobServer
@@ -40,6 +38,7 @@ from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run, make_run
 from node.runtime import Node
 from node.storage.blobs import Blobs
+from partition.run.checkpoint_rounds import COPIES, checkpoint_holders
 from sim.seams import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks
 from tests.stack import Swarm, simulate, swarm

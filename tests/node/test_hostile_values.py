@@ -200,18 +200,27 @@ async def test_forty_checkpoints_at_once_are_written_one_after_the_other(tmp_pat
     class Seams:
         executor = Executor()
 
-    class Service:
-        signer = checkpoints = copies = None
-        seams = Seams()
+    class Signer:
+        peer = bytes(32)
 
     class TheRun:
         text = "0" * 16
+        id = bytes(32)
 
     Seams.storage = storage  # type: ignore[attr-defined]  # a part of the node, of which no more is needed
-    keeping = Keeping(cast(Any, Service()), cast(Any, TheRun()), list)
     async with trio.open_nursery() as nursery:
+
+        class Service:
+            signer = Signer()
+            checkpoints = copies = None
+            seams = Seams()
+
+            def start_task(self, task: Callable[..., Any], *arguments: object, of: object) -> None:
+                nursery.start_soon(task, *arguments)
+
+        keeping = Keeping(cast(Any, Service()), cast(Any, TheRun()), list)
         for step in range(1, 41):
-            nursery.start_soon(keeping.learn, step, bytes([step]) * 32)
+            keeping.learn(step, bytes([step]) * 32)
     found = storage.read(newest_name(TheRun.text))
     assert found is not None
     assert decode(found, Offer, bytes_max=64) == Offer(40, bytes([40]) * 32)
