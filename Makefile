@@ -32,10 +32,14 @@ format: $(READY)
 bench: $(READY)
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
-# Some hundred architectures of transformers, captured, proved, admitted, cut and trained: half an hour and more; writes
+# Some hundred architectures of transformers and all families of torchvision, captured, proved, admitted, cut and
+# trained: an hour; writes
 # docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
+# torchvision lies apart: where it is found beside a CPU build of torch, transformers cannot be imported.
 corpus: $(READY)
-	$(BIN)/python benchmarks/corpus.py
+	test -d $(VENV)/torchvision || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/torchvision "$$(grep '^torchvision==' constraints.txt)"
+	PYTHONPATH=$(VENV)/torchvision $(BIN)/python benchmarks/corpus.py
 
 # The zoo at twenty cut sets a model, and Llama 3 8B: some minutes; writes docs/models.md. Then twenty-five models of
 # others, five of them fine-tuned on two nodes. Then ten thousand

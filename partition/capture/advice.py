@@ -5,6 +5,10 @@ import re
 
 from partition.model.operators import OPERATORS
 
+SIZED_BY_DATA = (
+    "keep all elements and use a mask: x[mask] = f(x[mask]) is x = torch.where(mask, f(x), x), and a mixture "
+    "of experts is the sum of all experts times their weights, zero where they are not chosen"
+)
 _REMEDIES = (
     (
         r"histc|bincount|grouped_mm|_grouped",

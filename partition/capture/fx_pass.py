@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partition.capture.advice import remedy_for
+from partition.capture.advice import SIZED_BY_DATA, remedy_for
 from partition.capture.errors import CaptureRefused
 from partition.capture.export import Exported
 from partition.capture.inplace import write
 from partition.capture.means import MEANS
 from partition.capture.origin import place_of_node
 from partition.capture.recurrent import RECURRENT
-from partition.capture.rewrite import REWRITES
+from partition.capture.rewrite import REWRITES, with_tensor_first
 from partition.capture.steps import (
     Call,
     Handle,
@@ -83,6 +83,7 @@ class Walk:
         apart if torch knows how, else noted as refused.
         """
         name = name_of(operator)
+        arguments = with_tensor_first(self, operator, arguments)
         if name not in OPERATORS and (apart := self._taken_apart(operator, arguments, keywords)) is not None:
             return apart
         if fakes is None:
@@ -92,6 +93,7 @@ class Walk:
             self.refuse(f"the operator {name} cannot be in a graph; {remedy_for(name)}")
         if not all(isinstance(result, torch.Tensor) for result in results):
             raise CaptureRefused(f"the operator {name} makes something that is no tensor")
+        self._check_sizes(name, results)
         given = [handle for value in (*arguments, *keywords.values()) for handle in handles_in(value)]
         for handle in given:
             self.check_fresh(handle, name)
@@ -273,6 +275,15 @@ class Walk:
                     "depend on the data; keep it a tensor, or use a mask"
                 )
         return value
+
+    def _check_sizes(self, name: str, results: Sequence[Tensor]) -> None:
+        """Refuse an operator whose result is as large as the data says, once."""
+        sides = [side for result in results for side in result.shape if isinstance(side, torch.SymInt)]
+        unknown = {symbol for side in sides for symbol in side.node.expr.free_symbols}
+        unknown -= self.unknown | set(self.exported.symbols)
+        self.unknown |= unknown
+        if unknown:
+            self.refuse(f"{name} makes a tensor whose size depends on the data; {SIZED_BY_DATA}")
 
     def _region(self, name: str, arguments: list[Any]) -> Any:
         """The body of `with torch.no_grad()` and the like, in place of the node that holds it."""

@@ -28,6 +28,7 @@ from partition.capture.errors import CaptureRefused, EvaluationDiffers
 from partition.capture.lazy_tensor import Materialised, with_values
 from partition.capture.module_state import restored
 from partition.capture.origin import place_of
+from partition.capture.own_backward import compared
 from partition.capture.proof_inputs import Given, given, lively
 from partition.capture.reduction import Reduction
 from partition.capture.trees import Inputs, Labels, form_of
@@ -111,7 +112,11 @@ def prove(
         examples = given(graph, first, form, lively(tensors, seed))
         run = _Run(model, captured, first, _forward, examples, loss, metrics or {}, signs_of(seed), seed)
         graphed = run.graphed(train=True)
-        trained = run.eager(train=True, beside=graphed)
+        wrong: list[str] = []
+        with compared(wrong):
+            trained = run.eager(train=True, beside=graphed)
+        if wrong:
+            raise CaptureRefused("\n".join(dict.fromkeys(wrong)))
         error = compare(graph, first, trained, graphed, tolerance, "training")
         model.eval()
         run = replace(run, given=examples.enlarged())

@@ -1,13 +1,14 @@
 """Operators that a graph says in another way: conversions, memory without values, views, pure names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from partition.capture.errors import CaptureRefused
-from partition.capture.steps import Call, Handle
+from partition.capture.steps import Call, Emitter, Handle
 
 _aten = torch.ops.aten
 Rewrite = Callable[[Call], Handle]
@@ -136,6 +137,23 @@ def _stft(call: Call) -> Handle:
     found = walk.emit(_aten.transpose.int, found, -2, -1)
     made: Handle = found if is_complex else walk.emit(_aten.view_as_real.default, found)
     return made
+
+
+def with_tensor_first(
+    walk: Emitter, operator: torch._ops.OpOverload, arguments: Sequence[Any]
+) -> Sequence[Any]:
+    """Return the arguments with a tensor in the first place: `torch.add(0.5, x)` has a number there.
+
+    A stage wants a tensor there, and a number has the type that torch computes both in.
+    """
+    first = next(iter(operator._schema.arguments), None)
+    if first is None or str(first.type) != "Tensor" or not arguments or isinstance(arguments[0], bool):
+        return arguments
+    others = [each for each in arguments[1:] if isinstance(each, Handle)]
+    if not isinstance(arguments[0], int | float) or not others:
+        return arguments
+    kind = torch.result_type(others[0].fake, arguments[0])
+    return [walk.emit(_aten.full.default, [], arguments[0], dtype=kind), *arguments[1:]]
 
 
 def _strided(call: Call) -> Handle:

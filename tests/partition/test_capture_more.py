@@ -189,6 +189,49 @@ def test_an_autograd_function_is_taken_where_its_backward_is_proved(function: An
             captured_and_proved(task)
 
 
+class Clamped(Plain):
+    """Its backward is right as long as nothing is clamped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clamp(-3, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def test_a_backward_that_is_right_at_the_examples_alone_is_refused() -> None:
+    class Squeezed(Blocks):
+        def inner(self, x: Tensor) -> Tensor:
+            assert x.abs().max() < 3, "the examples clamp nothing"
+            out: Tensor = Clamped.apply(x)
+            return out
+
+    class Exported(Squeezed):
+        def inner(self, x: Tensor) -> Tensor:
+            out: Tensor = Clamped.apply(x)
+            return out
+
+    torch.manual_seed(1)
+    inputs, labels = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    Squeezed()(inputs)
+    task = Task(Exported(), (inputs,), (labels,), loss=total)
+    with pytest.raises(CaptureRefused, match=r"function Clamped: its own backward differs from the gradient"):
+        captured_and_proved(task)
+
+
+def test_a_number_may_stand_before_a_tensor() -> None:
+    class Numbers(Blocks):
+        def inner(self, x: Tensor) -> Tensor:
+            mask = torch.add(0.25, x > 0, alpha=0.5)
+            return torch.mul(0.5, x) * mask + torch.sub(1, x)
+
+    task = Task(Numbers().double(), (torch.randn(3, 8).double(),), (torch.tensor([0, 1, 2]),), loss=total)
+    _, proof = captured_and_proved(task)
+    assert proof.error < 1e-12
+
+
 class Various(Blocks):
     """Operators that few models use."""
 

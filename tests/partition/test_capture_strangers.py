@@ -365,6 +365,10 @@ def sparse(x: Tensor) -> Any:
     return torch.sparse.mm(x.to_sparse(), x.T) @ x
 
 
+def picked(x: Tensor) -> Tensor:
+    return x.index_put((x > 0,), x[x > 0] * 2)
+
+
 def unique(x: Any) -> Any:
     return x + x.unique().sum()
 
@@ -380,6 +384,7 @@ def unique(x: Any) -> Any:
         (nested, "use operators on whole tensors"),
         (sparse, "use dense tensors"),
         (unique, "keep all elements and use a mask"),
+        (picked, "x = torch.where(mask, f(x), x)"),
     ],
 )
 def test_a_refusal_says_module_line_cause_and_remedy(
