@@ -33,8 +33,7 @@ bench: $(READY)
 	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 # Some hundred architectures of transformers and all families of torchvision, captured, proved, admitted, cut and
-# trained: an hour; writes
-# docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
+# trained: an hour; writes docs/corpus.md. With PEERLOOM_CORPUS=sample twenty-five of them.
 # torchvision lies apart: where it is found beside a CPU build of torch, transformers cannot be imported.
 corpus: $(READY)
 	test -d $(VENV)/torchvision || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
