@@ -115,9 +115,9 @@ def prove(
         wrong: list[str] = []
         with compared(wrong):
             trained = run.eager(train=True, beside=graphed)
+        error = compare(graph, first, trained, graphed, tolerance, "training")
         if wrong:
             raise CaptureRefused("\n".join(dict.fromkeys(wrong)))
-        error = compare(graph, first, trained, graphed, tolerance, "training")
         model.eval()
         run = replace(run, given=examples.enlarged())
         twin = next((entry for entry in graph.entries if entry.name == EVALUATE), None)
