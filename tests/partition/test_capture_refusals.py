@@ -160,7 +160,7 @@ SCRIPTS: dict[Any, str] = {
     written_behind_autograd: r"module 'part': aten.mul_.Tensor .* in a region without gradients",
     branch: r"module 'part': chooses its way or a shape by the data",
     number: r"module 'part': aten.item.default reads a number out of a tensor",
-    selection: r"module 'part', aten.index.Tensor makes a tensor whose size depends on the data",
+    selection: r"module 'part': aten.index.Tensor makes a tensor whose size depends on the data",
     own_backward: r"module 'part': uses the autograd function Rounded",
     hooked: r"module 'part': hooks a function to a gradient",
     strided: r"module 'part': aten.as_strided.default",
