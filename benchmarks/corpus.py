@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import _torchvision  # before transformers, which imports torchvision
 import transformers
+from _corpus_nodes import EXACT_MAX, trained_on_nodes
 from _figures import Goal, arguments, leave, report
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from partition.capture import Captured, CaptureRefused, Task
-from partition.capture.task import captured_and_proved
+from partition.capture.task import capture_task, captured_and_proved
 from partition.execute.admit import admit
 from partition.model.cut import cut
 from partition.stage import StageSpecification
@@ -322,6 +323,20 @@ def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captur
     return captured, FLOAT64_MAX if proof.tolerance < 1e-6 else FLOAT32_STEP_MAX
 
 
+def on_nodes(kind: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Train what has been proved for three steps on two nodes; what the row gets of it."""
+    dtype = torch.float32 if name in FLOAT32 else torch.float64
+    case = case_of(kind, name, REMEDIES.get(row.get("remedy", ""), {}))
+    inputs, labels = case.data(0, BATCH, dtype)
+    task = Task(case.model(dtype), inputs, labels, loss=case.loss, name=case.name)
+    try:
+        captured = capture_task(task, unproved=True, evaluation="evaluate" in row["entries"] or None)
+        difference = trained_on_nodes(case, captured, dtype, BATCH)
+    except Exception as error:  # whatever a run fails with is the row's
+        return {"nodes": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    return {"nodes": difference}
+
+
 class Late(BaseException):
     """A model takes too long."""
 
@@ -364,28 +379,35 @@ def document(rows: Sequence[dict[str, Any]], goals: Sequence[Goal]) -> str:
     ]
     lines += ["`error`: the worst of losses, gradients, one step, evaluation,"]
     lines += ["in two and in four stages against one process; `with` is a setting that the refusal named."]
-    lines += ["A model that fails in float64 itself is examined in float32.", ""]
+    lines += [
+        "A model that fails in float64 itself is examined in float32. `nodes`: three steps by two nodes",
+        "in virtual time, the largest difference of the result from one process.",
+        "",
+    ]
     known = sum(len(names.split()) for names in FAMILIES.values())
     lines += _ABOUT_TORCHVISION
     lines += [f"{len(rows)} of the {known} architectures that are listed were examined.", ""]
     lines += [f"- {goal.name}: {goal.value:g} (goal {goal.operator} {goal.bound:g})" for goal in goals]
     lines += [
         "",
-        "| model | kind | torch exports | captured | layers | error | with | why not |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | kind | torch exports | captured | layers | error | nodes | with | why not |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         marks = ["yes" if row[key] else "no" for key in ("exported", "captured")]
         why = "" if row["trained"] else str(row["why"]).replace("|", "/")[:400]
         remedy = row.get("remedy", "") if row["captured"] else ""
-        cells = [row["model"], row["kind"], *marks, row.get("layers", ""), row.get("error", ""), remedy, why]
+        nodes = row.get("nodes", "")
+        told = f"{nodes:.1e}" if isinstance(nodes, float) else nodes
+        cells = [row["model"], row["kind"], *marks, row.get("layers", ""), row.get("error", ""), told]
+        cells += [remedy, why]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Examine every model."""
-    flags = arguments(__doc__ or "")
+    flags = arguments(__doc__ or "", nodes="train each for three steps on two nodes, too")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -395,42 +417,72 @@ def main() -> int:
         chosen = SAMPLE.split()[:QUICK] if flags.quick else SAMPLE.split()
         wanted = [(kind, name) for kind, name in wanted if name in chosen and kind != "vision"]
     log = os.environ.get("PEERLOOM_CORPUS_LOG", "")
-    rows = (
-        [json.loads(line) for line in Path(log).read_text().splitlines()]
-        if log and Path(log).exists()
-        else []
-    )
-    known = {(row.get("kind"), row["model"]) for row in rows}
-    for kind, name in [each for each in wanted if each not in known]:
+    known = _logged(log)
+    for kind, name in wanted:
+        row = known.get((kind, name), {})
+        if row and (not flags.nodes or not row["trained"] or "nodes" in row):
+            continue
         try:
             # torch writes its own pages to both.
             with limited(MODEL_SECONDS_MAX), contextlib.redirect_stdout(io.StringIO()):
-                row = examine(kind, name)
+                row = row or examine(kind, name)
+                if flags.nodes and row["trained"]:
+                    row |= on_nodes(kind, name, row)
         except Late:
-            row = {"model": name, "kind": kind, "exported": True, "captured": False, "trained": False}
-            row |= {"silent": False, "why": f"not done in {MODEL_SECONDS_MAX} s"}
-        rows.append(row)
+            if row:
+                row["nodes"] = f"not done in {MODEL_SECONDS_MAX} s"
+            else:
+                row = {"model": name, "kind": kind, "exported": True, "captured": False, "trained": False}
+                row |= {"silent": False, "why": f"not done in {MODEL_SECONDS_MAX} s"}
+        known[kind, name] = row
         if log:
             with Path(log).open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        print(name, "yes" if row["trained"] else row["why"][:100], file=sys.stderr)
+        told = "yes" if row["trained"] else row["why"][:100]
+        print(name, told, row.get("nodes", ""), file=sys.stderr)
+    # As they are listed, in whatever order a log has them.
+    rows = [known[each] for each in wanted if each in known]
     goals = goals_of(rows)
     if not flags.quick and not is_sample:
         DOCUMENT.write_text(document(rows, goals))
     return report("corpus", rows, goals, as_json=flags.json)
 
 
+def _logged(log: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows by kind and name; of several the last."""
+    if not log or not Path(log).exists():
+        return {}
+    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    return {(row["kind"], row["model"]): row for row in rows}
+
+
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """Shares of what torch exports."""
     exported = [row for row in rows if row["exported"]]
     count = max(1, len(exported))
+    asked = [row for row in rows if "nodes" in row]
+    on_two = [
+        Goal(
+            "of those tried, trained 3 steps by two nodes",
+            sum(map(is_equal_on_nodes, asked)) / len(asked),
+            ">=",
+            1.0,
+        )
+    ]
     return [
+        *(on_two if asked else []),
         Goal(
             "captured, proved, admitted", sum(row["captured"] for row in exported) / count, ">=", CAPTURED_MIN
         ),
         Goal("trainable", sum(row["trained"] for row in exported) / count, ">=", TRAINABLE_MIN),
         Goal("silently wrong", sum(row["silent"] for row in rows), "<=", 0),
     ]
+
+
+def is_equal_on_nodes(row: dict[str, Any]) -> bool:
+    """Return whether nodes have trained it as one process does."""
+    found = row["nodes"]
+    return isinstance(found, float) and found <= (FLOAT32_STEP_MAX if row["model"] in FLOAT32 else EXACT_MAX)
 
 
 if __name__ == "__main__":

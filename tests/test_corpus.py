@@ -1,6 +1,6 @@
 """Models of others, from capture to stages: three kinds here, with PEERLOOM_CORPUS=sample twenty-five.
 
-`benchmarks/corpus.py` examines all that are listed, and writes docs/corpus.md.
+`benchmarks/corpus.py` examines all that are listed, and writes docs/corpus.md. Two nodes train each, too.
 """
 
 import os
@@ -36,6 +36,7 @@ def test_a_model_of_others_trains_in_stages_as_in_one_process(kind: str, name: s
     if not row["exported"]:
         pytest.skip(row["why"])
     assert (row["captured"], row["trained"], row["silent"]) == (True, True, False), row["why"]
+    assert corpus.is_equal_on_nodes(found := row | corpus.on_nodes(kind, name, row)), found["nodes"]
     assert row.get("remedy", "") == ("batched_mm" if name == "mixtral" else "")
     if name == "mixtral":
         assert "module 'model.model.layers.0.mlp.experts' (transformers/" in row["refusal"]
