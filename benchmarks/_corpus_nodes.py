@@ -6,6 +6,7 @@ time, so that a hundred models take minutes. What a step does between processes 
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from partition.capture import Captured
 from partition.stage import OptimizerSettings
 from tests.stack import known, manifest, reference, simulate, swarm, train, weights
 from tests.zoo.case import Case
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 STEPS, MICROBATCHES, HELD_OUT = 3, 2, 4
 EXACT_MAX = 1e-9
@@ -73,12 +76,12 @@ def _difference(wanted: Manifest, dataset: Dataset, folder: Path) -> float:
     return worst[0]
 
 
-def _relative(one: np.ndarray, other: np.ndarray) -> float:  # type: ignore[type-arg]
+def _relative(one: Array, other: Array) -> float:
     scale = max(1e-12, float(np.abs(other.astype("f8")).max(initial=0)))
     return float(np.abs(one.astype("f8") - other.astype("f8")).max(initial=0)) / scale
 
 
-def _arrays(captured: Captured, tensors: tuple[Tensor, ...]) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def _arrays(captured: Captured, tensors: tuple[Tensor, ...]) -> dict[str, Array]:
     entry = captured.graph.entry("train")
     names = [port.name for port in (*entry.inputs, *entry.labels)]
     return {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}

@@ -19,7 +19,7 @@ from torch.nn import functional
 CLASSES = 5
 _OPERATORS = ("nms", "qnms")
 """What torchvision says the shapes of when it is imported, whether they are there or not."""
-_library = torch.library.Library("torchvision", "FRAGMENT")
+_library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(frozen=True)

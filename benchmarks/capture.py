@@ -2,7 +2,8 @@
 
 The same models are exported by torch with the same sizes that vary, and captured, in turns; a capture also
 traces the loss, cleans, lowers, cuts, checks. The proof is shown beside it. For memory a BERT of some 110
-million parameters is captured and proved in a process of its own. With `--quick` three models and no memory.
+million parameters is captured and proved in a process of its own, and Llama 3 8B captured in another. All
+times are of CPU, so that what else the machine does counts little. With `--quick` three models, once, alone.
 """
 
 import resource
@@ -31,18 +32,20 @@ MODELS = (
 )  # fmt: skip
 QUICK = 3
 ROUNDS = 3
+LLAMA_SECONDS_MAX = 20
+LLAMA_TOKENS = 64
 RATIO_MAX = 1.3
 BYTES_MAX = 1 << 30
 """Beside the model."""
-SECONDS_MAX = 300
+TIMEOUT_SECONDS = 1_200
 
 
-def compared(kind: str, name: str) -> dict[str, Any]:
+def compared(kind: str, name: str, rounds: int) -> dict[str, Any]:
     """Seconds of CPU of both, the least of some rounds in turns."""
     case = case_of(kind, name)
     inputs, labels = case.data(0, BATCH, torch.float32)
     exports, captures, proofs = [], [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         model = case.model(torch.float32)
         begun = time.process_time()
         dynamic = {0: Dim("batch", min=1, max=4096)}
@@ -60,20 +63,17 @@ def compared(kind: str, name: str) -> dict[str, Any]:
             "ratio": round(min(captures) / min(exports), 2)}  # fmt: skip
 
 
-def memory() -> dict[str, Any]:
-    """Peak of a process that captures and proves a BERT for real, less what it is with the model alone."""
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
-        "import capture; capture.measure()"
-    )  # fmt: skip
+def memory(function: str, name: str) -> dict[str, Any]:
+    """What a process of its own says: bytes of the model, of what is beside it at most, and seconds."""
+    code = f"import sys; sys.path[:0] = sys.argv[1:3]\nimport capture; capture.{function}()"
     here = Path(__file__).parent
     ended = subprocess.run(
         [sys.executable, "-c", code, str(here), str(here.parent)],
-        capture_output=True, text=True, timeout=SECONDS_MAX, check=True,
+        capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True,
     )  # fmt: skip
     model_bytes, peak_bytes, seconds = map(float, ended.stdout.split()[-3:])
     return {
-        "model": "bert-base",
+        "model": name,
         "model_MB": model_bytes // 1e6,
         "beside_MB": peak_bytes // 1e6,
         "seconds": seconds,
@@ -81,7 +81,7 @@ def memory() -> dict[str, Any]:
 
 
 def measure() -> None:
-    """In that process: bytes of the model, what is above them at most, and seconds."""
+    """Capture and prove a BERT that is held for real: peak less what it is with the model alone."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     config = transformers.BertConfig(num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -89,13 +89,29 @@ def measure() -> None:
     ids = torch.randint(0, 1000, (4, 32))
     size = sum(each.numel() * each.element_size() for each in model.parameters())
     before = _resident()
-    begun = time.perf_counter()
+    begun = time.process_time()
     task = Task(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
                 {"labels": torch.zeros(4, dtype=torch.int64)}, loss=_own)  # fmt: skip
     captured = capture_task(task)
     prove_task(task, captured)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(size, peak - before, round(time.perf_counter() - begun, 1))
+    print(size, peak - before, round(time.process_time() - begun, 1))
+
+
+def measure_llama() -> None:
+    """Capture Llama 3 8B from its configuration, on meta: all that the process ever had counts."""
+    from partition.capture import capture, skeleton
+    from tests.zoo.hugging_face import llama_8b, logits_loss
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    begun = time.process_time()
+    ids = torch.zeros(2, LLAMA_TOKENS, dtype=torch.int64)
+    with skeleton():
+        model = llama_8b()
+    capture(model, (ids,), labels=(ids,), loss=logits_loss, name="llama-3-8b")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(0, peak, round(time.process_time() - begun, 1))
 
 
 def _own(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -112,12 +128,17 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    rows = [compared(kind, name) for kind, name in (MODELS[:QUICK] if flags.quick else MODELS)]
+    models, rounds = (MODELS[:QUICK], 1) if flags.quick else (MODELS, ROUNDS)
+    compared(*MODELS[0], 1)  # the first export of a process makes torch ready
+    rows = [compared(kind, name, rounds) for kind, name in models]
     ratios = [row["ratio"] for row in rows]
     goals = [Goal("capture beside torch.export, median", statistics.median(ratios), "<=", RATIO_MAX)]
     if not flags.quick:
-        rows.append(memory())
+        rows.append(memory("measure", "bert-base"))
         goals.append(Goal("memory beside the model, bytes", rows[-1]["beside_MB"] * 1e6, "<=", BYTES_MAX))
+        rows.append(memory("measure_llama", "llama-3-8b"))
+        goals.append(Goal("Llama 3 8B, seconds", rows[-1]["seconds"], "<=", LLAMA_SECONDS_MAX))
+        goals.append(Goal("Llama 3 8B, bytes in all", rows[-1]["beside_MB"] * 1e6, "<=", BYTES_MAX))
     return report("capture", rows, goals, as_json=flags.json)
 
 

@@ -4,7 +4,7 @@ Nothing is proved and nothing written: one trace, one pass over it, and the rule
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -38,11 +38,15 @@ def explain(task: Task, *, name: str = "") -> Explanation:
     except CaptureRefused as refusal:
         reasons = refusal.reasons or tuple(str(refusal).splitlines())
         return Explanation(time.perf_counter() - begun, refusals=reasons)
-    facts = tuple(_facts(captured).items())
-    return Explanation(time.perf_counter() - begun, facts)
+    facts = _facts(captured)
+    if task.reduction == "microbatch":
+        facts["loss"] = (
+            "of each micro-batch by itself, times its samples: the batch it sees is train.microbatch"
+        )
+    return Explanation(time.perf_counter() - begun, tuple(facts.items()))
 
 
-def _facts(captured: Captured) -> Mapping[str, str]:
+def _facts(captured: Captured) -> dict[str, str]:
     graph = captured.graph
     first = graph.entries[0]
     trained = [row for row in graph.parameters if row.kind == "parameter"]

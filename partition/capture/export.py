@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.export.graph_signature import InputKind, OutputKind
 
+from partition.capture.ctc import traceable
 from partition.capture.errors import CaptureRefused, SizesRefused
 from partition.capture.module_state import changed, generator_states, restored
 from partition.capture.origin import frames, named, owner, place_now, place_of
@@ -83,7 +84,7 @@ def export(model: nn.Module, request: Request) -> Exported:
         for shape, example in zip(sizes, (*request.inputs, *request.labels), strict=True)
     )
     _check_hooks(model)
-    with restored(model), _watched(functions, refused, model), _drawn(refused, model), _quiet():
+    with restored(model), _watched(functions, refused, model), _drawn(refused, model), traceable(), _quiet():
         _set_mode(model, request.train)
         _swap(model)
         program = _traced(whole, examples, shapes, request, (functions, refused))

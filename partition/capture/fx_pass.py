@@ -83,7 +83,7 @@ class Walk:
         apart if torch knows how, else noted as refused.
         """
         name = name_of(operator)
-        arguments = with_tensor_first(self, operator, arguments)
+        arguments = tuple(with_tensor_first(self, operator, arguments))
         if name not in OPERATORS and (apart := self._taken_apart(operator, arguments, keywords)) is not None:
             return apart
         if fakes is None:
@@ -278,7 +278,8 @@ class Walk:
 
     def _check_sizes(self, name: str, results: Sequence[Tensor]) -> None:
         """Refuse an operator whose result is as large as the data says, once."""
-        sides = [side for result in results for side in result.shape if isinstance(side, torch.SymInt)]
+        shapes: list[Any] = [side for result in results for side in result.shape]
+        sides = [side for side in shapes if isinstance(side, torch.SymInt)]
         unknown = {symbol for side in sides for symbol in side.node.expr.free_symbols}
         unknown -= self.unknown | set(self.exported.symbols)
         self.unknown |= unknown

@@ -473,7 +473,8 @@ def _check_addition(run: _Run) -> None:
         raise CaptureRefused(
             f"the losses of two halves of a batch add up to {added:.3f} of that of the whole, counts to "
             f"{counted:.3f}: the loss looks at the batch as a whole (or its count is another). Say "
-            "reduction='microbatch' if each micro-batch shall count as it is"
+            "reduction='microbatch' if each micro-batch shall count as it is: the batch that it looks at is "
+            "then that of train.microbatch"
         )
 
 

@@ -1,0 +1,87 @@
+"""Connectionist temporal classification (Graves et al. 2006) by operators that a graph may have.
+
+`torch.export` cannot go through `torch.ctc_loss`, whose inner results are as large as the labels say. While
+a model is traced this takes its place: the forward recursion of section 4.1 over all places of the input,
+in logarithms. It has the same gradient after a log_softmax, which the proof compares.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from partition.capture.errors import CaptureRefused
+
+_NEVER = -1e30
+"""The logarithm of no probability: finite, so that its gradient is a number."""
+_MEAN, _SUM = 1, 2
+PLACES_MAX = 512
+"""Of the input: each makes a dozen operators of the graph."""
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Return what `torch.ctc_loss` does: `log_probs` (places, batch, classes), `targets` (batch, length).
+
+    Raises:
+        CaptureRefused: labels without padding, no batch, or more places than a graph may have.
+    """
+    if log_probs.dim() != 3 or targets.dim() != 2:
+        raise CaptureRefused(
+            "ctc_loss of labels one after another, or without a batch: pad them to (batch, length), and give "
+            "(places, batch, classes)"
+        )
+    places = int(log_probs.shape[0])
+    if places > PLACES_MAX:
+        raise CaptureRefused(f"ctc_loss over {places} places: at most {PLACES_MAX}, each is an own step")
+    batch, length = targets.shape
+    input_sizes, target_sizes = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
+    # Padding may be any number, such as -100.
+    targets = torch.where(torch.arange(length) < target_sizes.unsqueeze(1), targets, blank)
+    # Blank, label, blank, ..., label, blank.
+    blanks = torch.full_like(targets, blank)
+    between = torch.stack((blanks, targets), 2).reshape(batch, 2 * length)
+    states = torch.cat((between, blanks[:, :1]), 1) if length else targets.new_full((batch, 1), blank)
+    earlier = functional.pad(states, (2, 0), value=blank)[:, : 2 * length + 1]
+    may_skip = (states != blank) & (states != earlier)
+    said = log_probs.gather(2, states.unsqueeze(0).expand(places, batch, 2 * length + 1))
+    is_first = torch.arange(2 * length + 1) < 2
+    alpha = torch.where(is_first, said[0], _NEVER)
+    for place in range(1, places):
+        before = functional.pad(alpha, (2, 0), value=_NEVER)
+        skipped = torch.where(may_skip, before[:, :-2], _NEVER)
+        ways = torch.stack((alpha, before[:, 1:-1], skipped), 2)
+        following = torch.logsumexp(ways, 2) + said[place]
+        alpha = torch.where((input_sizes > place).unsqueeze(1), following, alpha)
+    last = 2 * target_sizes.to(torch.int64).unsqueeze(1)
+    ends = torch.cat((alpha.gather(1, last), alpha.gather(1, (last - 1).clamp_min(0))), 1)
+    # Without labels there is one way to end, and not two.
+    ends = torch.stack((ends[:, 0], torch.where(target_sizes > 0, ends[:, 1], _NEVER)), 1)
+    losses = -torch.logsumexp(ends, 1)
+    never = 0.0 if zero_infinity else float("inf")
+    losses = torch.where(losses > -_NEVER / 2, never, losses)
+    if reduction == _MEAN:
+        return (losses / target_sizes.clamp_min(1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == _SUM else losses
+
+
+@contextmanager
+def traceable() -> Iterator[None]:
+    """Have it in the place of torch's own."""
+    place: Any = torch
+    kept = place.ctc_loss
+    place.ctc_loss = ctc_loss
+    try:
+        yield
+    finally:
+        place.ctc_loss = kept
