@@ -38,7 +38,8 @@ def trained_on_nodes(case: Case, captured: Captured, dtype: torch.dtype, microba
         folder = Path(name)
         for part, count, seed in (("train", samples, 1), ("test", HELD_OUT, 2)):
             inputs, labels = case.data(seed, count, dtype)
-            np.savez(folder / f"{part}.npz", **_arrays(captured, (*inputs, *labels)))  # type: ignore[arg-type]
+            arrays = _arrays(captured, (*inputs, *labels))
+            np.savez(folder / f"{part}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
         dataset = load_folder(folder)
         model = known(captured)
         wanted = manifest(

@@ -221,6 +221,7 @@ def case_of(kind: str, name: str, settings: Mapping[str, Any] = MappingProxyType
         "image": ("pixel_values",),
         "audio": ("input_values",),
     }[kind]
+    names += ("attention_mask",) if name in MASKED else ()
     names = (
         ("input_features",) if name == "wav2vec2-bert" else ("input_ids",) if name == "imagegpt" else names
     )

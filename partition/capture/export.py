@@ -309,7 +309,8 @@ _ADVERTISED = re.compile(
 _TOPICS = (
     (
         re.compile(r"DataDependent|data-dependent|Unbacked|unbacked|is not iterable over"),
-        "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask",
+        "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask, and leave "
+        "out what looks at values first (`if mask.any()`, an assertion)",
     ),
     (
         re.compile(r"Constraint|Constraints violated|UserError"),

@@ -272,7 +272,7 @@ class Walk:
             if unknown and not told and not _is_only_checked(node):
                 raise CaptureRefused(
                     f"{name_of(node.target)} reads a number out of a tensor, so shapes or the way would "
-                    "depend on the data; keep it a tensor, or use a mask"
+                    f"depend on the data; keep it a tensor, or {SIZED_BY_DATA}"
                 )
         return value
 
