@@ -28,8 +28,10 @@ from node.history import EventHistory
 from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
 from node.protocols.manifest import Run, RunFile, check_run_file, make_run, run_text
+from node.protocols.revision import check_changes
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import make_manifest, window_of
+from node.runs.metrics import metric_rows
 from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
 from node.seams import Seams, Storage
@@ -113,6 +115,9 @@ class Commands:
             "events": self._events,
             "leave": self._leave,
             "train": self._train,
+            "runs.show": self._show,
+            "runs.revise": self._revise,
+            "runs.metrics": self._metrics,
             "runs.fetch": self._fetch,
             "runs.stop": self._stop,
             "runs.drop": self._drop,
@@ -160,17 +165,13 @@ class Commands:
 
     async def _train(self, arguments: dict[str, Any], emit: Emit) -> object:
         node = self._node
-        name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
         seconds = min(max(0.0, _number(arguments, "wait_seconds", 0.0)), WAIT_SECONDS_MAX)
-        run_file = toml.parse(text, RunFile, name=name).value
-        check_run_file(run_file, name)
-        run = await self._make_run(run_file, arguments, name)
-        node.runs.start_task(self._publish_run, run, of=None)
+        run = await self.make_run(arguments)
         if not arguments.get("follow", True):
             if seconds:
                 node.runs.start_task(self._submit_watched, run, seconds, of=run)
                 return {"run": run.text, "status": "placing"}
-            await self._submit(run, 0.0)
+            await self.submit(run, 0.0)
             return {"run": run.text, "status": "running"}
         with node.watch() as events:
             # Not in this task: a client that hangs up stops watching, never the placing.
@@ -189,9 +190,20 @@ class Commands:
 
     async def _submit_watched(self, run: Run, wait_seconds: float) -> None:
         with suppress(RunFailed):  # its end is an event, which the watcher sees
-            await self._submit(run, wait_seconds)
+            await self.submit(run, wait_seconds)
 
-    async def _submit(self, run: Run, wait_seconds: float) -> None:
+    async def make_run(self, arguments: Mapping[str, Any]) -> Run:
+        """Sign a run of what the command `train`, or a program, has prepared, and tell the DHT. Raises
+        UsageError."""
+        name, text = str(arguments.get("name", "RUN.toml")), str(arguments.get("text", ""))
+        run_file = toml.parse(text, RunFile, name=name).value
+        check_run_file(run_file, name)
+        run = await self._make_run(run_file, arguments, name)
+        self._node.runs.start_task(self._publish_run, run, of=None)
+        return run
+
+    async def submit(self, run: Run, wait_seconds: float) -> None:
+        """Place a run and have it begin. Raises RunFailed: it was not placed, within `wait_seconds`."""
         node = self._node
         try:
             await node.runs.submit(run, wait_seconds=wait_seconds)
@@ -264,11 +276,71 @@ class Commands:
     async def _dht_stat(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.dht.stat(str(arguments.get("key", "")))
 
+    async def _show(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """How a run is: as this node knows it, or else as its members say."""
+        return await self.show(find_run(self._node.state.runs, str(arguments.get("run", ""))))
+
+    async def show(self, run: str) -> dict[str, Any]:
+        """Return how a run is, as this node knows it or else as its members say. Raises RunFailed."""
+        view = self._node.state.runs.get(run)
+        if view is not None:
+            return views.run_document(view)
+        told = await self._node.runs.revising.ask(run)
+        return {
+            "run": run,
+            "model": told.model,
+            "data": told.data,
+            "requester": peer_text(PeerId(told.requester)),
+            "status": told.status,
+            "detail": told.detail,
+            "step": told.step,
+            "steps": told.steps,
+            "loss": told.loss,
+            "accuracy": told.accuracy,
+            "weights": told.weights,
+            "result": "elsewhere" if told.weights else "",
+        }
+
+    async def _metrics(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
+        view = self._node.state.runs.get(run)
+        if view is None:
+            raise RunFailed(
+                f"run {run[:8]} did not go on here, so nothing of it was seen", "look: python -m node runs"
+            )
+        events = (event for _, event in self._node.history.after(0))
+        return {"run": run, "rows": metric_rows(view, events)}
+
+    async def _revise(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        run = self._going(arguments)
+        if (is_paused := arguments.get("is_paused")) is not None:
+            return await self._node.runs.revising.revise(run, {"is_paused": bool(is_paused)})
+        rate, steps, priority = (arguments.get(name) for name in ("learning_rate", "steps", "priority"))
+        return await self.revise(run, rate, steps, priority)
+
+    async def revise(self, run: str, learning_rate: Any, steps: Any, priority: Any) -> dict[str, Any]:
+        """Change a run of this node's own; None leaves as it is. Raises UsageError, RunFailed."""
+        changes = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if not changes:
+            raise UsageError("nothing to change: say a learning rate, steps or a priority")
+        try:
+            check_changes(changes)
+        except ValueError as error:
+            raise UsageError(f"revise: {error}") from None
+        return await self._node.runs.revising.revise(run, changes)
+
     async def _fetch(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        """Weights of a run: from this node's own disk, else from any peer that keeps them."""
+        return await self.fetch(str(arguments.get("run", "")), str(_out(arguments)))
+
+    async def fetch(self, name: str, file: str) -> dict[str, Any]:
+        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them.
+
+        Raises RunFailed: it has not ended, or nobody hands them over. UsageError: the file cannot be written.
+        """
         node = self._node
-        run = find_run(node.state.runs, str(arguments.get("run", "")))
-        out = _out(arguments)
+        run = find_run(node.state.runs, name)
+        out = Path(file)
         view = node.state.runs.get(run)
         if view is not None and view.status not in OVER:
             raise RunFailed(f"run {run[:8]} has not ended: step {view.step} of {view.steps}")

@@ -1,8 +1,18 @@
 """What machines offer and how they are, as plain values for `--json`, the page and the log."""
 
+from datetime import UTC, datetime
 from typing import Any
 
+from crypto.identity import peer_text
 from node import events
+
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+
+
+def rfc3339(at: float) -> str:
+    """Unix seconds as RFC 3339 in UTC, to the millisecond; another node may claim one that has none."""
+    at = max(0.0, min(at, _LAST_SECOND))
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
@@ -77,4 +87,30 @@ def step_document(committed: events.StepCommitted | None) -> dict[str, Any] | No
         "bubble": committed.bubble,
         "sent_bytes": list(committed.sent_bytes),
         "returned_bytes": list(committed.returned_bytes),
+    }
+
+
+def join_document(join: events.JoinTried) -> dict[str, Any]:
+    """One row of the join table."""
+    return {
+        "address": join.address,
+        "outcome": join.outcome,
+        "detail": join.detail,
+        "peer": peer_text(join.peer) if join.peer is not None else None,
+        "seconds": round(join.seconds, 6),
+        "found_by": join.found_by,
+        "at": rfc3339(join.at),
+    }
+
+
+def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | None:
+    """What the requester of a run has changed since it asked for it; None for nothing."""
+    if revised is None:
+        return None
+    return {
+        "number": revised.number,
+        "steps": revised.steps,
+        "learning_rate": revised.learning_rate,
+        "priority": revised.priority,
+        "is_paused": revised.is_paused,
     }

@@ -205,6 +205,18 @@ class RunResumed(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class RunRevised(Event, frozen=True, kw_only=True):
+    """The requester's newest word on a run that goes on: its last step, learning rate (None: as it was asked
+    for), priority, and whether it pauses. `number` grows with each."""
+
+    run: str
+    number: int
+    steps: int
+    learning_rate: float | None
+    priority: int
+    is_paused: bool
+
+
 class StageLeased(Event, frozen=True, kw_only=True):
     """This node gave a slot to a stage of a run."""
 

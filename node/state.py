@@ -5,7 +5,6 @@ Not a place for protocol state: cores keep theirs. This is what a person or a pr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import singledispatch
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,10 @@ from node.documents import (
     capacity_document,
     degraded_document,
     fences_document,
+    join_document,
     reachability_document,
+    revision_document,
+    rfc3339,
     standing_document,
     step_document,
 )
@@ -79,6 +81,7 @@ class RunView:
     steps_lost: int = 0
     steps_skipped: int = 0
     committed: events.StepCommitted | None = None
+    revised: events.RunRevised | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,12 @@ def _(event: events.RunChanged, state: State) -> State:
 
 
 @_fold.register
+def _(event: events.RunRevised, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, steps=event.steps, revised=event))
+
+
+@_fold.register
 def _(event: events.RunResumed, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:
@@ -420,15 +429,6 @@ def _with_run(state: State, view: RunView) -> State:
     return replace(state, runs=MappingProxyType(runs))
 
 
-_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-
-
-def rfc3339(at: float) -> str:
-    """Unix seconds as RFC 3339 in UTC, to the millisecond; another node may claim one that has none."""
-    at = max(0.0, min(at, _LAST_SECOND))
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def status_document(state: State, now: float, counters: Mapping[str, int]) -> dict[str, Any]:
     """`status --json`, schema `peerloom/status/1`. It only grows."""
     started = state.started
@@ -484,19 +484,6 @@ def peers_document(state: State, now: float) -> dict[str, Any]:
     }
 
 
-def join_document(join: events.JoinTried) -> dict[str, Any]:
-    """One row of the join table."""
-    return {
-        "address": join.address,
-        "outcome": join.outcome,
-        "detail": join.detail,
-        "peer": peer_text(join.peer) if join.peer is not None else None,
-        "seconds": round(join.seconds, 6),
-        "found_by": join.found_by,
-        "at": rfc3339(join.at),
-    }
-
-
 def averaging_document(view: AveragingView) -> dict[str, Any]:
     """One run of averaging, with its newest round here."""
     last = view.last
@@ -543,6 +530,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         },
         "microbatches_replayed": view.microbatches_replayed,
         "reason": view.reason,
+        "revised": revision_document(view.revised),
         "steps_lost": view.steps_lost,
         "steps_skipped": view.steps_skipped,
         "last_step": step_document(committed),

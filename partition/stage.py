@@ -391,13 +391,15 @@ class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     `step` is the number of the committed step, counted from 0; schedules and Adam's bias correction follow
     it, so a replica that comes later steps as the others do. `squared_norm` is that of the totals of *all*
     stages, needed where the settings clip. `is_skipped` drops the sums and totals of a step that diverged:
-    parameters, statistics and moments stay as they are, and the step still counts.
+    parameters, statistics and moments stay as they are, and the step still counts. `rate` multiplies the
+    learning rate.
     """
 
     step: Number
     samples: Annotated[int, msgspec.Meta(ge=1, le=_NUMBER_MAX)]
     squared_norm: float | None = None
     is_skipped: bool = False
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):

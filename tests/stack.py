@@ -251,8 +251,15 @@ def weights(group: Swarm, name: str, run: Run) -> Tensors:
     return tensors
 
 
-def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
-    """The same run in one process: one stage, micro-batches in order."""
+def reference(
+    run: Run,
+    dataset: Dataset | None = None,
+    *,
+    steps: int | None = None,
+    rate: Callable[[int], float] = lambda _step: 1.0,
+) -> Tensors:
+    """The same run in one process: one stage, micro-batches in order. `steps` and the factor on the learning
+    rate of each are what a revision made of them."""
     wanted = run.manifest
     model = MODELS[wanted.graph]
     graphs = cut_layers(model.graph, model.hash, [(0, len(model.graph.layers))])
@@ -261,7 +268,8 @@ def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
     executor = StageExecutor(specification, arenas)
     _fill(arenas["parameters"], specification, model, executor)
     batches = make_batches(dataset or load_digits(), wanted, model.graph)
-    for step in range(wanted.steps):
+    steps = wanted.steps if steps is None else steps
+    for step in range(steps):
         samples, diverged = 0, False
         for number in range(step * wanted.microbatches, (step + 1) * wanted.microbatches):
             inputs, labels = (
@@ -284,13 +292,14 @@ def reference(run: Run, dataset: Dataset | None = None) -> Tensors:
                 samples or 1,
                 norm if wanted.optimizer.clip_norm else None,
                 is_skipped=diverged and wanted.on_divergence == "continue",
+                rate=rate(step),
             ),
             api.Applied,
         )
     tensors = safetensors.numpy.load(ask(executor, api.Export(), api.Exported).data)
     rows = model.graph.parameters
     tensors |= {name: tensors[row.names[0]] for row in rows for name in row.names[1:]}
-    counts = {name: np.array(wanted.steps * wanted.microbatches) for name in model.graph.counters}
+    counts = {name: np.array(steps * wanted.microbatches) for name in model.graph.counters}
     return {**tensors, **counts}
 
 

@@ -63,6 +63,7 @@ COMPUTING = {
 COMPUTERS = {
     "node.stages.process": "the stage's process",
     "node.library.sync": "me.optimizer, which a script calls that has torch",
+    "node.library.capturing": "me.train, which a program calls that has torch",
     "node.cli.model": "the command `model`",
     "node.cli.plan": "the command `plan`, which captures what it is to plan",
     "node.cli.capture": "the command `train`, which captures what it is given",

@@ -206,6 +206,15 @@ HISTORY: list[events.Event] = [
     events.RunEnded(
         at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
     ),
+    events.RunRevised(
+        at=NOW - 2,
+        run="0123456789abcdef",
+        number=3,
+        steps=200,
+        learning_rate=0.001,
+        priority=7,
+        is_paused=True,
+    ),
     events.RunReleased(at=NOW - 1, run="0123456789abcdef"),
     events.AveragingJoined(at=NOW - 1, run="cifar", peer=peer(2), peers=1),
     events.StateFetched(at=NOW - 1, run="cifar", step=40, size_bytes=200_000_000, seconds=2.5),
@@ -304,6 +313,7 @@ def test_the_screen_of_a_node() -> None:
         22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
+        22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s

@@ -23,6 +23,7 @@ from crypto.identity import PeerId, peer_text
 from node.checkpoints.export import exporting
 from node.content.graphs import graph_name
 from node.content.safetensors import writing
+from node.documents import rfc3339
 from node.protocols.checkpoint import (
     Checkpoint,
     StageState,
@@ -35,7 +36,6 @@ from node.protocols.checkpoint import (
 )
 from node.protocols.manifest import Manifest, run_text
 from node.seams import Storage
-from node.state import rfc3339
 from node.storage.blobs import HASH_BYTES, Blobs
 from partition.model.check import check_graph
 from partition.model.graph import Graph, decode_graph, graph_hash

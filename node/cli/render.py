@@ -5,6 +5,8 @@ peers (names, reasons), so whatever is not printable is replaced: nobody steers 
 Only the standard library at import; rich is loaded for a terminal alone.
 """
 
+import csv
+import io
 import json
 import os
 import sys
@@ -16,6 +18,8 @@ from node.errors import PeerloomError
 _LABEL_WIDTH = 12
 DATA_HASH_LENGTH = 64
 """Hex digits of a BLAKE3 hash."""
+
+METRICS_FIRST = ("step", "loss", "loss_held_out", "accuracy")
 
 _STYLES = {
     "good": r"\b(ok|alive|running|done|joined)\b",
@@ -78,6 +82,21 @@ def _printable(line: str) -> str:
 def labelled(label: str, text: str) -> str:
     """A line under a heading: `  listening   192.168.1.20:9747`."""
     return f"  {label:<{_LABEL_WIDTH}}{text}"
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names in rows of metrics, the usual ones first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return sorted(names, key=lambda name: name not in METRICS_FIRST)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV (RFC 4180), with a header; what a row does not have is empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns_of(rows) or ["step"], restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

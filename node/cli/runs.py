@@ -1,5 +1,4 @@
-"""`python -m node runs`: the runs this node knows; `runs fetch` brings a run's weights here, `runs stop` ends
-a run of its own for all, `runs drop` leaves another's."""
+"""`python -m node runs`: the runs this node knows, each in detail, and what its requester does to one."""
 
 import json
 import sys
@@ -9,15 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from node.cli.client import ask
+from node.cli.client import ask, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.render import bytes_text, data_text, short_id, show, show_json, table
+from node.cli.render import bytes_text, columns_of, csv_text, data_text, short_id, show, show_json, table
+from node.cli.screen import EventScreen
 from node.cli.trace import chrome_trace, send_otlp
 
 TRACE_SECONDS_MAX = 30.0
 STOP_SECONDS_MAX = 30.0
 """A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
+
+SHOW_SECONDS_MAX = 15.0
+"""Members of a run that this node is not in are asked."""
+_OVER = ("done", "failed", "stopped")
 
 app = typer.Typer(no_args_is_help=False, rich_markup_mode=None)
 
@@ -115,6 +119,116 @@ def drop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
         show([f"run {result['run'][:8]} dropped: this node is free, and takes no part in it again"])
 
 
+@app.command("show")
+def show_run(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Say how a run is: as this node knows it, or else as its members say."""
+    document = ask(find_data_dir(context, data_dir), "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/run/1", **document})
+    else:
+        show(run_lines(document))
+
+
+@app.command()
+def log(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Show what has happened to a run, as far as this node still remembers."""
+    _events(find_data_dir(context, data_dir), run, as_json=as_json or context.obj["as_json"], follow=False)
+
+
+@app.command()
+def watch(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Show what happens to a run, to its end; Ctrl-C stops watching, never the run."""
+    _events(find_data_dir(context, data_dir), run, as_json=as_json or context.obj["as_json"], follow=True)
+
+
+def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
+    document = ask(data_dir, "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
+    is_going = document["status"] not in _OVER
+    arguments = {"since": 0.0, "text": document["run"], "follow": follow and is_going}
+    screen = EventScreen()
+    for reply in request(data_dir, "events", arguments):
+        event = reply.get("event")
+        if event is None or event.get("run") != document["run"]:
+            continue
+        if as_json:
+            show_json({"schema": "peerloom/event/1", **event})
+        else:
+            show(screen.lines(event))
+        if event["kind"] == "RunEnded":
+            return
+    show([run_text(document)], sys.stderr)
+
+
+@app.command()
+def metrics(
+    context: typer.Context,
+    run: Run,
+    as_csv: Annotated[bool, typer.Option("--csv", help="As CSV, with a header.")] = False,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what was measured of a run, a row a step."""
+    document = ask(find_data_dir(context, data_dir), "runs.metrics", {"run": run})
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/metrics/1", **document})
+    elif as_csv:
+        sys.stdout.write(csv_text(document["rows"]))
+    else:
+        columns = columns_of(document["rows"])
+        rows = [tuple(_number_text(row.get(name)) for name in columns) for row in document["rows"]]
+        show(table(tuple(name.upper() for name in columns), rows))
+
+
+def _number_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else str(value)
+
+
+@app.command()
+def pause(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Have all members of a run of this node's own wait after this step, with a checkpoint."""
+    _revise(context, data_dir, {"run": run, "is_paused": True}, as_json=as_json)
+
+
+@app.command()
+def resume(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
+    """Let a paused run go on."""
+    _revise(context, data_dir, {"run": run, "is_paused": False}, as_json=as_json)
+
+
+@app.command()
+def revise(
+    context: typer.Context,
+    run: Run,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", help="From the next step on.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Where the run ends.")] = None,
+    priority: Annotated[
+        int | None, typer.Option("--priority", help="0 (last) to 9 (first); 5 is usual.")
+    ] = None,
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Change a run of this node's own while it goes on, on all its members alike."""
+    changes = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
+    _revise(context, data_dir, {"run": run, **changes}, as_json=as_json)
+
+
+def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *, as_json: bool) -> None:
+    folder = find_data_dir(context, data_dir)
+    result = ask(folder, "runs.revise", arguments, seconds=STOP_SECONDS_MAX)
+    if as_json or context.obj["as_json"]:
+        show_json({"schema": "peerloom/revision/1", **result})
+        return
+    rate = "" if result["learning_rate"] is None else f", learning rate {result['learning_rate']:g}"
+    word = "paused" if result["is_paused"] else "goes on"
+    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
+    said = f"{word}: {result['steps']} steps, priority {result['priority']}{rate}"
+    show([f"run {result['run'][:8]} {said}; {result['told']} other members know{left}"])
+
+
 def fetch_weights(data_dir: Path, run: str, out: str) -> dict[str, Any]:
     """Have the node put the weights of `run` into the file `out`; says so on stderr."""
     path = str(output_path(out))
@@ -144,6 +258,26 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         run["result"] or "-",
         short_id(run["requester"]),
     )
+
+
+def run_lines(run: Mapping[str, Any]) -> list[str]:
+    """The screen of a `peerloom/run/1` document: one run."""
+    lines = [run_text(run), f"  asked for by  {short_id(run['requester'])}"]
+    if run.get("detail") or run.get("reason"):
+        lines.append(f"  why           {run.get('detail') or run['reason']}")
+    if run.get("accuracy") is not None:
+        lines.append(f"  accuracy      {run['accuracy']:.3f}")
+    if run.get("revised"):
+        revised = run["revised"]
+        rate = "" if revised["learning_rate"] is None else f", learning rate {revised['learning_rate']:g}"
+        lines.append(f"  changed to    {revised['steps']} steps, priority {revised['priority']}{rate}")
+    plan = run.get("plan")
+    for number, stage in enumerate(plan["stages"] if plan else (), 1):
+        layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
+        lines.append(f"  stage {number:<7} {layers} on {', '.join(map(short_id, stage['replicas']))}")
+    if run.get("result"):
+        lines.append(f"  result        {run['result']}: python -m node runs fetch {run['run']} --out FILE")
+    return lines
 
 
 def run_text(run: Mapping[str, Any]) -> str:

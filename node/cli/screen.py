@@ -298,6 +298,12 @@ class EventScreen:
         line = f"averaging {event['run']}  step {step:>5}  {event['samples']} samples  {rate:.0f} samples/s"
         return [f"{line}  {with_us}"]
 
+    def _revised(self, event: Event) -> list[str]:
+        rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"
+        paused = ", paused" if event["is_paused"] else ""
+        said = f"{event['steps']} steps, priority {event['priority']}{rate}{paused}"
+        return [_at(event, f"run {event['run'][:8]} changed by its requester: {said}")]
+
     def _caught_up(self, event: Event) -> list[str]:
         took = f"{bytes_text(event['size_bytes'])} in {seconds_text(event['seconds'])}"
         return [_at(event, f"averaging {event['run']}: caught up with step {event['step']}, {took}")]
@@ -334,6 +340,7 @@ _RENDERERS = {
     "RunAccepted": EventScreen._accepted,
     "RunPlanned": EventScreen._planned,
     "RunChanged": EventScreen._changed,
+    "RunRevised": EventScreen._revised,
     "RunResumed": EventScreen._resumed,
     "CheckpointKept": EventScreen._checkpoint_kept,
     "CheckpointFailed": EventScreen._checkpoint_failed,

@@ -27,6 +27,7 @@ def train(
     wait: Annotated[
         str, typer.Option("--wait", metavar="10m", help="Wait so long for peers that the run lacks.")
     ] = "",
+    prepare: Annotated[str, typer.Option("--prepare", metavar="PATH", hidden=True)] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -38,6 +39,9 @@ def train(
         )
     if out:
         output_path(out)  # now, and not when the training is over
+    if prepare:
+        _hold_prepared(Path(run_file), Path(prepare))
+        return
     waits = _seconds(wait)
     folder = find_data_dir(context, data_dir)
     path = Path(run_file).expanduser()
@@ -60,6 +64,14 @@ def train(
             show(["stopped watching; the run goes on: python -m node runs"], sys.stderr)
             raise
     _finish(folder, result, out, follow=follow, as_json=as_json)
+
+
+def _hold_prepared(file: Path, path: Path) -> None:
+    """For a program's `me.train`: capture and convert what the run in `file` names, as if it lay at `path`,
+    print where that is, and keep it until this process's input ends."""
+    with handed_over(_read(file), path, "train()") as arguments:
+        show_json(dict(arguments))
+        sys.stdin.read()
 
 
 def _seconds(wait: str) -> float:

@@ -4,18 +4,99 @@ Write it anew with `python -m node.library.generate`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from node import state as views
 from node.averaging.once import Averaged
 from node.events import Event, JoinTried
 from node.library.directory import Directory, Entry, FoundNode, StoredEntry
+from node.library.handles import RunHandle, RunResult
 from node.library.portal import Portal
 from node.library.surface import Surface
 from node.planning.planner import PlanReport
 from node.services.broadcasts import Broadcast
 from partition.model.graph import Graph
+
+
+class BlockingRunHandle:
+    """What `RunHandle` offers, for any other thread. Each call may raise PortalClosed."""
+
+    def __init__(self, portal: Portal[Any], of: RunHandle) -> None:
+        self._portal = portal
+        self._of = of
+
+    @property
+    def id(self) -> str:
+        """The run's id: 16 hexadecimal digits."""
+        return self._portal.call_sync(lambda: self._of.id)
+
+    @property
+    def status(self) -> str:
+        """The run's state as this node knows it; "unknown" where it is no member: `show` asks those."""
+        return self._portal.call_sync(lambda: self._of.status)
+
+    @property
+    def metrics(self) -> tuple[dict[str, Any], ...]:
+        """What was measured, a row a step, by name: loss, seconds, accuracy and the model's own metrics."""
+        return self._portal.call_sync(lambda: self._of.metrics)
+
+    def show(self) -> dict[str, Any]:
+        """Return how the run is, as this node knows it or else as its members say.
+
+        Raises RunFailed: no member that was asked knows it.
+        """
+        return self._portal.run(self._of.show)
+
+    def events(self) -> Iterator[Event]:
+        """Yield what happens to the run from now on, to its end; it ends at once where the run is over.
+
+        Raises RunFailed: this node is no member of the run, so it hears nothing: `show` asks those.
+        """
+        return self._portal.iterate(self._of.events)
+
+    def stop(self) -> dict[str, Any]:
+        """End the run for all its members. Raises UsageError: another node asked for it."""
+        return self._portal.run(self._of.stop)
+
+    def pause(self) -> dict[str, Any]:
+        """Have all members wait after this step, with a checkpoint. Raises UsageError, as `stop`."""
+        return self._portal.run(self._of.pause)
+
+    def resume(self) -> dict[str, Any]:
+        """Let a paused run go on. Raises UsageError, as `stop`."""
+        return self._portal.run(self._of.resume)
+
+    def revise(
+        self,
+        learning_rate: float | None = None,
+        steps: int | None = None,
+        priority: int | None = None,
+    ) -> dict[str, Any]:
+        """Change the run from its next step on, on all members alike; None leaves as it is.
+
+        Raises UsageError: a number out of bounds, or another node asked for the run.
+        """
+        return self._portal.run(self._of.revise, learning_rate, steps, priority)
+
+    def result(self, out: str = "") -> RunResult:
+        """Wait for the end of the run; put its weights (safetensors) into the file `out`, if one is named.
+
+        Raises RunFailed: it failed or was stopped, or nobody knows it.
+        """
+        return self._portal.run(self._of.result, out)
+
+    def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
+        """Show one line that follows the run to its end, and return its result.
+
+        `show` takes each text, by default a line of the terminal or notebook that is written anew. Raises
+        RunFailed, as `result`.
+        """
+        return self._portal.run(self._of.watch, show)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self.events()
 
 
 class BlockingDirectory:
@@ -174,6 +255,35 @@ class BlockingSurface:
         the reason. Raises UsageError: what is given cannot be averaged.
         """
         return self._portal.run(self._of.average, tensors, group, weight, peers, timeout_seconds, codec)
+
+    def train(
+        self,
+        model: object,
+        data: str = "",
+        wait_seconds: float = 0.0,
+        **settings: Any,
+    ) -> BlockingRunHandle:
+        """Have the swarm train a model; return the run once every part of it is placed.
+
+        `model` is a RUN.toml, a built-in name, a captured FILE.peerloom, PATH.py:FUNCTION or a
+        `partition.capture.Task`; `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
+        `learning_rate=0.001`), and count above the file's. It waits `wait_seconds` for peers that it lacks.
+        Raises UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
+        """
+        return BlockingRunHandle(
+            self._portal, self._portal.run(partial(self._of.train, **settings), model, data, wait_seconds)
+        )
+
+    def run(self, run: str) -> BlockingRunHandle:
+        """Return a run by its id, or how that begins; by its whole id also one that is not known here.
+
+        Raises UsageError: there is no such run.
+        """
+        return BlockingRunHandle(self._portal, self._portal.call_sync(self._of.run, run))
+
+    def run_documents(self) -> tuple[dict[str, Any], ...]:
+        """Return what `python -m node runs --json` prints of each run that this node knows."""
+        return self._portal.call_sync(self._of.run_documents)
 
     def plan(
         self,

@@ -18,7 +18,11 @@ Write it anew with `python -m node.library.generate`.
 '''
 
 
-SURFACES = (("surface", "Surface", "BlockingSurface"), ("directory", "Directory", "BlockingDirectory"))
+SURFACES = (
+    ("surface", "Surface", "BlockingSurface"),
+    ("directory", "Directory", "BlockingDirectory"),
+    ("handles", "RunHandle", "BlockingRunHandle"),
+)
 """What has public methods: module, class, and its blocking form. The first may hand out the others."""
 
 
@@ -44,6 +48,13 @@ def _class(tree: ast.Module, of: str, form: str) -> str:
         for member in surface.body
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and not member.name.startswith("_")
     ]
+    methods += [
+        "    def __iter__(self) -> "
+        + ast.unparse(member.returns or ast.Constant(None)).replace("AsyncIterator", "Iterator")
+        + ":\n        return self.events()\n"
+        for member in surface.body
+        if isinstance(member, ast.FunctionDef) and member.name == "__aiter__"
+    ]
     return (
         f"class {form}:\n"
         f'    """What `{of}` offers, for any other thread. Each call may raise PortalClosed."""\n\n'
@@ -66,6 +77,8 @@ def _imports(trees: list[ast.Module], used: set[str], defined: dict[str, str]) -
                     whole = alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
                     standard.setdefault(node.module, []).append(whole)
     standard.setdefault("typing", []).append("Any")
+    if "partial" in used:
+        standard.setdefault("functools", []).append("partial")
     if "Iterator" in used:
         standard.setdefault("collections.abc", []).append("Iterator")
     standard["node.library.portal"] = ["Portal"]
@@ -94,11 +107,23 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     is_stream = returns.startswith("AsyncIterator[")
     returns = returns.replace("AsyncIterator[", "Iterator[", 1)
     taken = [*method.args.posonlyargs, *method.args.args][1:]
-    if method.args.vararg or method.args.kwarg or method.args.kwonlyargs:
+    if method.args.vararg or method.args.kwonlyargs:
         raise ValueError(f"{method.name}: public methods take plain arguments, so that both forms agree")
     call = "".join(f", {argument.arg}" for argument in taken)
     nested = next((form for _, of, form in SURFACES if of == returns), None)
-    if nested is not None:
+    function = f"self._of.{method.name}"
+    if method.args.kwarg is not None:
+        function = f"partial({function}, **{method.args.kwarg.arg})"
+    kind = "run" if isinstance(method, ast.AsyncFunctionDef) else "call_sync"
+    if nested is not None and not is_property:
+        body = f"return {nested}(self._portal, self._portal.{kind}({function}{call}))"
+        if len(body) + 8 > LINE_LENGTH_MAX:
+            body = (
+                body.replace("(self._portal, ", "(\n            self._portal, ", 1).removesuffix(")")
+                + "\n        )"
+            )
+        returns = nested
+    elif nested is not None:
         body = f"return {nested}(self._portal, self._portal.call_sync(lambda: self._of.{method.name}))"
         returns = nested
     elif is_property:
@@ -106,8 +131,7 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     elif is_stream:
         body = f"return self._portal.iterate(self._of.{method.name}{call})"
     else:
-        kind = "run" if isinstance(method, ast.AsyncFunctionDef) else "call_sync"
-        body = f"self._portal.{kind}(self._of.{method.name}{call})"
+        body = f"self._portal.{kind}({function}{call})"
         if returns != "None":
             body = f"return {body}"
         if len(body) + 8 > LINE_LENGTH_MAX:
@@ -129,6 +153,9 @@ def _parameters(method: ast.FunctionDef | ast.AsyncFunctionDef, taken: list[ast.
         if place >= first:
             text += f" = {ast.unparse(defaults[place - first])}"
         parameters.append(text.replace("'", '"'))
+    if method.args.kwarg is not None:
+        rest = method.args.kwarg
+        parameters.append(f"**{rest.arg}: {ast.unparse(rest.annotation or ast.Name('Any'))}")
     return parameters
 
 

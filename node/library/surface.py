@@ -23,17 +23,22 @@ from crypto.identity import PeerId, peer_text
 from node import state as views
 from node.averaging.once import Averaged, average_once
 from node.averaging.service import Averaging
+from node.commands import Commands, find_run
 from node.config import read_setting
 from node.errors import JoinTimeout, UsageError
 from node.events import Event, JoinTried, NodeStopped
 from node.history import EventHistory
 from node.library.directory import Directory, StoredEntry
+from node.library.handles import RunHandle
+from node.library.preparing import prepared
 from node.planning.peers import live_peers
 from node.planning.planner import PlanReport
 from node.planning.request import plan as plan_for
+from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.bootstrap import Joining
 from node.services.broadcasts import Broadcast
+from node.services.discovery import Discovery
 from node.services.membership import Membership
 from partition.model.graph import Graph
 
@@ -56,6 +61,10 @@ class Surface:
     _found: Callable[[Sequence[PeerId]], None]
     history: EventHistory
     _directory: Directory
+    runs: Runs
+    discovery: Discovery
+    signer: Any
+    handed_over: trio.Event
 
     @property
     def id(self) -> str:
@@ -182,6 +191,33 @@ class Surface:
         return await average_once(
             self.averaging, tensors, group, weight, peers=peers, timeout_seconds=timeout_seconds, codec=codec
         )
+
+    async def train(
+        self, model: object, data: str = "", wait_seconds: float = 0.0, **settings: Any
+    ) -> RunHandle:
+        """Have the swarm train a model; return the run once every part of it is placed.
+
+        `model` is a RUN.toml, a built-in name, a captured FILE.peerloom, PATH.py:FUNCTION or a
+        `partition.capture.Task`; `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
+        `learning_rate=0.001`), and count above the file's. It waits `wait_seconds` for peers that it lacks.
+        Raises UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
+        """
+        commands = Commands(self)
+        async with prepared(model, data, settings, self.seams.executor) as arguments:
+            run = await commands.make_run(arguments)
+        await commands.submit(run, wait_seconds)
+        return RunHandle(self, run.text)
+
+    def run(self, run: str) -> RunHandle:
+        """Return a run by its id, or how that begins; by its whole id also one that is not known here.
+
+        Raises UsageError: there is no such run.
+        """
+        return RunHandle(self, find_run(self.state.runs, run))
+
+    def run_documents(self) -> tuple[dict[str, Any], ...]:
+        """Return what `python -m node runs --json` prints of each run that this node knows."""
+        return tuple(views.run_document(view) for view in self.state.runs.values())
 
     async def plan(
         self,

@@ -191,6 +191,16 @@ class CommitterShell:
         """A member may be dead: what it has not finished goes to others meanwhile."""
         self._pass_on(self.core.suspect(self._clock.monotonic(), peer))
 
+    @property
+    def paused_at(self) -> int | None:
+        """After how many steps no step is open, where it pauses."""
+        return self.core.step if self.core.phase == "paused" else None
+
+    def revise(self, steps: int, rate: int) -> None:
+        """From the step that is open now on: end after `steps`, and multiply the learning rate by `rate`
+        millionths."""
+        self.core.steps, self.core.losses.rate = steps, rate
+
     def pause(self) -> None:
         """Open nothing after this step."""
         self._pass_on(self.core.pause(self._clock.monotonic()))

@@ -499,7 +499,7 @@ class ReplicaShell:
         self._is_changing = True
         try:
             done = await self._call(
-                api.Apply(work.step, work.samples, work.squared_norm, is_skipped=work.is_skipped)
+                api.Apply(work.step, work.samples, work.squared_norm, work.is_skipped, work.rate)
             )
         finally:
             self._is_changing = False

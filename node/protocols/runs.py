@@ -28,11 +28,13 @@ from partition.plan.plan import (
     STEPS_MAX,
     Count,
     Hash,
+    Peer,
     StageNumber,
     StepNumber,
 )
 from partition.run.admission import Chain
 from partition.run.messages import REASON_LENGTH_MAX, Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
+from partition.run.states import State
 from partition.stage import METRICS_MAX
 from partition.steps.frames import Frame
 from partition.steps.messages import CommitterMessage, ReplicaMessage
@@ -149,6 +151,19 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     stop: Fact
 
 
+class Revise(msgspec.Struct, frozen=True, tag="revise"):
+    """Anybody to member: the requester has changed the run (`node.protocols.revision.RevisionBody`). Answered
+    by Done, or Declined where this node does not know the run."""
+
+    revision: Fact
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Anybody to member: how is the run with this short id? Answered by Described, or Declined."""
+
+    run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+
+
 class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
     """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
 
@@ -181,6 +196,8 @@ Request = (
     | ExportStage
     | End
     | Stop
+    | Revise
+    | Describe
     | FetchWeights
     | FetchModel
     | FetchRange
@@ -209,7 +226,23 @@ class Blob(msgspec.Struct, frozen=True, tag="blob"):
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
-Reply = Leased | Declined | Done | Blob
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """A run as the member that was asked knows it: its claim, like all that members say of a run to those
+    outside. `status` is one of `partition.run.states`; `weights` is the hash (hex) of the result."""
+
+    model: Annotated[str, msgspec.Meta(max_length=40)]
+    data: Annotated[str, msgspec.Meta(max_length=64)]
+    requester: Peer
+    status: State
+    step: StepNumber
+    steps: StepNumber
+    loss: float | None = None
+    accuracy: float | None = None
+    detail: Reason = ""
+    weights: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+
+
+Reply = Leased | Declined | Done | Blob | Described
 
 
 class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
@@ -274,6 +307,13 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
     part: Part
 
 
+class Revised(msgspec.Struct, frozen=True, tag="revised"):
+    """Committer to member: the requester's newest word on the run, before any step that follows from it."""
+
+    plan: Hash
+    revision: Fact
+
+
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """Replica to committer: my stage, as it was after `step` steps, is put away here, which took so long."""
 
@@ -288,6 +328,7 @@ PipelineMessage = (
     Absent
     | Leaving
     | Saved
+    | Revised
     | Checkpointed
     | Recut
     | GivenUp
@@ -298,6 +339,9 @@ PipelineMessage = (
     | Notice
     | AgreementMessage
 )
+
+Early = CommitterMessage | Absent | Revised
+"""What is kept for a plan that is decided, but not in force here yet."""
 
 
 async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:

@@ -176,6 +176,11 @@ class ArchiveShell:
         """Read what is on the disk; before that nothing is known."""
         await self._seams.executor.run(self._archive.load)
 
+    @property
+    def records(self) -> tuple[EndedRun, ...]:
+        """See `Archive.records`."""
+        return self._archive.records
+
     def remembered(self) -> Iterator[RunRemembered]:
         """The runs that ended in an earlier life."""
         for record in self._archive.records:

@@ -28,6 +28,7 @@ from node.runs.context import Service
 from node.runs.progress import Telling
 from node.runs.rebalancing import Rebalancing
 from node.runs.stage import Hosting
+from node.runs.steering import Steering
 from node.runs.trainer import Training
 from partition.plan import paxos
 from partition.plan.change import standby_trainers
@@ -94,6 +95,7 @@ class RunMember:
             restore=self._keeping.restore,
         )
         self._rebalancing = Rebalancing(service, run, self._recut)
+        self.steering = Steering(service, run, self._paused)
         self._committer: CommitterShell | None = None
         self._past: CommitterShell | None = None
         self._training: Training | None = None
@@ -268,10 +270,9 @@ class RunMember:
         service, chain = self._service, self._chain
         match event:
             case events.StateChanged():
-                changed = RunChanged(
-                    at=self._clock.wall(), run=self.run.text, state=event.state, reason=event.reason
-                )
-                service.publish(changed)
+                state, reason = self.steering.shown(event.state, event.reason)
+                at = self._clock.wall()
+                service.publish(RunChanged(at=at, run=self.run.text, state=state, reason=reason))
             case events.PlanFollowed():
                 service.follow(plan_hash(event.plan), self)
             case events.PlanEntered():
@@ -287,8 +288,7 @@ class RunMember:
             case events.Proposed() if chain is not None:
                 chain.wish(event.change, event.parent)
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
-                if self._committer is not None:
-                    _steer(self._committer, event)
+                self.steering.steer(event, self._committer)
             case events.CheckpointFound():
                 self._keeping.learn(event.step, event.checkpoint)
             case events.RunOver():
@@ -326,7 +326,7 @@ class RunMember:
             saved = self._keeping.restorable
             self._committer = CommitterShell(
                 self._service,
-                self.run,
+                self.steering.run,
                 plan,
                 partial(self._telling.tell, plan),
                 absent=self.absent,
@@ -341,6 +341,7 @@ class RunMember:
                 self._committer.save()  # else whatever is lost before the first checkpoint ends the run
             self.core.catch_up([peer for peer in plan.members if peer != self._me])
             self.core.look_for_leavers()
+            self.steering.begin(self._committer, plan, self._me)
         training = self._training = Training(
             self._service,
             self.run,
@@ -362,7 +363,8 @@ class RunMember:
         self.core.training_over(reason)
         self._act()
         if reason is None:
-            digest, reason = await collect_result(self._service, self.run, plan, self._hosting.replica)
+            run, replica = self.steering.run, self._hosting.replica
+            digest, reason = await collect_result(self._service, run, plan, replica)
         if reason is None:
             self._finish("done", "", digest)
         else:
@@ -395,6 +397,8 @@ class RunMember:
         self._act()
 
     def _paused(self, step: int) -> None:
+        if self.steering.is_paused and self._committer is not None:
+            self._committer.save()
         self.core.paused(self._now, step)
         self._act()
 
@@ -522,14 +526,21 @@ class RunMember:
         elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Recut):
             self.core.receive(now, sender, message)
             self._act()
-        elif isinstance(message, wire.Notice | wire.Saved):
+        elif isinstance(message, wire.Notice | wire.Saved | wire.Revised):
             self._on_told(sender, message)
         else:
             self._to_roles(now, sender, message)
 
-    def _on_told(self, sender: PeerId, message: wire.Notice | wire.Saved) -> None:
+    def revise(self, fact: Fact) -> bool:
+        """Take the requester's word on the run; whether it is news. Raises RemoteProtocolError."""
+        return self.steering.take(fact, self.state, self._committer, self.plan, self._me)
+
+    def _on_told(self, sender: PeerId, message: wire.Notice | wire.Saved | wire.Revised) -> None:
         plan = self.plan
         if plan is None:
+            return
+        if isinstance(message, wire.Revised):
+            self.revise(message.revision)
             return
         if isinstance(message, wire.Notice):
             check_sender(plan, sender, message)
@@ -575,6 +586,8 @@ class RunMember:
             self._hosting.replica.reconnected(peer)
         if self._training is not None:
             self._training.reconnected(peer)
+        if self.plan is not None and self.plan.committer == self._me:
+            self.steering.tell(self.plan, self._me, peer)
 
     def members_changed(self) -> None:
         """React to a change in the set of live members."""
@@ -585,16 +598,3 @@ class RunMember:
         """A member may be dead."""
         if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
             self._committer.suspect(peer)
-
-
-def _steer(
-    committer: CommitterShell, event: events.PauseWanted | events.SaveWanted | events.StepsWanted
-) -> None:
-    """Have a committer do what its member wants between two steps."""
-    match event:
-        case events.PauseWanted():
-            committer.pause()
-        case events.SaveWanted():
-            committer.save()
-        case events.StepsWanted():
-            committer.unpause()

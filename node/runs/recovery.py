@@ -9,6 +9,7 @@ from node.protocols.manifest import MANIFEST_BYTES_MAX, Run, check_run
 from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.chain import chain_name, history_name, read_entered
 from node.runs.member import RunMember
+from node.runs.steering import revision_name
 from node.seams import Seams
 from partition.plan.chain import base_plan
 
@@ -22,7 +23,7 @@ def run_name(run: str) -> str:
 
 def forget_files(seams: Seams, run: str) -> None:
     """Remove what is only for a run that goes on; its checkpoints stay."""
-    for name in (chain_name(run), history_name(run), run_name(run)):
+    for name in (chain_name(run), history_name(run), run_name(run), revision_name(run)):
         seams.storage.delete(name)
 
 

@@ -54,6 +54,7 @@ from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
 from node.runs.outside import OwnRunsOutside
 from node.runs.recovery import forget_files, recover, run_name
+from node.runs.revising import Revising
 from node.runs.server import Requests
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
@@ -63,10 +64,9 @@ from partition.plan.history import History, first_history
 from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
 from partition.plan.plan import HASH_BYTES, Plan, plan_hash
 from partition.run.decliners import Decliners
-from partition.run.messages import REASON_LENGTH_MAX, Absent
+from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
-from partition.steps.messages import CommitterMessage
 
 PIPELINE_IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed, unless its peer is in a run with this node."""
@@ -128,6 +128,7 @@ class Runs:
         self.local = LocalRuns(self, self.archive)
         self.outside = OwnRunsOutside(self)
         self.stopping = Stopping(self)
+        self.revising = Revising(self)
         self._telling: set[PeerId] = set()
         self._early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
         self.data = DataFiles(
@@ -427,7 +428,7 @@ class Runs:
                 raise RemoteProtocolError("a message of a run from a peer that is not in it")
             if member is not None:
                 await self._hand_over(member, sender, message)
-            elif isinstance(message, CommitterMessage | Absent) and len(data) <= EARLY_BYTES_MAX:
+            elif isinstance(message, wire.Early) and len(data) <= EARLY_BYTES_MAX:
                 self._early.append((sender, plan, bytes(data)))
         except RemoteProtocolError as error:
             self.refuse(sender, error)
@@ -437,7 +438,7 @@ class Runs:
         refused = None
         with self.containing(member.run, f"message {type(message).__name__}"):
             try:
-                wire.check_step(message, member.run.manifest.steps)
+                wire.check_step(message, member.steering.steps)
                 if isinstance(message, OpenedFrame):
                     # The stream waits meanwhile, and so does its sender.
                     message = await member.keep(sender, message)

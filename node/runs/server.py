@@ -31,6 +31,7 @@ from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
 from node.runs.member import RunMember
 from node.runs.outside import OwnRunsOutside
+from node.runs.revising import Revising
 from node.runs.stopping import Stopping
 from node.seams import Seams, Stream
 from partition.plan.history import History
@@ -72,6 +73,7 @@ class Service(Protocol):
     machine: Machine
     members: dict[bytes, RunMember]
     stopping: Stopping
+    revising: Revising
     outside: OwnRunsOutside
     local: LocalRuns
     data: DataFiles
@@ -158,6 +160,10 @@ class Requests:
                 return await self._on_end(peer, request)
             case wire.Stop():
                 return await self._runs.stopping.take(request.stop)
+            case wire.Revise():
+                return await self._runs.revising.take(peer, request.revision)
+            case wire.Describe():
+                return self._runs.revising.describe(request.run)
             case _:
                 return await self._blob(peer, request)
 

@@ -114,7 +114,7 @@ class Stopping:
 
         Raises UsageError: it is another's. RunFailed: it is not going on.
         """
-        run = self._find(text)
+        run = self.find(text)
         if run.requester != self._runs.signer.peer:
             raise UsageError(
                 f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may stop it",
@@ -127,7 +127,7 @@ class Stopping:
 
     async def drop(self, text: str) -> dict[str, object]:
         """Leave a stranger's run at once, for ever. Raises UsageError, RunFailed as `stop` does."""
-        run = self._find(text)
+        run = self.find(text)
         if run.requester == self._runs.signer.peer:
             raise UsageError(
                 f"run {text[:8]} is this node's own", f"stop it for all: python -m node runs stop {text[:8]}"
@@ -159,11 +159,8 @@ class Stopping:
     async def _end(self, run: Run, fact: Fact) -> Telling:
         """End it here, and have the others told."""
         runs = self._runs
-        member, live = runs.members.get(run.id), set(runs.live())
-        # Where this node is no member any more, whoever is may be anybody.
-        known: Collection[PeerId] = live if member is None else member.acquainted & live
-        telling = Telling(set(known) - {runs.signer.peer})
-        runs.start_task(self._tell, fact, telling, of=None)
+        member, telling = runs.members.get(run.id), self.telling(run)
+        runs.start_task(self.tell, Stop(fact), telling, of=None)
         member = member or runs.outside.recall(run.id)
         if member is not None:
             member.stopped_by = fact
@@ -175,14 +172,22 @@ class Stopping:
         self.over(run.text)
         return telling
 
-    async def _tell(self, fact: Fact, telling: Telling) -> None:
+    def telling(self, run: Run) -> Telling:
+        """Return whom to tell of a run, nobody told yet: where this node is no member of it any more, whoever
+        is may be anybody."""
+        member, live = self._runs.members.get(run.id), set(self._runs.live())
+        known: Collection[PeerId] = live if member is None else member.acquainted & live
+        return Telling(set(known) - {self._runs.signer.peer})
+
+    async def tell(self, request: Request, telling: Telling) -> None:
+        """Tell all that are left to be told; who is away hears of it when it comes back."""
         limiter = trio.CapacityLimiter(TOLD_AT_ONCE_MAX)
 
         async def tell(peer: PeerId) -> None:
             for _ in range(DECLINES_MAX):
                 async with limiter:
                     with suppress(Unreachable):
-                        if isinstance(await self._runs.ask(peer, Stop(fact), ASK_SECONDS_MAX), Done):
+                        if isinstance(await self._runs.ask(peer, request, ASK_SECONDS_MAX), Done):
                             telling.told += 1
                             break
                 await trio.sleep(RETRY_SECONDS)
@@ -194,7 +199,8 @@ class Stopping:
                     nursery.start_soon(tell, peer)
         telling.over.set()
 
-    def _find(self, text: str) -> Run:
+    def find(self, text: str) -> Run:
+        """Return a run that goes on here, or that this node asked for. Raises RunFailed."""
         for run in self._going:
             if run.text == text:
                 return run

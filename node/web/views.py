@@ -81,7 +81,7 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
         "capacity": documents.capacity_document(state.capacity),
         "fences": documents.fences_document(state.fences),
         "reachability": documents.reachability_document(state.reachability),
-        "joins": [views.join_document(join) for join in state.joins],
+        "joins": [documents.join_document(join) for join in state.joins],
         "limits": dict(limits),
         "refused": dict(state.refused),
         "counters": dict(sorted(counters.items())),

@@ -456,7 +456,7 @@ class StageExecutor:
         torch.div(totals.tensor, request.samples, out=gradients.tensor)
         if clip < 1:
             gradients.tensor.mul_(clip)
-        self._optimizer.step(request.step)
+        self._optimizer.step(request.step, request.rate)
         self._move_statistics(program, totals)
         self._vectors["parameters"].give()
         self._vectors["moments"].give()

@@ -87,13 +87,14 @@ class Optimizer:
             )
             self._keep_state(self._optimizer, trained, values, moment)
 
-    def step(self, number: int) -> None:
-        """One step with every parameter's `.grad`; `number` counts the committed steps from 0."""
+    def step(self, number: int, factor: float = 1.0) -> None:
+        """One step with every parameter's `.grad`; `number` counts the committed steps from 0, `factor`
+        multiplies the learning rate."""
         if self._optimizer is None:
             return
-        rate = self._settings.learning_rate * rate_factor(self._settings.schedule, number)
-        for group, factor in zip(self._optimizer.param_groups, self._factors, strict=True):
-            group["lr"] = rate * factor
+        rate = self._settings.learning_rate * rate_factor(self._settings.schedule, number) * factor
+        for group, own in zip(self._optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = rate * own
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(number)  # the optimizer itself adds the one

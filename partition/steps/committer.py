@@ -121,7 +121,7 @@ class Committer:
         self._filling: dict[PeerId, Fill] = {}
         self._rebuilding: set[PeerId] = set()
         self._filled: list[PeerId] = []
-        self._losses = Losses()
+        self.losses = Losses()
         self._reduced: dict[PeerId, Reduced] = {}
         self._dissents = 0
         self._applied: dict[PeerId, Work] = {}
@@ -328,7 +328,7 @@ class Committer:
         return sends + self._open_step()
 
     def _open_step(self) -> Sends:
-        self._losses.clear()
+        self.losses.clear()
         self._reduced.clear()
         self._applied.clear()
         self._commit = self._apply = None
@@ -363,8 +363,8 @@ class Committer:
             if row.step == self.step and peer not in self._filled
         }
         self._ledger.take(rows)
-        self._losses.take(row for (stage, _), row in sorted(rows.items()) if stage == self._last)
-        return self._losses.is_finite
+        self.losses.take(row for (stage, _), row in sorted(rows.items()) if stage == self._last)
+        return self.losses.is_finite
 
     def _on_progress(self, place: Place, message: Progress) -> Sends:
         if self.phase not in ("counting", "evaluating") or message.step != self.step:
@@ -388,7 +388,7 @@ class Committer:
             return self._skip(no_number(f"step {self.step}: the loss"))
         self._ledger.count(place, message.microbatch)
         if place[0] == self._last:
-            self._losses.put(message.microbatch, message.samples, message.loss)
+            self.losses.put(message.microbatch, message.samples, message.loss)
         return self._when_counted()
 
     def _when_counted(self) -> Sends:
@@ -414,7 +414,7 @@ class Committer:
         if dissenters:
             return self._reduce_again(dissenters)
         norm = squared_norm(self.plan, self._reduced)
-        apply = self._losses.apply(self.plan_hash, self.step, self.attempt, norm)
+        apply = self.losses.apply(self.plan_hash, self.step, self.attempt, norm)
         if isinstance(apply, str):
             return self._skip(apply)
         self._overdue.end(self._now)

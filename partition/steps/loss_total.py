@@ -6,13 +6,15 @@ from math import isfinite
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.steps.committer_events import no_number
-from partition.steps.messages import Apply, Reduced, Synced
+from partition.steps.messages import RATE_UNIT, Apply, Reduced, Synced
 
 
 class Losses:
     """Of each micro-batch that the last stage has counted: its samples, and the loss summed over them."""
 
     def __init__(self) -> None:
+        self.rate = RATE_UNIT
+        """Millionths by which the learning rate of a step that is applied is multiplied."""
         self._rows: dict[int, tuple[int, float]] = {}
 
     def clear(self) -> None:
@@ -57,6 +59,7 @@ class Losses:
             samples=self.samples,
             squared_norm=norm,
             loss=self.total,
+            rate=self.rate,
         )
 
 

@@ -30,6 +30,9 @@ EVALUATIONS_IN_FLIGHT_MAX = 32
 """Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
 SKIPPED_MAX = 10
 """Diverged steps in a row that a run may skip: more will not bring it back."""
+RATE_MAX = 10**12
+"""A factor of a million on the learning rate: larger ones end a run at once."""
+RATE_UNIT = 10**6
 SAMPLES_MAX = 2**31
 """What one micro-batch may count: samples, or the tokens of a long text. A step has 4,096 of them at most."""
 
@@ -55,7 +58,8 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     step, if this committer cannot, will know it by this alone.
 
     `skipped` above 0: the step diverged and changes nothing, with as many steps in a row as this, itself
-    counted. It needs no totals, and `samples` and `loss` mean nothing.
+    counted. It needs no totals, and `samples` and `loss` mean nothing. `rate`, in millionths, multiplies the
+    learning rate of this step: what a revision comes to, the same on all replicas because it is said here.
     """
 
     step: StepNumber
@@ -64,6 +68,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     squared_norm: float | None = None
     loss: float = 0.0
     skipped: Annotated[int, msgspec.Meta(ge=0, le=SKIPPED_MAX)] = 0
+    rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)] = RATE_UNIT
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):

@@ -57,6 +57,7 @@ from partition.steps.replica_events import (
     StepDiscarded,
     SubtractReady,
     WorkItem,
+    apply_ready,
 )
 from partition.steps.reports import SentReports, diverged, unusable
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
@@ -200,9 +201,7 @@ class Replica:
         if self._save is not None:
             return SaveReady(self.plan_hash, self._save)
         if self._apply is not None:
-            row = self._apply
-            skips = row.skipped > 0
-            return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm, skips)
+            return apply_ready(self._apply)
         if self._commit is None and self._routes is None:
             return None
         if (number := self._order.not_owned(self._owns)) is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 from partition.codec import Payload
 from partition.plan.plan import NO_HASH
-from partition.steps.messages import Waiting
+from partition.steps.messages import RATE_UNIT, Apply, Waiting
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class ReduceReady:
 
 @dataclass(frozen=True)
 class ApplyReady:
-    """Step the optimizer on the totals, or drop what `is_skipped`. The shell answers with `applied`."""
+    """Step the optimizer on the totals, its learning rate times `rate`, or drop what `is_skipped`. The shell
+    answers with `applied`."""
 
     plan: bytes
     step: int
@@ -76,6 +77,13 @@ class ApplyReady:
     samples: int
     squared_norm: float | None
     is_skipped: bool = False
+    rate: float = 1.0
+
+
+def apply_ready(row: Apply) -> ApplyReady:
+    """Return what an Apply asks of the stage."""
+    rate = row.rate / RATE_UNIT
+    return ApplyReady(row.plan, row.step, row.attempt, row.samples, row.squared_norm, row.skipped > 0, rate)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, exchange
 from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
+from node.protocols.revision import REVISION_PURPOSE, RevisionBody
 from node.runs import traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
@@ -97,15 +98,16 @@ PURPOSES: Mapping[type, str] = {
     Segment: SEGMENT_PURPOSE,
     StopBody: STOP_PURPOSE,
     Ticket: TICKET_PURPOSE,
+    RevisionBody: REVISION_PURPOSE,
 }
 """What stands in a Fact, and for what it is signed."""
 
 FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
-    runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, Ticket),
+    runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     ending.PROTOCOL: (Ticket,),
-    runs.PIPELINE_PROTOCOL: (FrameHeader,),
+    runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }
 """Which facts a protocol carries; what belongs elsewhere is tried now and then all the same."""

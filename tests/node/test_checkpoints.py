@@ -30,7 +30,7 @@ from node.seams import RealClock, Seams, Storage
 from node.storage.blobs import Blobs, NoRoom, hash_of, split
 from node.storage.folder import FolderStorage
 from partition.execute.weights import export_file
-from partition.plan.plan import STAGES_MAX, plan_hash
+from partition.plan.plan import STAGES_MAX, STEPS_MAX, plan_hash
 from partition.stage import VECTOR_BYTES_MAX, parameter_layout
 from sim.storage import MemoryStorage
 from tests.node.nets import make_network
@@ -196,7 +196,7 @@ HOSTILE: dict[str, tuple[Callable[[form.Checkpoint], bytes], str]] = {
     "another run": (changed(run=bytes(32)), "another run than its manifest's"),
     "another manifest": (with_other_run, "another run than its manifest's"),
     "another graph": (changed(graph=bytes(32)), "another graph"),
-    "a step too late": (changed(step=6), "after the last step"),
+    "a step too late": (changed(step=STEPS_MAX + 1), "after the last step"),
     "negative": (changed(samples=-1), "Expected `int`"),
     "no stages": (with_stages(), "length >= 1"),
     "a gap": (with_stages((0, 1), (2, 3)), "do not follow each other"),

@@ -23,12 +23,12 @@ from node.containment import (
     strictness,
     write_log,
 )
+from node.documents import rfc3339
 from node.errors import StreamClosed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.runs.progress import Telling
 from node.runtime import Node
 from node.seams import Stream
-from node.state import rfc3339
 from tests.node.behaviour.worlds import World, on_both_networks, running, until
 from tests.stack import manifest, prepare, simulate, swarm, train
 

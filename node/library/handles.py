@@ -1,0 +1,157 @@
+"""A run in a program's hands: `me.train(...)` and `me.run(id)` return one.
+
+    run = await me.train("digits.toml", steps=100)
+    async for event in run: ...
+    result = await run.result("model.safetensors")
+
+A handle holds nothing but the run's id: any node makes one of an id, whether it is in the run or not, and the
+run goes on when the handle is gone.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from node.commands import Commands, LocalNode
+from node.errors import PeerloomError, RunFailed
+from node.events import Event, NodeStopped, RunEnded
+from node.library.progress import ProgressLine
+from node.runs.metrics import metric_rows
+from partition.run.states import OVER
+
+POLL_SECONDS = 2.0
+"""How often members are asked of a run that this node is no member of."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. `out` is the file with its weights, where one was asked for; numbers that were not
+    measured are None."""
+
+    run: str
+    status: str
+    step: int
+    loss: float | None
+    accuracy: float | None
+    out: str = ""
+
+
+class RunHandle:
+    """One run, by its id: see `node.library.handles`."""
+
+    def __init__(self, node: LocalNode, run: str) -> None:
+        self._node = node
+        self._run = run
+
+    def __repr__(self) -> str:
+        return f"<run {self._run} {self.status}>"
+
+    @property
+    def id(self) -> str:
+        """The run's id: 16 hexadecimal digits."""
+        return self._run
+
+    @property
+    def status(self) -> str:
+        """The run's state as this node knows it; "unknown" where it is no member: `show` asks those."""
+        view = self._node.state.runs.get(self._run)
+        return "unknown" if view is None else view.status
+
+    @property
+    def metrics(self) -> tuple[dict[str, Any], ...]:
+        """What was measured, a row a step, by name: loss, seconds, accuracy and the model's own metrics."""
+        view = self._node.state.runs.get(self._run)
+        events = (event for _, event in self._node.history.after(0))
+        return () if view is None else tuple(metric_rows(view, events))
+
+    async def show(self) -> dict[str, Any]:
+        """Return how the run is, as this node knows it or else as its members say.
+
+        Raises RunFailed: no member that was asked knows it.
+        """
+        return await Commands(self._node).show(self._run)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield what happens to the run from now on, to its end; it ends at once where the run is over.
+
+        Raises RunFailed: this node is no member of the run, so it hears nothing: `show` asks those.
+        """
+        with self._node.watch() as coming:
+            if self._run not in self._node.state.runs:
+                raise RunFailed(f"run {self._run[:8]} does not go on here", "ask its members: run.show()")
+            if self.status in OVER:
+                return
+            async for event in coming:
+                if getattr(event, "run", None) == self._run:
+                    yield event
+                if (
+                    isinstance(event, NodeStopped | RunEnded)
+                    and getattr(event, "run", self._run) == self._run
+                ):
+                    return
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self.events()
+
+    async def stop(self) -> dict[str, Any]:
+        """End the run for all its members. Raises UsageError: another node asked for it."""
+        return await self._node.runs.stopping.stop(self._run)
+
+    async def pause(self) -> dict[str, Any]:
+        """Have all members wait after this step, with a checkpoint. Raises UsageError, as `stop`."""
+        return await self._node.runs.revising.revise(self._run, {"is_paused": True})
+
+    async def resume(self) -> dict[str, Any]:
+        """Let a paused run go on. Raises UsageError, as `stop`."""
+        return await self._node.runs.revising.revise(self._run, {"is_paused": False})
+
+    async def revise(
+        self, learning_rate: float | None = None, steps: int | None = None, priority: int | None = None
+    ) -> dict[str, Any]:
+        """Change the run from its next step on, on all members alike; None leaves as it is.
+
+        Raises UsageError: a number out of bounds, or another node asked for the run.
+        """
+        return await Commands(self._node).revise(self._run, learning_rate, steps, priority)
+
+    async def result(self, out: str = "") -> RunResult:
+        """Wait for the end of the run; put its weights (safetensors) into the file `out`, if one is named.
+
+        Raises RunFailed: it failed or was stopped, or nobody knows it.
+        """
+        document = await self._ended()
+        if document["status"] != "done":
+            reason = document["detail"] or "no reason given"
+            raise RunFailed(f"run {self._run[:8]} {document['status']}: {reason}")
+        if out:
+            await Commands(self._node).fetch(self._run, out)
+        numbers = document["step"], document["loss"], document["accuracy"]
+        return RunResult(self._run, "done", *numbers, out)
+
+    async def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
+        """Show one line that follows the run to its end, and return its result.
+
+        `show` takes each text, by default a line of the terminal or notebook that is written anew. Raises
+        RunFailed, as `result`.
+        """
+        with ProgressLine(show, time.monotonic) as line:
+            if self._run in self._node.state.runs:
+                line.show(self._node.state.runs[self._run])
+                async for _ in self.events():
+                    line.show(self._node.state.runs[self._run])
+        return await self.result()
+
+    async def _ended(self) -> dict[str, Any]:
+        while True:
+            if self._run in self._node.state.runs:
+                async for _ in self.events():
+                    pass
+            document = await self.show()
+            if document["status"] in OVER:
+                return document
+            if self._node.stopping.is_set():
+                raise PeerloomError("the node is stopping")
+            await trio.sleep(POLL_SECONDS)

@@ -1,0 +1,80 @@
+"""What the requester of a run may change while it goes on: a signed word that replaces the one before it.
+
+It is signed by the key that signed the manifest, so every member believes it from anybody. Not here: who acts
+on it (`node.runs.steering`), and how it is spread (`node.runs.revising`).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from node.protocols.manifest import Run
+from partition.plan.plan import STEPS_MAX, Hash
+from partition.steps.messages import RATE_MAX, RATE_UNIT
+
+REVISION_PURPOSE = "run-revision"
+REVISION_BYTES_MAX = 128
+PRIORITY_MAX = 9
+PRIORITY = 5
+"""Of a run that says none."""
+
+
+class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
+    """The requester's word on its run; of two the one with the higher `number` counts.
+
+    `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is where the
+    run ends; both are None for what the manifest says.
+    """
+
+    run: Hash
+    number: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = PRIORITY
+    is_paused: bool = False
+
+
+def check_changes(changes: Mapping[str, object]) -> None:
+    """Check what a person wants to change: fields of RevisionBody by name. Raises ValueError."""
+    whole = {"run": bytes(32), "number": 1, "learning_rate": None, "steps": None, "priority": PRIORITY}
+    row = [*(whole | {"is_paused": False} | dict(changes)).values()]
+    try:
+        msgspec.convert(row, RevisionBody)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def make_revision(signer: Signer, body: RevisionBody) -> Fact:
+    """Sign it as the requester."""
+    return signer.sign(REVISION_PURPOSE, encode(body))
+
+
+def read_revision(fact: Fact) -> RevisionBody:
+    """Return what a revision says, its signature not looked at. Raises RemoteProtocolError."""
+    body: RevisionBody = decode(fact.body, RevisionBody, bytes_max=REVISION_BYTES_MAX)
+    return body
+
+
+def check_revision(signer: Signer, run: Run, fact: Fact) -> RevisionBody:
+    """Return what the requester of `run` says of it; else RemoteProtocolError."""
+    body = read_revision(fact)
+    if signer.check(REVISION_PURPOSE, fact) != run.requester or body.run != run.id:
+        raise RemoteProtocolError("a run revised by another peer than its requester")
+    return body
+
+
+def rate_of(run: Run, body: RevisionBody | None) -> int:
+    """Return the millionths by which the run's learning rate is multiplied."""
+    asked = run.manifest.optimizer.learning_rate
+    if body is None or body.learning_rate is None or not asked:
+        return RATE_UNIT
+    return min(round(RATE_UNIT * body.learning_rate / asked), RATE_MAX)
+
+
+def steps_of(run: Run, body: RevisionBody | None) -> int:
+    """Return the number of steps after which the run ends."""
+    return run.manifest.steps if body is None or body.steps is None else body.steps

@@ -1,0 +1,45 @@
+"""What a run measured, step by step, as plain rows: for a program, a table or a CSV file.
+
+A function of events and of the view of the run: the newest events say all, and of steps before them the loss
+alone is still known.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from node.events import Event, RunEvaluated, StepCommitted
+from node.state import RunView
+
+
+def metric_rows(view: RunView, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return one row a step that is known, by `step` (how many are done then), with what was measured; what
+    was evaluated after a step stands in its row."""
+    rows: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if getattr(event, "run", None) != view.run:
+            continue
+        if isinstance(event, StepCommitted):
+            rows[event.step + 1] = _step_row(event)
+        elif isinstance(event, RunEvaluated):
+            step = max(rows, default=view.step)
+            rows.setdefault(step, {"step": step}).update(_evaluated(view, event))
+    first = min(rows, default=view.step + 1)
+    earlier = view.losses[: len(view.losses) - sum("loss" in row for row in rows.values())]
+    for number, loss in enumerate(reversed(earlier), 1):
+        if first - number > 0:
+            rows[first - number] = {"step": first - number, "loss": loss}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _step_row(event: StepCommitted) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": event.step + 1, "seconds": event.seconds, "replicas": event.replicas}
+    if event.diverged:
+        return row | {"diverged": event.diverged}
+    return row | {"loss": event.loss, "samples_per_second": event.samples / max(1e-9, event.seconds)}
+
+
+def _evaluated(view: RunView, event: RunEvaluated) -> dict[str, Any]:
+    named = zip(view.metrics, event.metrics, strict=False)
+    row: dict[str, Any] = {name: value / max(1, event.samples) for name, value in named}
+    row["loss_held_out"] = event.loss
+    return row if event.accuracy is None else row | {"accuracy": event.accuracy}

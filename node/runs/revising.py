@@ -1,0 +1,201 @@
+"""How the requester of a run changes it while it goes on, and how any node hears how a run is.
+
+A revision is signed by the requester's key and told to every member; the committer acts on it
+(`node.runs.steering`). The requester need not be in the run any more. A node that is in no part of a run asks
+the members it knows of how it is.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, Protocol
+
+import trio
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, short_peer
+from node.errors import RunFailed, Unreachable, UsageError
+from node.local.service import LocalRuns
+from node.protocols.manifest import Run
+from node.protocols.revision import RevisionBody, check_revision, make_revision, read_revision
+from node.protocols.runs import Declined, Describe, Described, Done, Reply, Request, Revise
+from node.runs.archive import ArchiveShell
+from node.runs.member import RunMember
+from node.runs.steering import revision_name
+from node.runs.stopping import STOP_SECONDS, Stopping
+from node.seams import Seams
+from partition.run.messages import REASON_LENGTH_MAX
+
+ASKED_MAX = 64
+"""Members of the swarm that are asked how a run is; a larger swarm is told by the run's own members first."""
+ASKED_AT_ONCE_MAX = 16
+ASK_SECONDS_MAX = 3.0
+_FACT_BYTES_MAX = 512
+
+
+class Service(Protocol):
+    """What is needed of `node.runs.runs.Runs`."""
+
+    seams: Seams
+    signer: Signer
+    members: dict[bytes, RunMember]
+    archive: ArchiveShell
+    local: LocalRuns
+    stopping: Stopping
+    live: Callable[[], Collection[PeerId]]
+
+    async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
+
+
+class Revising:
+    """One node's."""
+
+    def __init__(self, runs: Service) -> None:
+        self._runs = runs
+
+    async def revise(self, text: str, changes: dict[str, Any]) -> dict[str, object]:
+        """Change a run of this node's own for all its members: fields of `RevisionBody`; how many know.
+
+        Raises UsageError: it is another's, or in local mode. RunFailed: it is not going on.
+        """
+        runs, run = self._runs, self._runs.stopping.find(text)
+        if run.requester != runs.signer.peer:
+            raise UsageError(
+                f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may change it"
+            )
+        if run.manifest.local is not None:
+            raise UsageError(
+                f"run {text[:8]} is in local mode, where members train by themselves: it can only stop",
+                f"python -m node runs stop {text[:8]}",
+            )
+        before = self._known(run)
+        number = max(before.number + 1, int(runs.seams.clock.wall() * 1000))
+        body = replace(before, number=number, **changes)
+        fact = make_revision(runs.signer, body)
+        runs.seams.storage.write(revision_name(text), encode(fact))
+        member = runs.members.get(run.id)
+        if member is not None:
+            member.revise(fact)
+        telling = runs.stopping.telling(run)
+        runs.start_task(runs.stopping.tell, Revise(fact), telling, of=None)
+        with trio.move_on_after(STOP_SECONDS):
+            await telling.over.wait()
+        return {
+            "run": text,
+            "number": body.number,
+            "steps": run.manifest.steps if body.steps is None else body.steps,
+            "learning_rate": body.learning_rate,
+            "priority": body.priority,
+            "is_paused": body.is_paused,
+            "told": telling.told,
+            "left": len(telling.left),
+        }
+
+    def _known(self, run: Run) -> RevisionBody:
+        """Return what was said last, also before this node was restarted."""
+        member = self._runs.members.get(run.id)
+        if member is not None and member.steering.body is not None:
+            return member.steering.body
+        data = self._runs.seams.storage.read(revision_name(run.text))
+        with suppress(RemoteProtocolError):
+            if data is not None:
+                fact: Fact = decode(data, Fact, bytes_max=_FACT_BYTES_MAX)
+                return check_revision(self._runs.signer, run, fact)
+        return RevisionBody(run.id, 1)
+
+    async def take(self, sender: PeerId, fact: Fact) -> Reply:
+        """Somebody hands on a revision. Raises RemoteProtocolError."""
+        runs = self._runs
+        body = read_revision(fact)
+        member = runs.members.get(body.run)
+        if member is None:
+            over = runs.archive.is_over(body.run)
+            return Done() if over else Declined("no such run here")
+        committer = member.plan.committer if member.plan is not None else None
+        if member.revise(fact) and committer not in (None, runs.signer.peer, sender):
+            # Whoever told it may not know who commits, which is who acts on it.
+            runs.start_task(self._pass_on, PeerId(committer or b""), fact, of=None)
+        return Done()
+
+    async def _pass_on(self, peer: PeerId, fact: Fact) -> None:
+        with suppress(Unreachable):
+            await self._runs.ask(peer, Revise(fact), ASK_SECONDS_MAX)
+
+    # How a run is
+
+    def describe(self, text: str) -> Reply:
+        """Answer how a run is, as this node knows it."""
+        for member in self._runs.members.values():
+            if member.run.text == text:
+                return _described(member)
+        for record in self._runs.archive.records:
+            if record.text == text:
+                return Described(
+                    model=record.model,
+                    data=record.data,
+                    requester=record.requester,
+                    status=record.outcome,  # type: ignore[arg-type]  # of a run that is over
+                    step=min(record.step, record.steps),
+                    steps=record.steps,
+                    loss=record.loss,
+                    accuracy=record.accuracy,
+                    detail=record.detail[:REASON_LENGTH_MAX],
+                    weights=record.weights,
+                )
+        for local in self._runs.local.members.values():
+            if local.run.text == text:
+                manifest = local.run.manifest
+                return Described(
+                    model=manifest.model,
+                    data=manifest.data,
+                    requester=local.run.requester,
+                    status="running",
+                    step=min(local.step, manifest.steps),
+                    steps=manifest.steps,
+                )
+        return Declined("no such run here")
+
+    async def ask(self, text: str) -> Described:
+        """Ask the members of the swarm how a run is; the claim of the one that is furthest.
+
+        Raises RunFailed: none of those asked knows it.
+        """
+        found: list[Described] = []
+        limiter = trio.CapacityLimiter(ASKED_AT_ONCE_MAX)
+
+        async def ask(peer: PeerId) -> None:
+            async with limiter:
+                with suppress(Unreachable):
+                    reply = await self._runs.ask(peer, Describe(text), ASK_SECONDS_MAX)
+                    if isinstance(reply, Described):
+                        found.append(reply)
+
+        others = sorted(peer for peer in self._runs.live() if peer != self._runs.signer.peer)
+        async with trio.open_nursery() as nursery:
+            for peer in others[:ASKED_MAX]:
+                nursery.start_soon(ask, peer)
+        if not found:
+            raise RunFailed(
+                f"no member of the swarm that was asked knows run {text[:8]}", "look: python -m node runs"
+            )
+        return max(found, key=lambda each: (each.status in ("done", "stopped", "failed"), each.step))
+
+
+def _described(member: RunMember) -> Described:
+    run, shown = member.steering.run, member.shown
+    committed, evaluated = shown.committed, shown.evaluated
+    state, reason = member.steering.shown(member.state, "")
+    return Described(
+        model=run.manifest.model,
+        data=run.manifest.data,
+        requester=run.requester,
+        status=state,
+        step=0 if committed is None else committed.step + 1,
+        steps=run.manifest.steps,
+        loss=None if committed is None else committed.loss,
+        accuracy=None if evaluated is None else evaluated.accuracy,
+        detail=reason,
+    )

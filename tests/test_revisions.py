@@ -1,0 +1,192 @@
+"""What a run's requester changes while it goes on: pauses, learning rate, end; on all replicas alike."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+
+from crypto.identity import PeerId
+from node.errors import UsageError
+from node.events import RunEnded, RunRevised, StepCommitted
+from node.protocols import runs as wire
+from node.protocols.manifest import Run
+from node.protocols.revision import RevisionBody, make_revision
+from tests.stack import (
+    STAGE_SECONDS,
+    Swarm,
+    Tensors,
+    _live,
+    assert_equal,
+    is_equal,
+    manifest,
+    prepare,
+    reference,
+    simulate,
+    swarm,
+    weights,
+)
+
+
+async def begun(group: Swarm, requester: str, steps_done: int = 1, **changes: Any) -> Run:
+    """A run that has committed so many steps."""
+    run = prepare(group.nodes[requester], manifest(**({"microbatches": 2} | changes)))
+    with group.nodes[requester].watch() as events, trio.fail_after(120):
+        await group.nodes[requester].runs.submit(run)
+        async for event in events:
+            if isinstance(event, StepCommitted) and event.step + 1 >= steps_done:
+                return run
+    raise AssertionError("the run did not begin")
+
+
+async def revise(group: Swarm, name: str, run: Run, **changes: Any) -> dict[str, object]:
+    return await group.nodes[name].runs.revising.revise(run.text, changes)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110 - virtual time
+            await trio.sleep(0.1)
+
+
+def ended(group: Swarm, name: str) -> bool:
+    return any(isinstance(event, RunEnded) for event in group.events[name])
+
+
+def steps(group: Swarm, name: str) -> int:
+    return sum(isinstance(event, StepCommitted) for event in group.events[name])
+
+
+def faster_from(run: Run, first: int) -> Tensors:
+    """What the run comes to where its learning rate is four times as high from this step on."""
+    return reference(run, rate=lambda step: 4.0 if step >= first else 1.0)
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    simulate(scenario)
+
+
+def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            run = await begun(group, "a", steps=6)
+            said = await revise(group, "a", run, is_paused=True)
+            assert (said["told"], said["left"]) == (4, 0)
+            await trio.sleep(5)
+            before = steps(group, "a")
+            assert before < 6
+            await trio.sleep(200)  # longer than a member waits for a committer that is gone
+            assert steps(group, "a") == before
+            views = [node.state.runs[run.text] for node in group.nodes.values()]
+            assert {(view.status, view.reason) for view in views} == {("paused", "its requester paused it")}
+            await revise(group, "a", run, is_paused=False)
+            await until(lambda: ended(group, "a"))
+            assert_equal(weights(group, "a", run), reference(run), "float64")
+
+    play(scenario)
+
+
+def test_a_pause_outlives_the_committer() -> None:
+    async def scenario() -> None:
+        async with swarm("abcdef") as group:
+            run = await begun(group, "a", steps=6, trainers=2)
+            await revise(group, "a", run, is_paused=True)
+            await trio.sleep(5)
+            before = steps(group, "b")
+            group.kill("a")
+            await trio.sleep(60)
+            others = [name for name in "bcdef" if group.nodes[name].runs.members]
+            plan = group.nodes[others[0]].state.runs[run.text].plan
+            assert plan is not None
+            assert plan.height, "another commits"
+            assert {steps(group, name) for name in others} == {before}
+            assert {group.nodes[name].state.runs[run.text].status for name in others} == {"paused"}
+
+    play(scenario)
+
+
+def test_a_revised_learning_rate_is_the_same_on_all_replicas_though_the_committer_dies() -> None:
+    async def scenario() -> None:
+        async with swarm("abcdef") as group:
+            run = await begun(group, "a", steps=8, trainers=2)
+            await revise(group, "a", run, learning_rate=0.2)
+            group.kill("a")
+            name = next(name for name in "bcdef" if group.nodes[name].runs.members)
+            await until(lambda: ended(group, name))
+            result = weights(group, name, run)
+            found = [first for first in range(9) if is_equal(result, faster_from(run, first), "float64")]
+            assert len(found) == 1, "from one step on, everywhere"
+            assert 1 <= found[0] < 8
+            assert any(isinstance(event, RunRevised) for event in group.events[name])
+
+    play(scenario)
+
+
+def test_a_run_ends_at_the_step_that_its_requester_says_meanwhile() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            for end in (9, 3):  # later than it was asked to, and sooner
+                run = await begun(group, "a", steps=6, created_milliseconds=end)
+                await revise(group, "a", run, steps=end)
+                await until(lambda run=run: group.nodes["a"].state.runs[run.text].status == "done")  # type: ignore[misc]
+                view = group.nodes["a"].state.runs[run.text]
+                assert (view.step, view.steps) == (end, end)
+                assert_equal(weights(group, "a", run), reference(run, steps=end), "float64")
+
+    play(scenario)
+
+
+def test_a_requester_that_was_restarted_may_still_change_its_run() -> None:
+    async def scenario() -> None:
+        async with swarm("abcdef") as group, trio.open_nursery() as nursery:
+            run = await begun(group, "a", steps=100_000, trainers=2)
+            await revise(group, "a", run, priority=7)
+            storage = group.storages["a"]
+            group.kill("a")
+            await trio.sleep(20)
+            await nursery.start(_live, group, "a", "b", 1, STAGE_SECONDS, storage)
+            await trio.sleep(20)
+            said = await revise(group, "a", run, is_paused=True)
+            assert said["priority"] == 7, "what was said before still holds"
+            others = [name for name in "bcdef" if group.nodes[name].runs.members]
+            await until(
+                lambda: {group.nodes[name].state.runs[run.text].status for name in others} == {"paused"}, 30
+            )
+            nursery.cancel_scope.cancel()
+
+    play(scenario)
+
+
+def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing() -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            run = await begun(group, "a", steps=100_000)
+            a, b, c = (group.nodes[name] for name in "abc")
+            with pytest.raises(UsageError, match="which alone may change it"):
+                await revise(group, "b", run, is_paused=True)
+            forged = make_revision(b.signer, RevisionBody(run.id, 2**52, is_paused=True))
+            before = b.counters.get("protocol_errors", 0)
+            with pytest.raises(Exception, match="no answer"):
+                await c.runs.ask(b.peer, wire.Revise(forged), 5)
+            assert b.counters["protocol_errors"] == before + 1
+            await revise(group, "a", run, priority=3)
+            old = make_revision(a.signer, RevisionBody(run.id, 1, is_paused=True))
+            assert isinstance(await c.runs.ask(b.peer, wire.Revise(old), 5), wire.Done)
+            assert b.state.runs[run.text].status != "paused"
+            assert {node.runs.members[run.id].steering.body.priority for node in group.nodes.values()} == {3}  # type: ignore[union-attr]
+
+    play(scenario)
+
+
+def test_any_node_hears_how_a_run_is_from_its_members() -> None:
+    async def scenario() -> None:
+        async with swarm("abcdefg") as group:
+            run = await begun(group, "a", steps=4, stages=1, replicas=2)
+            outside = next(node for node in group.nodes.values() if run.id not in node.runs.members)
+            told = await outside.runs.revising.ask(run.text)
+            assert (told.model, told.steps, PeerId(told.requester)) == ("simple-cnn", 4, run.requester)
+            await until(lambda: ended(group, "a"))
+            told = await outside.runs.revising.ask(run.text)
+            assert (told.status, told.step, len(told.weights)) == ("done", 4, 64)
+
+    play(scenario)

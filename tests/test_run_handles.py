@@ -1,0 +1,155 @@
+"""A run in a program's hands: `me.train`, and a handle made of an id on any node."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+import trio
+
+import node
+from node import config
+from node.cli.render import csv_text
+from node.errors import RunFailed, UsageError
+from node.events import RunEnded, StepCommitted
+from node.library.preparing import run_document, toml_text
+from node.protocols.manifest import RunFile
+from node.toml import parse
+from tests.stack import simple_cnn, simulate, swarm
+
+SETTINGS: dict[str, Any] = {
+    "steps": 3,
+    "batch": 32,
+    "microbatch": 16,
+    "stages": 1,
+    "replicas": 2,
+    "dtype": "float64",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The built-in model as a captured file."""
+    file = tmp_path / "model.peerloom"
+    file.write_bytes(simple_cnn().data)
+    return str(file)
+
+
+def test_a_program_trains_follows_and_gets_the_result(model: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            run = await group.nodes["a"].train(model, **SETTINGS)
+            kinds = [type(event) async for event in run]
+            assert kinds.count(StepCommitted) == 3
+            assert kinds[-1] is RunEnded
+            result = await run.result(str(tmp_path / "out.safetensors"))
+            assert (result.run, result.status, result.step) == (run.id, "done", 3)
+            assert safetensors.numpy.load_file(result.out)
+            rows = run.metrics
+            assert [row["step"] for row in rows] == [1, 2, 3]
+            assert all({"loss", "seconds", "samples_per_second"} <= row.keys() for row in rows)
+            assert rows[-1]["accuracy"] == result.accuracy
+            header, *lines = csv_text(rows).splitlines()
+            assert header.startswith("step,loss,")
+            assert len(lines) == 3
+
+    simulate(scenario)
+
+
+def test_a_handle_made_of_an_id_works_on_a_node_that_is_in_no_part_of_the_run(
+    model: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with swarm("abcde") as group:
+            run = await group.nodes["a"].train(model, **{**SETTINGS, "steps": 6})
+            outside = next(each for each in group.nodes.values() if run.id not in each.state.runs)
+            other = outside.run(run.id)
+            assert other.status == "unknown"
+            assert (await other.show())["steps"] == 6
+            with pytest.raises(RunFailed, match="does not go on here"):
+                _ = [event async for event in other]
+            group.kill("a")  # the requester is gone for good
+            result = await other.result(str(tmp_path / "out.safetensors"))
+            assert result.status == "done"
+            assert safetensors.numpy.load_file(result.out)
+            with pytest.raises(UsageError, match="is not known here"):
+                outside.run("zzz")
+            with pytest.raises(RunFailed, match="no member of the swarm"):
+                await outside.run("f" * 16).show()
+
+    simulate(scenario)
+
+
+def test_a_handle_pauses_resumes_revises_and_stops(model: str) -> None:
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            run = await group.nodes["a"].train(model, **{**SETTINGS, "steps": 100_000})
+            assert (await run.pause())["is_paused"]
+            assert run.status == "paused"
+            await trio.sleep(2)
+            before = (await run.show())["step"]
+            await trio.sleep(5)
+            assert (await run.show())["step"] == before
+            await run.resume()
+            await trio.sleep(5)
+            assert (await run.show())["step"] > before
+            assert (await run.revise(learning_rate=0.5, priority=9))["priority"] == 9
+            for wrong in ({"steps": 0}, {"learning_rate": float("nan")}, {"priority": 10}, {}):
+                with pytest.raises(UsageError):
+                    await run.revise(**wrong)
+            await run.stop()
+            with pytest.raises(RunFailed, match="stopped: its requester stopped it"):
+                await run.result()
+
+    simulate(scenario)
+
+
+def test_a_run_that_cannot_be_placed_says_so_to_the_program(model: str) -> None:
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            for node_ in group.nodes.values():
+                node_.limit(accept_runs="never")
+            await trio.sleep(5)
+            with pytest.raises(RunFailed, match="was not placed"):
+                await group.nodes["a"].train(model, **SETTINGS)
+
+    simulate(scenario)
+
+
+def test_settings_stand_in_the_tables_that_have_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = 16\n[plan]\nstages = 2\n')
+    document, path, _ = run_document(
+        str(file), "digits", {"steps": 9, "replicas": 3, "options": {"width": 8}}
+    )
+    assert path == file
+    run = parse(toml_text(document), RunFile, name="x").value
+    assert (run.train.steps, run.train.batch, run.plan.stages, run.plan.replicas) == (9, 16, 2, 3)
+    assert run.options == {"width": 8}
+    with pytest.raises(UsageError, match="unknown setting 'step'; did you mean 'steps'"):
+        run_document("gpt", "", {"step": 1})
+    with pytest.raises(UsageError, match="not a object"):
+        toml_text({"model": object()})
+
+
+def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) -> None:
+    """For real: the model is captured by a process of its own, and the program's never loads torch."""
+    base = config.Config(
+        name="a",
+        data_dir=tmp_path / "a",
+        swarm=config.Swarm(name="handles", preset="local"),
+        listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
+        join=config.Join(lan=False),
+    )
+    base = replace(base, resources=replace(base.resources, calibrate=False))
+    shown: list[str] = []
+    with node.sync(base) as me:
+        run = me.train("simple-cnn", steps=4, batch=32, microbatch=16)
+        result = run.watch(shown.append)
+        assert result.status == "done"
+        assert shown[-1].startswith(f"{run.id[:8]} done     {'#' * 24} 4/4  loss ")
+        assert me.run(run.id[:6]).id == run.id
+        assert list(run) == [], "it is over"
+        with pytest.raises(UsageError, match=r"no model is called 'simple-cn'"):
+            me.train("simple-cn")
