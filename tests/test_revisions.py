@@ -1,6 +1,7 @@
 """What a run's requester changes while it goes on: pauses, learning rate, end; on all replicas alike."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +52,10 @@ async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
 
 def ended(group: Swarm, name: str) -> bool:
     return any(isinstance(event, RunEnded) for event in group.events[name])
+
+
+def is_done(group: Swarm, run: Run) -> bool:
+    return group.nodes["a"].state.runs[run.text].status == "done"
 
 
 def steps(group: Swarm, name: str) -> int:
@@ -128,7 +133,7 @@ def test_a_run_ends_at_the_step_that_its_requester_says_meanwhile() -> None:
             for end in (9, 3):  # later than it was asked to, and sooner
                 run = await begun(group, "a", steps=6, created_milliseconds=end)
                 await revise(group, "a", run, steps=end)
-                await until(lambda run=run: group.nodes["a"].state.runs[run.text].status == "done")  # type: ignore[misc]
+                await until(partial(is_done, group, run))
                 view = group.nodes["a"].state.runs[run.text]
                 assert (view.step, view.steps) == (end, end)
                 assert_equal(weights(group, "a", run), reference(run, steps=end), "float64")
@@ -173,7 +178,10 @@ def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing()
             old = make_revision(a.signer, RevisionBody(run.id, 1, is_paused=True))
             assert isinstance(await c.runs.ask(b.peer, wire.Revise(old), 5), wire.Done)
             assert b.state.runs[run.text].status != "paused"
-            assert {node.runs.members[run.id].steering.body.priority for node in group.nodes.values()} == {3}  # type: ignore[union-attr]
+            for node in group.nodes.values():
+                body = node.runs.members[run.id].steering.body
+                assert body is not None
+                assert body.priority == 3
 
     play(scenario)
 
