@@ -16,7 +16,7 @@ from node.content.samples import write_samples
 from node.content.sources import convert, is_source
 from node.content.tokens import tokenize, vocabulary_of
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.manifest import RunFile, SplitsTable
 from node.runs.manifest_builder import WINDOW
 from node.suggest import did_you_mean
 from partition.model.graph import decode_graph, encode_graph
@@ -32,16 +32,38 @@ def prepare_data(run_file: RunFile, base: Path, folder: Path, name: str) -> bool
 
     `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
     """
+    splits = run_file.splits
+    if splits != SplitsTable() and (".py:" in run_file.data or not _is_converted(run_file, base)):
+        raise UsageError(
+            f"{name}: splits: {run_file.data} is dealt into parts by itself",
+            "a pair of data sets from the function; or a table, arrays, or a folder of images",
+        )
     if ".py:" in run_file.data:
         _run_own_data(str(base / Path(run_file.data).expanduser()), folder, f"{name}: data")
     elif run_file.tokenizer:
         text, tokenizer = (base / Path(each).expanduser() for each in (run_file.data, run_file.tokenizer))
         tokenize(text, tokenizer, run_file.train.window or WINDOW, folder)
-    elif is_source(run_file.data, base):
-        convert(run_file.data, base, folder)
+    elif _is_converted(run_file, base):
+        try:
+            convert(
+                run_file.data,
+                base,
+                folder,
+                test=splits.test or splits.test_share,
+                validation=splits.validation or splits.validation_share,
+            )
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}", error.do) from None
     else:
         return False
     return True
+
+
+def _is_converted(run_file: RunFile, base: Path) -> bool:
+    if run_file.tokenizer:
+        return False
+    is_folder = (base / Path(run_file.data).expanduser() / "train.npz").exists()
+    return is_source(run_file.data, base) or (is_folder and run_file.splits != SplitsTable())
 
 
 def _run_own_data(reference: str, folder: Path, where: str) -> None:

@@ -84,6 +84,10 @@ class Dataset:
         return len(next(iter(self.test.values())))
 
     @property
+    def validation_samples(self) -> int:
+        return len(next(iter(self.validation.values()))) if self.validation else 0
+
+    @property
     def parts(self) -> dict[PartName, Mapping[str, Array]]:
         """All parts by name."""
         found: dict[PartName, Mapping[str, Array]] = {"train": self.train}
@@ -336,6 +340,12 @@ class Batches:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
         return self._taken(self._dataset.test, part)
+
+    def validation(self, number: int) -> tuple[list[Array], list[Array]]:
+        """Inputs and labels of validation micro-batch `number`, of data that has such samples."""
+        assert self._dataset.validation is not None
+        part = slice(number * self._microbatch, (number + 1) * self._microbatch)
+        return self._taken(self._dataset.validation, part)
 
     def _taken(
         self, arrays: Mapping[str, Array], rows: "list[int] | slice"

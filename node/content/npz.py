@@ -83,8 +83,9 @@ class Layouts(msgspec.Struct, frozen=True):
         return sum(-(-layout.size_bytes // _ALIGNMENT) * _ALIGNMENT for layout in self.arrays.values())
 
 
-def read_layouts(file: IO[bytes]) -> Layouts:
-    """Return what an archive says that it holds, checked. Raises BadArchive."""
+def read_layouts(file: IO[bytes], *, same_count: bool = True) -> Layouts:
+    """Return what an archive says that it holds, checked: arrays of as many samples each, unless not
+    `same_count`. Raises BadArchive."""
     with _understood():
         archive_bytes = file.seek(0, 2)
         with zipfile.ZipFile(file) as archive:
@@ -95,11 +96,11 @@ def read_layouts(file: IO[bytes]) -> Layouts:
             if len(set(names)) != len(names) or not all(map(_NAME.match, names)):
                 raise BadArchive("arrays without a name of their own")
             layouts = Layouts({name: _read_layout(archive, name) for name in names})
-    check_layouts(layouts, archive_bytes)
+    check_layouts(layouts, archive_bytes, same_count=same_count)
     return layouts
 
 
-def check_layouts(layouts: Layouts, archive_bytes: int) -> None:
+def check_layouts(layouts: Layouts, archive_bytes: int, *, same_count: bool = True) -> None:
     """Raise BadArchive where arrays are no data, or take more room than an archive so long may."""
     if not layouts.arrays:
         raise BadArchive("want arrays x and y")
@@ -113,7 +114,11 @@ def check_layouts(layouts: Layouts, archive_bytes: int) -> None:
         if any(not 0 <= side < 2**48 for side in layout.shape):
             raise BadArchive("a side of an impossible length")
     counts = {layout.shape[:1] for layout in layouts.arrays.values()}
-    if len(counts) != 1 or () in counts or not all(layout.count for layout in layouts.arrays.values()):
+    if (
+        (same_count and len(counts) != 1)
+        or () in counts
+        or not all(layout.count for layout in layouts.arrays.values())
+    ):
         shapes = ", ".join(f"{name} {layout.shape}" for name, layout in list(layouts.arrays.items())[:8])
         raise BadArchive(f"want arrays of as many samples each (N, ...), got {shapes}")
     size = layouts.unpacked_bytes
@@ -142,9 +147,9 @@ def unpack_into(file: IO[bytes], layouts: Layouts, out: IO[bytes]) -> None:
         unpack(file, layouts, target)
 
 
-def unpack_here(file: IO[bytes], out: IO[bytes]) -> Arrays:
+def unpack_here(file: IO[bytes], out: IO[bytes], *, same_count: bool = True) -> Arrays:
     """The arrays, read in this process where it needs no fence; `out` is an empty file. Raises BadArchive."""
-    layouts = read_layouts(file)
+    layouts = read_layouts(file, same_count=same_count)
     out.truncate(layouts.unpacked_bytes)
     unpack_into(file, layouts, out)
     return map_arrays(layouts, out)

@@ -5,21 +5,23 @@ what travels afterwards is arrays. Nothing here runs code or unpickles. Read are
 
     TABLE.csv, TABLE.parquet    a row a sample: numbers, and one column of labels
     ARRAYS.npz, .safetensors    `x` and `y`, or arrays named as the model's inputs and labels; or all of them
-                                as `train_NAME` and `test_NAME`
-    a folder of images          a folder for each class, at the top or under `train` and `test`
+                                as `train_NAME` and `test_NAME`, perhaps `validation_NAME`
+    a folder of images          a folder for each class, at the top or under `train`, `test` and `validation`
+    a folder of arrays          `train.npz`, and perhaps `test.npz` and `validation.npz`
     a folder of CIFAR-10        `data_batch_*.bin` and `test_batch.bin` (its binary version)
     http(s)://HOST/FILE         one of the files above
 
-Where the source has no test part, a fixed fifth of the samples is held out, the same at every conversion.
-Equal sources make equal bytes, so that their hash names them.
+`[splits]` of RUN.toml names where the validation and test samples come from: another source, or a share of
+the training samples. Where neither it nor the source has a test part, a fixed fifth is held out, the same at
+every conversion. Equal sources make equal bytes, so that their hash names them.
 """
 
 import csv
+import struct
+import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from node.content.npz import BadArchive, unpack_here
+from node.content.shards import PARTS, PartName
 from node.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
-Split = tuple[Array, Array, Array, Array]
-"""x and y for training, x and y held out."""
+Parts = dict[PartName, Arrays]
+"""What a source has of each part; `train` is there always."""
 
 SCHEMES = ("http://", "https://")
 LABEL_COLUMNS = ("label", "labels", "class", "target", "y")
@@ -46,8 +50,15 @@ HELD_OUT = 5
 """One sample in five is held out where the source does not say which."""
 SAMPLES_MIN = 2
 CIFAR_SHAPE = (3, 32, 32)
+CIFAR_CLASSES = 10
+TABLE_NUMBERS_MAX = 1 << 29
+"""Of a Parquet file, whose few bytes may stand for many numbers."""
+SHOWN_MAX = 40
+"""Letters of a value in an error."""
 _SPLIT_SEED = 20
+_VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _CIFAR_TEST = "test_batch.bin"
 _EXTRA = "pip install 'peerloom[data]'"
 
@@ -62,90 +73,147 @@ def is_source(data: str, base: Path) -> bool:
     return path.suffix.lower() in {*_READERS, *_ARCHIVES}
 
 
-def convert(data: str, base: Path, folder: Path) -> None:
-    """Write `train.npz` and `test.npz` into `folder`, which exists.
+def convert(
+    data: str, base: Path, folder: Path, *, test: str | float = "", validation: str | float = ""
+) -> None:
+    """Write `train.npz` and `test.npz`, and `validation.npz` where there is such a part, into `folder`, which
+    exists. `test` and `validation` name another source each, or a share of the training samples.
 
     Raises:
         UsageError: what is missing, cannot be read or does not fit together, with its file.
     """
+    words: list[str] = []
+    parts = _read_source(data, base, folder, words)
+    wanted: tuple[tuple[PartName, str | float], ...] = (("test", test), ("validation", validation))
+    for part, source in wanted:
+        if source and part in parts:
+            raise UsageError(
+                f"splits.{part}: {data} has {part} samples of its own", f"leave splits.{part} out"
+            )
+        if isinstance(source, str) and source:
+            other = _read_source(source, base, folder, words, part=part)
+            if len(other) > 1:
+                raise UsageError(f"splits.{part}: {source} has several parts of its own")
+            parts[part] = other["train"]
+    for part, source in wanted:
+        if isinstance(source, float) and source:
+            parts["train"], parts[part] = hold_out(parts["train"], source, data, part)
+    if "test" not in parts:
+        parts["train"], parts["test"] = hold_out(parts["train"], 1 / HELD_OUT, data, "test")
+    _check_parts(parts, data)
+    for name in PARTS:
+        if name in parts:
+            try:
+                np.savez(folder / f"{name}.npz", **parts[name])  # type: ignore[arg-type]  # numpy's own
+            except OSError as error:
+                raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
+
+
+def _read_source(data: str, base: Path, folder: Path, words: list[str], *, part: str = "") -> Parts:
     is_url = data.startswith(SCHEMES)
     path = _download(data, folder) if is_url else base / Path(data).expanduser()
-    for name, arrays in zip(("train.npz", "test.npz"), _read(path), strict=True):
-        try:
-            np.savez(folder / name, **arrays)  # type: ignore[arg-type]  # numpy's own
-        except OSError as error:
-            raise UsageError(f"{folder / name}: {error.strerror or error}") from None
+    if not path.exists():
+        where = f"splits.{part}: " if part else ""
+        raise UsageError(
+            f"{where}{path}: no such file", "data, and what [splits] names, are files or folders"
+        )
+    parts = _read(path, words)
+    for name, arrays in parts.items():
+        _count(arrays, path if len(parts) == 1 else path / name)
+    return parts
 
 
-def _read(path: Path) -> tuple[Arrays, Arrays]:
-    """Arrays by name for training, and held out."""
-    if path.is_dir():
-        return _paired(_read_cifar(path) if (path / _CIFAR_TEST).exists() else _read_images(path), path)
+def _read(path: Path, words: list[str]) -> Parts:
+    """Arrays by name for each part. `words` are the labels that are words, in the order of their numbers:
+    found where there are none yet."""
     try:
-        if path.suffix.lower() in _ARCHIVES:
-            return _from_named(_ARCHIVES[path.suffix.lower()](path), path)
-        return _paired(_READERS[path.suffix.lower()](path), path)
+        if path.is_dir():
+            if (path / "train.npz").exists():
+                return {
+                    name: _read_npz(path / f"{name}.npz")
+                    for name in PARTS
+                    if name == "train" or (path / f"{name}.npz").exists()
+                }
+            return _read_cifar(path) if (path / _CIFAR_TEST).exists() else _read_images(path, words)
+        suffix = path.suffix.lower()
+        if suffix in _ARCHIVES:
+            return _from_named(_ARCHIVES[suffix](path), path)
+        if suffix not in _READERS:
+            raise UsageError(f"{path}: want {', '.join(sorted({*_READERS, *_ARCHIVES}))}, or a folder")
+        return {"train": _from_columns(_READERS[suffix](path), path, words)}
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
-def _paired(found: Split, path: Path) -> tuple[Arrays, Arrays]:
-    parts = []
-    for x, y in (found[:2], found[2:]):
-        if len(x) != len(y):
-            raise UsageError(f"{path}: {len(x)} samples and {len(y)} labels")
-        parts.append({"x": x, "y": y})
-    return parts[0], parts[1]
+def _check_parts(parts: Parts, where: str) -> None:
+    train = parts["train"]
+    for name, arrays in parts.items():
+        if arrays.keys() != train.keys():
+            raise UsageError(f"{where}: train has {', '.join(train)}; {name} has {', '.join(arrays)}")
+        for array in arrays:
+            shapes = [each[array].shape[1:] for each in (train, arrays)]
+            if shapes[0] != shapes[1]:
+                raise UsageError(
+                    f"{where}: {array} of train holds samples of {shapes[0]}, of {name} {shapes[1]}"
+                )
 
 
-def split(x: Array, y: Array, where: str) -> Split:
-    """Hold a fixed fifth out: x (N, ...) and y (N, ...) in a fixed order. Raises UsageError: too few."""
-    if len(x) != len(y):
-        raise UsageError(f"{where}: {len(x)} samples and {len(y)} labels")
-    train, test = _rows(len(x), where)
-    return x[train], y[train], x[test], y[test]
-
-
-def _rows(count: int, where: str) -> tuple[Array, Array]:
-    """Which samples are for training, and which are held out. Raises UsageError: too few."""
+def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Arrays, Arrays]:
+    """Split a fixed share off: what is left, and what is held out. Raises UsageError: too few samples."""
+    count = len(next(iter(arrays.values())))
     if count < SAMPLES_MIN:
         raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
-    order = np.random.default_rng(_SPLIT_SEED).permutation(count)
-    held_out = max(1, count // HELD_OUT)
-    return order[held_out:], order[:held_out]
+    seed = _VALIDATION_SEED if part == "validation" else _SPLIT_SEED
+    order = np.random.default_rng(seed).permutation(count)
+    held_out = max(1, int(count * share + 1e-9))
+    if held_out >= count:
+        raise UsageError(f"{where}: {count} samples are too few to hold out {share:g} of them")
+    kept, held = order[held_out:], order[:held_out]
+    return {name: array[kept] for name, array in arrays.items()}, {
+        name: array[held] for name, array in arrays.items()
+    }
 
 
 # Tables
 
 
-def _read_csv(path: Path) -> Split:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = csv.reader(file)
-        names = next(rows, [])
-        table = [row for row in rows if row]
+def _read_csv(path: Path) -> Mapping[str, Sequence[Any]]:
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = csv.reader(file)
+            names = next(rows, [])
+            table = [row for row in rows if row]
+    except csv.Error as error:
+        raise UsageError(f"{path}: no table of text: {error}") from None
     if not names or not table:
         raise UsageError(f"{path}: want a line of names and then a row for each sample")
+    if len(set(names)) != len(names):
+        raise UsageError(f"{path}: two columns of one name in the first line")
     for number, row in enumerate(table):
         if len(row) != len(names):
             raise UsageError(f"{path}: row {number + 2} has {len(row)} fields, the first line {len(names)}")
-    columns = {name: [row[index] for row in table] for index, name in enumerate(names)}
-    return _from_columns(columns, path)
+    return {name: [row[index] for row in table] for index, name in enumerate(names)}
 
 
-def _read_parquet(path: Path) -> Split:
+def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UsageError(f"{path}: pyarrow, which reads Parquet, is not installed", _EXTRA) from None
     try:
+        told = pyarrow.parquet.ParquetFile(path).metadata
+        if told.num_rows * told.num_columns > TABLE_NUMBERS_MAX:
+            raise UsageError(f"{path}: {told.num_rows} rows of {told.num_columns} columns are too many")
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from None
-    return _from_columns({name: table[name].to_pylist() for name in table.column_names}, path)
+        raise UsageError(f"{path}: no Parquet file: {(str(error).splitlines() or [''])[0][:200]}") from None
+    if not table.num_rows:
+        raise UsageError(f"{path}: no rows")
+    return {name: table[name].to_pylist() for name in table.column_names}
 
 
-def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path) -> Split:
+def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path, words: list[str]) -> Arrays:
     names = list(columns)
     lower = {name.strip().lower(): name for name in names}
     label = next((lower[name] for name in LABEL_COLUMNS if name in lower), names[-1])
@@ -153,30 +221,52 @@ def _from_columns(columns: Mapping[str, Sequence[Any]], path: Path) -> Split:
     if not features:
         raise UsageError(f"{path}: only one column, '{label}'; want numbers and a column of labels")
     x = np.stack([_numbers(columns[name], name, path) for name in features], axis=1)
-    return split(x, _labels(columns[label], label, path), str(path))
+    return {"x": x, "y": _labels(columns[label], label, path, words)}
 
 
 def _numbers(column: Sequence[Any], name: str, path: Path) -> Array:
     found = np.empty(len(column), np.float32)
     for row, value in enumerate(column):
         try:
-            found[row] = float(value)
-        except (TypeError, ValueError):
-            raise UsageError(f"{path}: column '{name}', sample {row + 1}: '{value}' is no number") from None
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(
+                f"{path}: column '{name}', sample {row + 1}: {_shown(value)} is no number"
+            ) from None
+        if not np.isfinite(np.float32(number) if abs(number) < _FLOAT32_MAX else np.inf):
+            raise UsageError(
+                f"{path}: column '{name}', sample {row + 1}: {_shown(value)} is no finite number"
+            )
+        found[row] = number
     return found
 
 
-def _labels(column: Sequence[Any], name: str, path: Path) -> Array:
+def _shown(value: object) -> str:
+    text = str(value)
+    return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
+
+
+def _labels(column: Sequence[Any], name: str, path: Path, words: list[str]) -> Array:
     """Whole numbers as they are, other numbers as float32, words by their alphabetical order."""
     if any(value is None or value == "" for value in column):
         raise UsageError(f"{path}: column '{name}' of labels has an empty field")
     try:
-        numbers = [float(value) for value in column]
-    except (TypeError, ValueError):
-        words = sorted({str(value) for value in column})
+        numbers = [float(value) for value in column] if not words else None
+    except (TypeError, ValueError, OverflowError):
+        numbers = None
+    if numbers is None:
+        words[:] = words or sorted({str(value) for value in column})
         index = {word: number for number, word in enumerate(words)}
+        for row, value in enumerate(column):
+            if str(value) not in index:
+                raise UsageError(
+                    f"{path}: column '{name}', sample {row + 1}: no training sample has the label "
+                    f"{_shown(value)}"
+                )
         return np.array([index[str(value)] for value in column], np.int64)
-    if all(number.is_integer() for number in numbers):
+    if not all(abs(number) < _FLOAT32_MAX for number in numbers):
+        raise UsageError(f"{path}: column '{name}' of labels has a number that is not finite")
+    if all(number.is_integer() and abs(number) < 2**53 for number in numbers):
         return np.array(numbers).astype(np.int64)
     return np.array(numbers, np.float32)
 
@@ -186,16 +276,16 @@ def _labels(column: Sequence[Any], name: str, path: Path) -> Array:
 
 def _read_npz(path: Path) -> Arrays:
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        with path.open("rb") as file, tempfile.TemporaryFile(buffering=0) as out:
+            return unpack_here(file, out, same_count=False)
+    except BadArchive as error:
         raise UsageError(f"{path}: no archive of plain arrays: {_first_line(error)}") from None
 
 
 def _read_safetensors(path: Path) -> Arrays:
     try:
         return safetensors.numpy.load_file(path)
-    except (safetensors.SafetensorError, TypeError, ValueError) as error:
+    except (safetensors.SafetensorError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{path}: no safetensors file of numpy's types: {_first_line(error)}") from None
 
 
@@ -205,53 +295,56 @@ def _first_line(error: Exception) -> str:
     return "it holds Python objects" if "pickle" in text.lower() else text[:200]
 
 
-def _from_named(arrays: Arrays, path: Path) -> tuple[Arrays, Arrays]:
-    """Arrays of one archive: split by their names, else a fixed fifth held out. Raises UsageError."""
-    parts = [
-        {name.removeprefix(head): array for name, array in arrays.items() if name.startswith(head)}
-        for head in ("train_", "test_")
-    ]
-    if all(parts) and parts[0].keys() == parts[1].keys() and sum(map(len, parts)) == len(arrays):
-        for part in parts:
-            _count(part, path)
-        return parts[0], parts[1]
+def _from_named(arrays: Arrays, path: Path) -> Parts:
+    """Arrays of one archive, in parts by their names where all have such. Raises UsageError."""
+    parts: Parts = {
+        part: {
+            name.removeprefix(f"{part}_"): array
+            for name, array in arrays.items()
+            if name.startswith(f"{part}_")
+        }
+        for part in PARTS
+    }
+    found = {part: named for part, named in parts.items() if named}
+    if {"train", "test"} <= set(found) and sum(map(len, found.values())) == len(arrays):
+        return found
     if not arrays or any(not array.ndim for array in arrays.values()):
         names = ", ".join(sorted(arrays)[:8]) or "nothing"
         raise UsageError(f"{path}: holds {names}; want x and y, or arrays as the model's inputs are called")
-    train, test = _rows(_count(arrays, path), str(path))
-    return {name: array[train] for name, array in arrays.items()}, {
-        name: array[test] for name, array in arrays.items()
-    }
+    return {"train": arrays}
 
 
 def _count(arrays: Arrays, path: Path) -> int:
-    """How many samples they hold. Raises UsageError: each another number."""
+    """How many samples they hold. Raises UsageError: each another number, or none."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:8])
     if len(set(lengths.values())) != 1:
-        told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:8])
         raise UsageError(f"{path}: arrays of different lengths: {told}")
+    if not next(iter(lengths.values())):
+        raise UsageError(f"{path}: no samples: {told}")
     return next(iter(lengths.values()))
 
 
 # Images
 
 
-def _read_images(folder: Path) -> Split:
-    parts = [folder / name for name in ("train", "test") if (folder / name).is_dir()]
-    if len(parts) == 1:
-        missing = "test" if parts[0].name == "train" else "train"
-        raise UsageError(f"{folder}: has a folder '{parts[0].name}' and no '{missing}'")
-    classes = sorted({each.name for part in parts or [folder] for each in part.iterdir() if each.is_dir()})
-    if len(classes) < 2:
+def _read_images(folder: Path, words: list[str]) -> Parts:
+    parts: dict[PartName, Path] = {name: folder / name for name in PARTS if (folder / name).is_dir()}
+    if parts and not {"train", "test"} <= set(parts):
+        missing = " and no ".join(f"'{name}'" for name in ("train", "test") if name not in parts)
+        raise UsageError(f"{folder}: has a folder '{next(iter(parts))}' and no {missing}")
+    parts = parts or {"train": folder}
+    classes = sorted({each.name for part in parts.values() for each in part.iterdir() if each.is_dir()})
+    if len(classes) < 2 and not words:
         raise UsageError(
             f"{folder}: no train.npz, no data_batch_1.bin, and fewer than two folders of images",
             "a folder for each class, such as cats/ and dogs/, with the images in it",
         )
-    found = [_read_classes(part, classes) for part in parts or [folder]]
-    if parts:
-        (train_x, train_y), (test_x, test_y) = found
-        return train_x, train_y, test_x, test_y
-    return split(*found[0], str(folder))
+    unknown = [name for name in classes if words and name not in words]
+    if unknown:
+        raise UsageError(f"{folder}: no training sample is of the class {_shown(unknown[0])}")
+    words[:] = words or classes
+    return {name: dict(zip("xy", _read_classes(part, words), strict=True)) for name, part in parts.items()}
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
@@ -279,7 +372,16 @@ def _read_classes(folder: Path, classes: Sequence[str]) -> tuple[Array, Array]:
                             "scale all images to one size first",
                         )
                     images.append(np.asarray(image.convert("RGB"), np.uint8))
-            except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+            except (
+                UnidentifiedImageError,
+                OSError,
+                SyntaxError,
+                ValueError,
+                EOFError,
+                struct.error,
+                Image.DecompressionBombError,
+                Image.DecompressionBombWarning,
+            ) as error:
                 raise UsageError(f"{path}: no image that can be read: {_first_line(error)}") from None
             labels.append(number)
     if not images:
@@ -293,14 +395,15 @@ def _scaled(pixels: Array) -> Array:
     return np.ascontiguousarray(pixels, np.float32) / np.float32(255)
 
 
-def _read_cifar(folder: Path) -> Split:
+def _read_cifar(folder: Path) -> Parts:
     """CIFAR-10's binary version: of each sample a byte of label, then 3,072 bytes of pixels, C first."""
     batches = sorted(folder.glob("data_batch_*.bin"))
     if not batches:
         raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")
     train = [_read_batch(path) for path in batches]
     test_x, test_y = _read_batch(folder / _CIFAR_TEST)
-    return np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train]), test_x, test_y
+    x, y = np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train])
+    return {"train": {"x": x, "y": y}, "test": {"x": test_x, "y": test_y}}
 
 
 def _read_batch(path: Path) -> tuple[Array, Array]:
@@ -312,6 +415,11 @@ def _read_batch(path: Path) -> tuple[Array, Array]:
     if not len(raw) or len(raw) % size:
         raise UsageError(f"{path}: {len(raw)} bytes are no whole number of samples of {size}")
     rows = raw.reshape(-1, size)
+    if rows[:, 0].max() >= CIFAR_CLASSES:
+        wrong = int((rows[:, 0] >= CIFAR_CLASSES).argmax())
+        raise UsageError(
+            f"{path}: sample {wrong} has the label {rows[wrong, 0]}; want 0 to {CIFAR_CLASSES - 1}"
+        )
     return _scaled(rows[:, 1:].reshape(-1, *CIFAR_SHAPE)), rows[:, 0].astype(np.int64)
 
 

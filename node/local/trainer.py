@@ -111,12 +111,12 @@ class LocalTrainer:
         return bool(self._manifest.optimizer.clip_norm)
 
     async def evaluate(self) -> tuple[float, int, tuple[float, ...]]:
-        """The mean loss over the held-out samples, how many these are, and the sums of their metrics. Raises
-        StageFailed."""
+        """The mean loss over the validation samples, or the held-out ones where a run has no such, how many
+        these are, and the sums of their metrics. Raises StageFailed."""
         loss, samples = 0.0, 0
         metrics = np.zeros(len(self._manifest.metrics))
-        left = self._manifest.test_samples
-        for number in range(self._manifest.evaluations):
+        left = self._manifest.validation_samples or self._manifest.test_samples
+        for number in range(-(-left // self._manifest.microbatch)):
             inputs, labels = await self._executor.run(partial(self._packed, self._test, (number, left)))
             left -= self._manifest.microbatch
             done = await self.stage.call(api.Forward(self.step, number, False, inputs, labels))
@@ -158,7 +158,8 @@ class LocalTrainer:
 
     def _test(self, which: tuple[int, int]) -> tuple[list[Array], list[Array]]:
         number, left = which
-        inputs, labels = self._batches.test(number)
+        pick = self._batches.validation if self._manifest.validation_samples else self._batches.test
+        inputs, labels = pick(number)
         return [each[:left] for each in inputs], [each[:left] for each in labels]
 
     def _packed(self, pick: Any, which: object) -> tuple[Payload, Payload]:

@@ -44,6 +44,7 @@ MANIFEST_BYTES_MAX = 900
 Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
 HexHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=0.9)]
 
 
 class GroupTable(msgspec.Struct, frozen=True):
@@ -58,7 +59,8 @@ class GroupTable(msgspec.Struct, frozen=True):
 class TrainTable(msgspec.Struct, frozen=True):
     """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
 
-    `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
+    With `epochs` the steps are as many as so many passes over the training samples take, and `steps` is not
+    given. `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
     `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
     is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
     whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
@@ -73,6 +75,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     """What older files call a key."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
+    epochs: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
     microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
@@ -119,6 +122,17 @@ class PlanTable(msgspec.Struct, frozen=True):
     on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
 
 
+class SplitsTable(msgspec.Struct, frozen=True):
+    """`[splits]` of RUN.toml: where validation and test samples come from. `validation` and `test` are other
+    sources, as `data` is one; the shares are of the training samples. With neither, it is what `data` has
+    itself, and else a fifth of it to test on."""
+
+    validation: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    test: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    validation_share: Share = 0.0
+    test_share: Share = 0.0
+
+
 class RunFile(msgspec.Struct, frozen=True):
     """RUN.toml: every key has a default but the model.
 
@@ -135,6 +149,7 @@ class RunFile(msgspec.Struct, frozen=True):
     options: dict[str, bool | int | float | str] = {}
     train: TrainTable = TrainTable()
     plan: PlanTable = PlanTable()
+    splits: SplitsTable = SplitsTable()
     tokenizer: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
 
     @property
@@ -190,7 +205,12 @@ def check_run_file(run: RunFile, where: str) -> None:
             f"{train.microbatch}; at most {IN_FLIGHT_MAX}",
             f"a train.microbatch of at least {-(-train.batch // IN_FLIGHT_MAX)}",
         )
-    if train.schedule != "constant" and train.warmup_steps >= train.steps:
+    for part in ("validation", "test"):
+        if getattr(run.splits, part) and getattr(run.splits, f"{part}_share"):
+            raise UsageError(f"{where}: splits.{part} and splits.{part}_share: give one of the two")
+    if train.epochs and train.steps != TrainTable().steps:
+        raise UsageError(f"{where}: train.steps and train.epochs: give one of the two")
+    if train.schedule != "constant" and not train.epochs and train.warmup_steps >= train.steps:
         raise UsageError(f"{where}: train.warmup_steps {train.warmup_steps} leaves no step to fall over")
     _check_local(run, where)
 
@@ -198,6 +218,11 @@ def check_run_file(run: RunFile, where: str) -> None:
 def _check_local(run: RunFile, where: str) -> None:
     train = run.train
     if train.mode == "exact":
+        if run.splits.validation or run.splits.validation_share:
+            raise UsageError(
+                f"{where}: splits.validation: a run in exact mode is judged at its end, by the test samples",
+                'train.mode = "local", or leave it out',
+            )
         return
     if run.plan.stages > 1:
         raise UsageError(
@@ -244,6 +269,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
     on_divergence: Literal["stop", "continue"] = "stop"
     local: LocalSettings | None = None
+    validation_samples: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
 
     @property
     def graph_hash(self) -> bytes:
@@ -276,6 +302,7 @@ _NOT_ARITHMETIC = frozenset(
         "on_lost_quorum",
         "on_divergence",
         "local",
+        "validation_samples",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.

@@ -15,7 +15,6 @@ from partition.model.ranges import Bound, bounds
 
 CHUNK_BYTES = 16 * 1024 * 1024
 """Looked at together: as much again, and their masks, is memory for a moment."""
-_FILES = ("train.npz", "test.npz")
 
 
 def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: str, where: str) -> None:
@@ -27,10 +26,10 @@ def check_values(graph: Graph, dataset: Dataset, sizes: tuple[int, ...], name: s
     found = bounds(graph, entry, sizes)
     inputs, labels = columns_of(graph, dataset, name)
     ports = list(enumerate(zip((*inputs, *labels), (*entry.inputs, *entry.labels), strict=True)))
-    for part, arrays in enumerate((dataset.train, dataset.test)):
+    for part, arrays in dataset.parts.items():
         for number, (what, port) in ports:
-            file = where if dataset.window else f"{where}/{_FILES[part]}"
-            held_out = " held out" if dataset.window and part else ""
+            file = where if dataset.window else f"{where}/{part}.npz"
+            held_out = " held out" if dataset.window and part != "train" else ""
             kind = graph.types[port.type].dtype
             _check(arrays[what], kind, found.get(number), f"{name}: {file}: {what}", held_out)
 

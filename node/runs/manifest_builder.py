@@ -5,6 +5,9 @@ Everything that does not fit together is said here, in the person's words, befor
 
 import re
 from collections.abc import Sequence
+from math import ceil
+
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from node.content.datasets import Array, Batches, Dataset
@@ -14,6 +17,7 @@ from node.placement.admission import check_model, train_entry
 from node.protocols.manifest import Manifest, RunFile
 from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
+from partition.plan.plan import STEPS_MAX
 
 WINDOW = 64
 """Bytes of text in a sample, where neither the person nor the model says how many."""
@@ -40,6 +44,7 @@ def make_manifest(
     run_file: RunFile, graph: Graph, graph_name: bytes, dataset: Dataset, *, name: str, created: float
 ) -> Manifest:
     """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds. Raises UsageError."""
+    run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
     sizes = bind_data(graph, dataset, train.microbatch, name)
     entry = train_entry(graph)
@@ -47,7 +52,7 @@ def make_manifest(
         model=word(graph.name),
         graph=graph_name.hex(),
         data=dataset.digest,
-        test_samples=_held_out(dataset, graph, train.microbatch),
+        test_samples=_held_out(dataset.test_samples, graph, train.microbatch),
         steps=train.steps,
         microbatch=train.microbatch,
         microbatches=train.batch // train.microbatch,
@@ -68,6 +73,7 @@ def make_manifest(
         on_lost_quorum=run_file.plan.on_lost_quorum,
         on_divergence=run_file.train.on_divergence,
         local=run_file.local,
+        validation_samples=_validated(dataset, graph, train.microbatch) if run_file.local else 0,
     )
     try:
         check_model(manifest, graph)
@@ -76,9 +82,28 @@ def make_manifest(
     return manifest
 
 
-def _held_out(dataset: Dataset, graph: Graph, microbatch: int) -> int:
+def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
+    """The run with as many steps as its epochs take, where it says epochs. Raises UsageError."""
+    train = run_file.train
+    if not train.epochs:
+        return run_file
+    steps = max(1, ceil(train.epochs * dataset.train_samples / train.batch))
+    if steps > STEPS_MAX:
+        raise UsageError(f"{name}: train.epochs {train.epochs:g} are {steps} steps; at most {STEPS_MAX}")
+    if train.schedule != "constant" and train.warmup_steps >= steps:
+        raise UsageError(
+            f"{name}: train.warmup_steps {train.warmup_steps}: train.epochs {train.epochs:g} are only {steps}"
+            " steps"
+        )
+    return replace(run_file, train=replace(train, steps=steps))
+
+
+def _validated(dataset: Dataset, graph: Graph, microbatch: int) -> int:
+    return _held_out(dataset.validation_samples, graph, microbatch) if dataset.validation_samples else 0
+
+
+def _held_out(count: int, graph: Graph, microbatch: int) -> int:
     """Return how many samples are judged: a rest that is no batch to the model is left out."""
-    count = dataset.test_samples
     rest = count % microbatch
     return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
 
@@ -170,7 +195,8 @@ def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
     except UsageError:
         return False
     is_same = (dataset.digest, sizes) == (manifest.data, manifest.sizes_max)
-    return is_same and dataset.test_samples >= manifest.test_samples
+    is_enough = dataset.validation_samples >= manifest.validation_samples
+    return is_same and is_enough and dataset.test_samples >= manifest.test_samples
 
 
 def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:

@@ -13,9 +13,9 @@ from torch.nn import functional
 from node import toml
 from node.content.datasets import load_folder
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.manifest import RunFile, check_run_file
 from node.runs.data_check import check_values
-from node.runs.manifest_builder import bind_data, make_batches, make_manifest
+from node.runs.manifest_builder import bind_data, fits, make_batches, make_manifest
 from partition.capture import Captured, Task
 from partition.capture.task import captured_and_proved
 from partition.model.graph import encode_graph, graph_hash
@@ -172,3 +172,30 @@ def test_a_graph_has_every_name_of_the_state_dict() -> None:
     model, found = captured()
     names = {name for row in found.graph.parameters for name in row.names}
     assert names == set(model.state_dict())
+
+
+def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
+    _, found = captured()
+    data = load_folder(folder(tmp_path))  # 12 samples, 6 a step
+    text = RUN.replace("steps = 3", "epochs = 2.5")
+    assert text != RUN
+    run_file = toml.parse(text, RunFile, name="RUN.toml").value
+    wanted = make_manifest(run_file, found.graph, found.hash, data, name="RUN.toml", created=0.0)
+    assert (wanted.steps, wanted.optimizer.schedule.total_steps) == (5, 5)
+    both = toml.parse(text.replace("epochs", "steps = 9\nepochs"), RunFile, name="RUN.toml").value
+    with pytest.raises(UsageError, match="give one of the two"):
+        check_run_file(both, "RUN.toml")
+
+
+def test_a_run_in_local_mode_counts_its_validation_samples(tmp_path: Path) -> None:
+    _, found = captured()
+    np.savez(folder(tmp_path) / "validation.npz", **arrays(5, 3))
+    data = load_folder(tmp_path)
+    for mode, count in (("local", 5), ("exact", 0)):
+        text = RUN.replace("steps = 3", f'steps = 3\nmode = "{mode}"')
+        run_file = toml.parse(text, RunFile, name="RUN.toml").value
+        wanted = make_manifest(run_file, found.graph, found.hash, data, name="RUN.toml", created=0.0)
+        assert (wanted.validation_samples, wanted.test_samples) == (count, 7)
+        assert fits(data, wanted, found.graph)
+    batches = make_batches(data, wanted, found.graph)
+    np.testing.assert_array_equal(batches.validation(0)[0][0][:3], arrays(5, 3)["ids"][:3])

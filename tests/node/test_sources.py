@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.content.datasets import Dataset, load_folder
-from node.content.sources import convert, is_source, split
+from node.content.sources import convert, hold_out, is_source
 from node.errors import UsageError
 
 Pixels = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
@@ -196,11 +196,11 @@ def test_what_a_run_takes_as_it_is_needs_no_conversion(tmp_path: Path) -> None:
 @given(st.integers(2, 200))
 def test_a_split_loses_no_sample_and_doubles_none(count: int) -> None:
     x = np.arange(count)
-    train_x, train_y, test_x, test_y = split(x, -x, "test")
-    assert sorted([*train_x, *test_x]) == list(range(count))
-    assert np.array_equal(train_x, -train_y)
-    assert np.array_equal(test_x, -test_y)
-    assert len(test_x) >= 1
+    train, test = hold_out({"x": x, "y": -x}, 0.2, "data", "test")
+    assert sorted([*train["x"], *test["x"]]) == list(range(count))
+    assert np.array_equal(train["x"], -train["y"])
+    assert np.array_equal(test["x"], -test["y"])
+    assert len(test["x"]) >= 1
 
 
 def test_arrays_may_have_the_names_of_inputs_and_labels(tmp_path: Path) -> None:
