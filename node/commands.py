@@ -36,6 +36,7 @@ from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
 from node.seams import Seams, Storage
 from node.services.discovery import Discovery
+from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
 from partition.run.states import OVER
@@ -55,6 +56,7 @@ class LocalNode(Protocol):
     state: views.State
     history: EventHistory
     seams: Seams
+    measurements: Measurements
     membership: Membership
     discovery: Discovery
     runs: Runs
@@ -112,6 +114,7 @@ class Commands:
         return {
             "status": self._status,
             "peers": self._peers,
+            "measurements": self._measurements,
             "events": self._events,
             "leave": self._leave,
             "train": self._train,
@@ -134,6 +137,9 @@ class Commands:
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return views.peers_document(self._node.state, self._node.seams.clock.wall())
+
+    async def _measurements(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return await self._node.measurements.document(self._node.membership.live)
 
     async def _leave(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """Let the node leave; of each run it was in, whether its part was handed over."""

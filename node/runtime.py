@@ -65,12 +65,15 @@ from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
 from node.services.autonat_core import OTHERS
 from node.services.bootstrap import Joining
-from node.services.calibration import CALIBRATION_PURPOSE, Wanted, cache_folder, calibrate, corrected
+from node.services.calibration import Wanted, cache_folder, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.lan_discovery import Neighbours
+from node.services.links import LinkMeasuring
+from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import Membership
 from node.services.metadata import Standing, encode_metadata
+from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
@@ -78,15 +81,13 @@ from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage, locked_folder
 from node.storage.guests import Guests
 from node.storage.keys import NodeKeys, keys_of
-from node.storage.known_peers import read_remembered, write_remembered
 from node.storage.swarm_keys import load_swarm_keys
 from node.transport.multicast import BEACON_PORT
 from node.transport.network import RealNetwork
-from partition.plan.rates import Calibration, encode_calibration
+from partition.plan.rates import Calibration
 
 SUBSCRIBER_EVENTS_MAX = 10_000
 """Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
-REMEMBER_SECONDS = 60.0
 REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
 """Garbage is counted; only at these counts does it become one line on screen."""
 INTERFACES_SECONDS = 20.0
@@ -129,7 +130,6 @@ class Node(Surface):
         self.handlers: dict[str, CommandHandler] = {}
         self.stopping = trio.Event()
         self.handed_over = trio.Event()
-        self.calibration: Calibration | None = None
         self._is_met = trio.Event()
         self._seeds = replace(config.join, seeds=seeds)
         self._network = network
@@ -222,7 +222,7 @@ class Node(Surface):
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
-        nursery.start_soon(keep_running, "remembering", self._remember)
+        nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
 
@@ -269,17 +269,12 @@ class Node(Surface):
         if not (self.config.resources.calibrate and self._takes_stages):
             return
         wanted = Wanted(self.capacity.device, "float32", self.capacity.cores)
-        found = await trio.to_thread.run_sync(
-            partial(calibrate, wanted, cache_folder(os.environ)), abandon_on_cancel=True
-        )
-        if found is None:
-            return
-        self.calibration = found
+        await self.measurements.measure(wanted, cache_folder(os.environ), self._calibrated, self._is_met)
+
+    def _calibrated(self, found: Calibration) -> None:
         self.capacity = corrected(self.capacity, found)
         self._publish(self.capacity.measured(self._clock.wall()))
         self.membership.update(self._profile())
-        await self._is_met.wait()  # alone, there is nobody to tell
-        await self.discovery.publish(CALIBRATION_PURPOSE, self.peer, encode_calibration(found))
 
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
@@ -353,10 +348,11 @@ class Node(Surface):
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._told = self.network.addresses
         self.reach = Reach(self.network, self._clock, counters=self._refused)
+        self._remembered = RememberedPeers(self.seams, self._seeds, self.membership.live_addresses)
         self.joining = Joining(
             self.network,
             self._clock,
-            self._addresses_to_try(),
+            self._remembered.addresses_to_try(),
             publish=self._publish,
             found=self._found,
             is_alone=lambda: len(self.membership.live) < 2,
@@ -387,6 +383,7 @@ class Node(Surface):
             self.seams,
             self.signer,
             offers=self._offers,
+            measurements=self._make_measurements(),
             search=partial(search_providers, self.discovery, self.membership),
             live=lambda: self.membership.live,
             gone=lambda: self.membership.gone,
@@ -408,12 +405,33 @@ class Node(Surface):
             ),
         )
 
+    def _make_measurements(self) -> Measurements:
+        links = LinkMeasuring(
+            self.network,
+            self._clock,
+            Random(self.peer),  # noqa: S311 - moments and partners, not keys
+            is_busy=lambda: not self.runs.has_slot,
+            round_trip_seconds=self.membership.round_trip_seconds,
+            refuse=self._refuse,
+            counters=self._refused,
+        )
+        self.measurements = Measurements(
+            self.peer,
+            self._clock,
+            self.discovery,
+            links,
+            members=lambda: self.membership.members,
+            frames=lambda: self.runs.links.rates(),
+            refuse=self._refuse,
+        )
+        return self.measurements
+
     async def leave(self) -> None:
         """Say goodbye to the swarm; the node ends when its context does."""
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
-            for part in (self.runs.leave, self._save_remembered, self.discovery.save, self.membership.leave):
+            for part in (self.runs.leave, self._remembered.save, self.discovery.save, self.membership.leave):
                 with contain("leaving"):  # a full disk is no reason to go without a goodbye
                     await part()
                 self.handed_over.set()
@@ -521,12 +539,12 @@ class Node(Surface):
         """Return what every live member says it offers, this node included."""
         has_slot = self._takes_stages and self.runs.has_slot and self.capacity.flops_per_second > 0
         own = Offer(self.peer, self.capacity.flops_per_second, self.capacity.memory_free_bytes, has_slot)
-        return offers_of(own, self.membership.members)
+        return offers_of(own, self.membership.members, self.measurements.knowledge)
 
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
-        takes, fenced, calibrated = self._takes_stages, not self._unfenced, self.calibration is not None
-        words = {"stages": takes, "fenced": fenced, "calibrated": calibrated}
+        is_calibrated = runs is not None and self.measurements.calibration is not None
+        words = {"stages": self._takes_stages, "fenced": not self._unfenced, CALIBRATED: is_calibrated}
         is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
         return standing_of(told, self.capacity, words, runs, self.peer, is_measured=is_measured)
 
@@ -565,24 +583,6 @@ class Node(Surface):
                 addresses=tuple(address.short for address in self.network.addresses),
             )
         )
-
-    # Peers met before
-
-    def _addresses_to_try(self) -> list[Address]:
-        remembered = read_remembered(self.seams.storage) if self._seeds.remember else []
-        first = [address for peer in remembered for address in peer[:1]]
-        return list(dict.fromkeys([*self._seeds.seeds, *first]))
-
-    async def _remember(self) -> None:
-        while True:
-            await trio.sleep(REMEMBER_SECONDS)
-            await self._save_remembered()
-
-    async def _save_remembered(self) -> None:
-        live = self.membership.live_addresses()
-        if live and self._seeds.remember:
-            # A disk may take its time to make a write durable.
-            await self._executor.run(lambda: write_remembered(self.seams.storage, live))
 
     async def _tell_of_checkpoints(self) -> None:
         await self._is_met.wait()  # alone, there is nobody to tell

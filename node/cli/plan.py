@@ -55,7 +55,7 @@ def plan(
         output_path(svg, "--svg")
     if peers == "live":
         folder = find_data_dir(context, data_dir)
-        offered = live_peers(ask(folder, "status"), ask(folder, "peers"))
+        offered = live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
     else:
         offered = read_peers(peers)
     graph = read_model(model)

@@ -39,6 +39,7 @@ from node.seams import Seams
 from node.services.bootstrap import Joining
 from node.services.broadcasts import Broadcast
 from node.services.discovery import Discovery
+from node.services.measurements import Measurements
 from node.services.membership import Membership
 from partition.model.graph import Graph
 
@@ -55,6 +56,7 @@ class Surface:
     joining: Joining
     membership: Membership
     averaging: Averaging
+    measurements: Measurements
     stopping: trio.Event
     counters: Any
     watch: Callable[[], AbstractContextManager[trio.MemoryReceiveChannel[Event]]]
@@ -237,6 +239,7 @@ class Surface:
         `node.plan`. Raises RunFailed: nothing fits, with what to do; UsageError.
         """
         now = self.seams.clock.wall()
-        peers = live_peers(self.status(), views.peers_document(self.state, now))
+        measured = await self.measurements.document(self.membership.live)
+        peers = live_peers(self.status(), views.peers_document(self.state, now), measured)
         wanted = batch, objective, microbatch, optimizer, stages, replicas, pipeline, what_if
         return await self.seams.executor.run(partial(plan_for, model, peers, *wanted), apart=True)

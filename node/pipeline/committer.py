@@ -20,9 +20,10 @@ from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
-from partition.steps.messages import BadFrame, Synced, Work
+from partition.steps.messages import BadFrame, Counted, Open, Progress, Synced, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 from partition.steps.save_interval import SaveInterval
+from partition.steps.witness import Witness
 
 CORRECT = "correct"
 """The metric that counts right answers: over the samples it is the accuracy."""
@@ -49,12 +50,13 @@ class CommitterShell:
         saved: int,
         failures: Failures,
         lost_steps: int = 0,
-        stepped: Callable[[int, float, Mapping[PeerId, int]], None],
+        stepped: Callable[[int, float, Mapping[PeerId, int], Mapping[PeerId, int]], None],
     ) -> None:
         """`absent` is told whom the next plan must do without, `paused` that no step is open, `stepped` the
-        seconds of a step and the nanoseconds of each replica for a micro-batch; `failures` is
-        what went wrong under the plans before. Nothing was computed since `stalled_since`, `saved` is the
-        step of the newest checkpoint, and `lost_steps` are to be computed again."""
+        seconds of a step and the nanoseconds of each replica for a micro-batch, as it says and as its
+        neighbours saw it; `failures` is what went wrong under the plans before. Nothing was computed since
+        `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to be computed
+        again."""
         manifest = run.manifest
         self.core: core.Committer = service.seams.core(
             core.Committer,
@@ -76,6 +78,7 @@ class CommitterShell:
         self._absent = absent
         self._paused = paused
         self._stepped = stepped
+        self._witness = Witness(plan)
         self._stalled_since = stalled_since
         self._failures = failures
         self._refuse = service.refuse
@@ -177,7 +180,9 @@ class CommitterShell:
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """A step message of a replica. Raises RemoteProtocolError."""
-        if isinstance(message, Synced):
+        if isinstance(message, Progress | Counted):
+            self._witness.heard(now, sender, message)
+        elif isinstance(message, Synced):
             self._synced.add(sender)
         elif isinstance(message, BadFrame):
             self._signer.check(FRAME_PURPOSE, message.frame)
@@ -227,6 +232,8 @@ class CommitterShell:
         self.core.events.clear()
         self._more.set()
         for peer, message in sends:
+            if isinstance(message, Open):
+                self._witness.opened(self._clock.monotonic(), message)
             self._send(peer, message)
 
     def dropped(self, after: Plan) -> list[ReplicaDropped]:
@@ -277,7 +284,8 @@ class CommitterShell:
         self._moved.clear()
         pace, stages = self.core.pace, self._plan.stages
         peers = [PeerId(peer) for stage in stages for peer in stage.replicas]
-        self._stepped(event.step, seconds, {peer: pace.nanoseconds(peer) for peer in peers})
+        said = {peer: pace.nanoseconds(peer) for peer in peers}
+        self._stepped(event.step, seconds, said, self._witness.nanoseconds())
         self.saving.step_took(seconds)
         self.core.saves.every = self.saving.steps
 

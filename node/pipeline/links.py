@@ -6,7 +6,7 @@ node itself take the same way without a socket, so that no code has a second pat
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -93,6 +93,14 @@ class Links:
             return None
         return link.bytes_measured / link.seconds_measured
 
+    def rates(self) -> Iterator[tuple[PeerId, float, bool]]:
+        """Yield what links take lately: peer, bytes per second, and whether the link was what sending waited
+        for; where it was not, it may carry more or less than that."""
+        for peer, link in self._links.items():
+            rate = self.rate(peer)
+            if rate is not None and rate < inf:
+                yield peer, rate, link.seconds_measured > link.idle_seconds
+
     def forget(self, peer: PeerId) -> None:
         """Nothing more is to be said to the peer: drop its queue and close its stream.
 
@@ -172,6 +180,7 @@ class _Link:
         self.has_lost = False
         self.bytes_measured = 0.0
         self.seconds_measured = 0.0
+        self.idle_seconds = 0.0
 
     def break_off(self) -> None:
         """Drop what waits and the stream; when it is open again, what was lost is sent again."""
@@ -187,6 +196,7 @@ class _Link:
         if self.bytes_measured > 2 * RATE_BYTES:
             self.bytes_measured /= 2
             self.seconds_measured /= 2
+            self.idle_seconds /= 2
 
     async def drain(self, send: Callable[..., Awaitable[None]]) -> None:
         """Send what is queued, for ever; a message leaves the queue once it was sent."""
@@ -201,4 +211,6 @@ class _Link:
                 del queued  # while nothing is to be sent, the last payload's memory is not held
             self.more = trio.Event()
             if not self.queue:
+                began = trio.current_time()
                 await self.more.wait()
+                self.idle_seconds += trio.current_time() - began

@@ -18,6 +18,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
 from node.placement.admission import check_model, input_frame_bytes
+from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols.manifest import Manifest, Run
 from node.protocols.runs import (
     LEASE_PURPOSE,
@@ -36,10 +37,11 @@ from node.seams import Executor
 from partition.model.graph import Graph
 from partition.plan.history import History
 from partition.plan.layer_costs import layer_costs
+from partition.plan.observed import NOTHING, Knowledge
 from partition.plan.operations import Operations, layer_operations
 from partition.plan.plan import NO_HASH, Plan, StagePlan, encode_plan, plan_hash
 from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, Split
-from partition.plan.rates import assumed
+from partition.plan.rates import Calibration, assumed, equivalent_rate
 from partition.plan.solver import solve
 from partition.run.decliners import Decliners
 from partition.run.next_change import choose_witnesses
@@ -92,10 +94,17 @@ class PlacementFailed(Exception):
     """No plan came about, and why, in words for a person."""
 
 
-def make_plan(run: Run, graph: Graph, offers: Sequence[Offer], *, may_reduce: bool = False) -> Plan:
-    """The first plan of a run. The requester trains; it holds a stage only where peers are short. A run of
-    two members takes an idle one as a witness. With `may_reduce`, a run for which there are too few peers has
-    fewer replicas, then fewer stages.
+def make_plan(
+    run: Run,
+    graph: Graph,
+    offers: Sequence[Offer],
+    *,
+    knowledge: Knowledge = NOTHING,
+    may_reduce: bool = False,
+) -> Plan:
+    """The first plan of a run, by what was measured of peers and links where anything was. The requester
+    trains; it holds a stage only where peers are short. A run of two members takes an idle one as a witness.
+    With `may_reduce`, a run for which there are too few peers has fewer replicas, then fewer stages.
 
     Raises:
         PlacementFailed: with what is missing for the run as it was asked for.
@@ -104,11 +113,11 @@ def make_plan(run: Run, graph: Graph, offers: Sequence[Offer], *, may_reduce: bo
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
     shape = manifest.stages, manifest.replicas
     try:
-        return _plan_as(run, graph, providers, shape)
+        return _plan_as(run, graph, providers, shape, knowledge)
     except PlacementFailed:
         for smaller in smaller_shapes(shape, len(providers)) if may_reduce else ():
             with suppress(PlacementFailed):
-                return _plan_as(run, graph, providers, smaller)
+                return _plan_as(run, graph, providers, smaller, knowledge)
         raise
 
 
@@ -130,7 +139,9 @@ def reduction(manifest: Manifest, plan: Plan) -> str:
     return "reduced to {} x {} for want of peers: {} stages x {} were asked for".format(*found, *wanted)
 
 
-def _plan_as(run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[int, int]) -> Plan:
+def _plan_as(
+    run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[int, int], knowledge: Knowledge
+) -> Plan:
     """Return the first plan with this number of stages and of replicas, 0 for any. Raises PlacementFailed."""
     manifest = run.manifest
     others = [offer for offer in providers if offer.peer != run.requester]
@@ -146,7 +157,8 @@ def _plan_as(run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[in
                 f"a micro-batch of inputs is {input_bytes / 1e6:.0f} MB, at most "
                 f"{FRAME_BYTES_MAX / 1e6:.0f} MB can be sent; a smaller train.microbatch is needed"
             )
-        problem = problem_of(manifest, graph, chosen)
+        chosen = rated_offers(chosen, knowledge, layer_operations(graph, manifest.sizes_max))
+        problem = problem_of(manifest, graph, chosen, knowledge)
         rules = replace(problem.constraints, stages=shape[0], replicas=shape[1])
         split = solve(replace(problem, constraints=rules))
     except (Infeasible, RemoteProtocolError, ValueError) as error:
@@ -167,13 +179,34 @@ def _plan_as(run: Run, graph: Graph, providers: Sequence[Offer], shape: tuple[in
     )
 
 
-def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Problem:
+def rated_offers(
+    offers: Sequence[Offer], knowledge: Knowledge, operations: Sequence[Operations]
+) -> list[Offer]:
+    """Return the offers with the rates to plan these layers with: a peer's own calibration where it has one,
+    no more than others found it to compute at, and no claim above a multiple of the median."""
+    rated = []
+    for offer in offers:
+        calibration = knowledge.calibrations.get(offer.peer)
+        claimed = whole_rate(offer.flops_per_second)
+        if calibration is not None:
+            claimed = equivalent_rate(calibration, operations)
+        rate = knowledge.flops_per_second(offer.peer, claimed)
+        rated.append(replace(offer, flops_per_second=float(rate)))
+    return cap_claims(rated)
+
+
+def problem_of(
+    manifest: Manifest, graph: Graph, offers: Sequence[Offer], knowledge: Knowledge = NOTHING
+) -> Problem:
     """Return what the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not
     fit."""
     operations = layer_operations(graph, manifest.sizes_max)
+    peers = [offer.peer for offer in offers]
+    links = knowledge.links(peers) if len(peers) <= LINKED_PEERS_MAX else {}
     return Problem(
         layers=tuple(layer_costs(graph, manifest.sizes_max)),
-        peers=tuple(_cost(offer, operations) for offer in offers),
+        peers=tuple(_cost(offer, operations, knowledge.calibrations.get(offer.peer)) for offer in offers),
+        links={(one.hex(), other.hex()): link for (one, other), link in links.items()},
         microbatches=manifest.microbatches,
         pipeline=manifest.pipeline,
         recompute=manifest.recompute,
@@ -185,11 +218,15 @@ def problem_of(manifest: Manifest, graph: Graph, offers: Sequence[Offer]) -> Pro
     )
 
 
-def _cost(offer: Offer, operations: Sequence[Operations]) -> PeerCost:
-    """Return what the layers take on a peer: classes of operators in proportion to the rate that it
-    offers."""
-    calibration = assumed(whole_rate(offer.flops_per_second))
-    forward, backward = calibration.model_nanoseconds(operations)
+def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibration | None) -> PeerCost:
+    """Return what the layers take on a peer: by its calibration, slowed down to the rate that is planned
+    with; without one, classes of operators in proportion to that rate."""
+    rate = whole_rate(offer.flops_per_second)
+    if calibration is None:
+        device = assumed(rate)
+    else:
+        device = calibration.scaled(rate * 1000 // equivalent_rate(calibration, operations))
+    forward, backward = device.model_nanoseconds(operations)
     return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward)
 
 
@@ -229,10 +266,11 @@ async def place(
     *,
     decliners: Decliners,
     monotonic: Callable[[], float],
+    knowledge: Knowledge = NOTHING,
     may_reduce: bool = False,
 ) -> Plan:
     """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
-    who are asked again only where the others are too few. `may_reduce`: as `make_plan` has it.
+    who are asked again only where the others are too few. `knowledge`, `may_reduce`: as `make_plan` has them.
 
     Raises:
         PlacementFailed: no plan came about; every lease taken on the way was given back.
@@ -242,7 +280,7 @@ async def place(
     until = monotonic() + PLACEMENT_SECONDS_MAX
     while monotonic() < until:
         try:
-            planning = partial(make_plan, run, graph, may_reduce=may_reduce)
+            planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce)
             plan = await _plan(planning, left, decliners.now(monotonic()), executor)
         except PlacementFailed as error:
             raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None

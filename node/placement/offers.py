@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from gossip.member import Member
 from node.placement.leases import Offer, cap_claims
 from node.services.metadata import read_metadata
+from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 
-def offers_of(own: Offer, members: Sequence[Member]) -> list[Offer]:
+def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTHING) -> list[Offer]:
     """Return the offers of all live members by peer, this node's `own` included; no claim counts for more
-    than a multiple of the median."""
+    than others found its peer to compute at, or than a multiple of the median."""
     offers = [own]
     for member in members:
         claim = read_metadata(member.metadata)
         if member.live and member.peer != own.peer and claim is not None:
             has_slot = claim.accepts_runs and claim.flops_per_second > 0
-            offers.append(Offer(member.peer, claim.flops_per_second, claim.memory_free_bytes, has_slot))
+            rate = claim.flops_per_second
+            found = knowledge.flops_per_second(member.peer, FLOPS_PER_SECOND_MAX)
+            offers.append(Offer(member.peer, min(rate, float(found)), claim.memory_free_bytes, has_slot))
     return sorted(cap_claims(offers), key=lambda offer: offer.peer)

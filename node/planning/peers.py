@@ -13,16 +13,18 @@ latency = "20ms"
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from crypto.identity import PeerId, peer_text
 from node.errors import UsageError
 from node.suggest import did_you_mean
 from node.toml import read
+from partition.plan.observed import FLOPS_PER_SECOND_MAX, Knowledge
 from partition.plan.problem import (
     BUSY_MILLIWATTS,
     IDLE_MILLIWATTS,
@@ -30,9 +32,11 @@ from partition.plan.problem import (
     LINK_NANOSECONDS,
     Link,
 )
-from partition.plan.rates import Calibration, assumed
+from partition.plan.rates import Calibration, assumed, decode_calibration, encode_calibration
 
 PEERS_MAX = 4_096
+LINKED_PEERS_MAX = 64
+"""Links of more peers are not told: a plan for so many takes links to be alike."""
 _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
@@ -93,6 +97,8 @@ class Peers:
 
     peers: tuple[PeerSpecification, ...]
     links: tuple[tuple[str, str, Link], ...] = ()
+    is_measured: bool = False
+    """Whether the links are of measurements, and not what somebody wrote."""
 
     def link(self, one: str, other: str) -> Link:
         """Return what carries bytes from one to another: what was said of the two, else the slower of their
@@ -152,12 +158,47 @@ def _peer(row: PeerRow, where: str) -> PeerSpecification:
     )
 
 
-def live_peers(status: Mapping[str, Any], peers: Mapping[str, Any]) -> Peers:
-    """The node and its living members, of its `peerloom/status/1` and `peerloom/peers/1` documents.
+MEASUREMENTS_SCHEMA = "peerloom/measurements/1"
 
-    Links are not in them: what is assumed of a link stands for each.
+
+def measurements_document(knowledge: Knowledge, peers: Collection[PeerId]) -> dict[str, Any]:
+    """What is known by measurement of these peers and the links between them, as plain values: calibrations
+    (as they are published, hexadecimal), rates that others found in runs, and links."""
+    limits = {peer: knowledge.flops_per_second(peer, FLOPS_PER_SECOND_MAX) for peer in peers}
+    linked = sorted(peers)[:LINKED_PEERS_MAX]
+    return {
+        "schema": MEASUREMENTS_SCHEMA,
+        "calibrations": {
+            peer_text(peer): encode_calibration(calibration).hex()
+            for peer, calibration in sorted(knowledge.calibrations.items())
+            if peer in limits
+        },
+        "rates": {
+            peer_text(peer): rate for peer, rate in sorted(limits.items()) if rate < FLOPS_PER_SECOND_MAX
+        },
+        "links": [
+            {
+                "sender": peer_text(one),
+                "receiver": peer_text(other),
+                "bytes_per_second": link.bytes_per_second,
+                "seconds": link.nanoseconds / 1e9,
+            }
+            for (one, other), link in sorted(knowledge.links(linked).items())
+        ],
+    }
+
+
+def live_peers(
+    status: Mapping[str, Any], peers: Mapping[str, Any], measured: Mapping[str, Any] | None = None
+) -> Peers:
+    """The node and its living members, of its `peerloom/status/1` and `peerloom/peers/1` documents, with what
+    was `measured` of them (`peerloom/measurements/1`).
+
+    What nobody measured is assumed: classes of operators in proportion to a peer's rate, and a usual link.
     """
     found: list[PeerSpecification] = []
+    measured = measured or {"calibrations": {}, "rates": {}, "links": []}
+    names: dict[str, str] = {}
     for row in ({**status, "status": "alive"}, *peers["peers"]):
         capacity = row["capacity"]
         if row["status"] != "alive" or capacity is None:
@@ -165,17 +206,35 @@ def live_peers(status: Mapping[str, Any], peers: Mapping[str, Any]) -> Peers:
         name = row["name"] or row["peer"][-6:]
         if any(name == other.name for other in found):
             name = f"{name} ...{row['peer'][-6:]}"
+        names[row["peer"]] = name
         rate = int(capacity["flops_per_second"])
         found.append(
             PeerSpecification(
                 name=name,
                 memory_bytes=capacity["memory_free_bytes"],
-                calibration=assumed(max(1, rate)),
+                calibration=_calibration(row["peer"], max(1, rate), measured),
                 reason="" if rate else "takes no stages",
                 location=capacity["location"],
             )
         )
-    return Peers(tuple(found))
+    links = [
+        (
+            names[row["sender"]],
+            names[row["receiver"]],
+            Link(row["bytes_per_second"], int(row["seconds"] * 1e9)),
+        )
+        for row in measured["links"]
+        if row["sender"] in names and row["receiver"] in names
+    ]
+    return Peers(tuple(found), tuple(links), is_measured=bool(links))
+
+
+def _calibration(peer: str, rate: int, measured: Mapping[str, Any]) -> Calibration:
+    """Return what a peer takes for operators, slowed down to what others found it to compute at."""
+    data = measured["calibrations"].get(peer)
+    found = assumed(rate) if data is None else decode_calibration(bytes.fromhex(data))
+    most = measured["rates"].get(peer, found.flops_per_second)
+    return found.scaled(most * 1000 // found.flops_per_second) if most < found.flops_per_second else found
 
 
 def bytes_of(text: str, where: str) -> int:

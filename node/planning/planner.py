@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from crypto.errors import RemoteProtocolError
 from node.errors import UsageError
-from node.planning.peers import Peers, PeerSpecification
+from node.planning.peers import LINKED_PEERS_MAX, Peers, PeerSpecification
 from partition.model.cut import reference_sizes
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import check_sizes, evaluate, shape_of
@@ -168,7 +168,7 @@ class _Planner:
             peers=tuple(_cost(peer, operations) for peer in rows),
             microbatches=max(1, self._wanted.batch // microbatch) if self._trains else 1,
             links={(one, other): peers.link(one, other) for one in names for other in names if one != other}
-            if len(names) <= 64
+            if len(names) <= LINKED_PEERS_MAX
             else {},
             objective=self._wanted.objective,
             pipeline=self._wanted.pipeline,
@@ -249,6 +249,8 @@ class _Planner:
         )
         if problem.recompute:
             yield "recomputing: what is kept for the backward pass would not fit otherwise"
+        if stages > 1:
+            yield "links as measured" if self._peers.is_measured else "links as assumed or written"
         if stages > 1 and problem.trains:
             lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
             gain = value / self._value(lean, solve(lean)) - 1

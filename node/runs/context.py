@@ -19,6 +19,7 @@ from node.placement.leases import Offer
 from node.protocols.manifest import Run
 from node.protocols.runs import Reply, Request
 from node.seams import Seams
+from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.plan import Plan
 
@@ -45,6 +46,7 @@ class Service(Protocol):
     checkpoints: Checkpoints
     copies: CheckpointReplicator
     spans: Spans
+    measurements: Measurements
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

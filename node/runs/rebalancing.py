@@ -4,7 +4,9 @@ pause. What is then done about it is the core's (`partition.run.recutting`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -14,6 +16,7 @@ from node.placement.leases import Offer, problem_of
 from node.protocols.manifest import Run
 from node.runs.context import Service
 from partition.model.graph import Graph
+from partition.plan.observed import NOTHING, Knowledge
 from partition.plan.plan import Plan
 from partition.plan.problem import Link, Problem, Split
 from partition.plan.rebalance import measured, move_borders
@@ -27,7 +30,12 @@ COMPUTING_SHARE = 0.5
 """Of a step's time that the slowest stage must explain: else links set the pace, and moving layers would not
 change it."""
 ASSUMED_LINK = Link(1_250_000_000, 100_000)
-"""For steps that computing explains."""
+"""For steps that computing explains, where no link was measured."""
+CONTRADICTED = 2
+"""What neighbours saw counts once it is so many times what a replica says: other work of its node is in what
+they saw."""
+FASTER_MAX = 2.0
+"""A replica that is faster than planned, beside the others, is rated so much higher at most by one run."""
 
 
 class Rebalancing:
@@ -49,9 +57,11 @@ class Rebalancing:
         self._watch.begin(has_moved=self._cuts not in (None, cuts))
         self._cuts, self._base = cuts, None
 
-    def stepped(self, plan: Plan, step: int, seconds: float, paces: Mapping[PeerId, int]) -> None:
-        """Note a committed step and the nanoseconds that each replica takes for a micro-batch, 0 for
-        unknown."""
+    def stepped(
+        self, plan: Plan, step: int, seconds: float, paces: Mapping[PeerId, int], seen: Mapping[PeerId, int]
+    ) -> None:
+        """Note a committed step and the nanoseconds that each replica takes for a micro-batch: as it says, 0
+        for unknown, and as its neighbours have `seen` it."""
         for slow in self._slow.stepped(plan, paces):
             self._service.publish(
                 StageDegraded(
@@ -65,18 +75,26 @@ class Rebalancing:
             )
         is_due = self._watch.stepped(seconds)
         steps_left = self._run.manifest.steps - step - 1
-        if is_due and len(plan.stages) > 1 and steps_left > 0 and any(paces.values()):
+        if is_due and len(paces) > 1 and any(paces.values()):
             # Of no run: one whose borders could not be looked at goes on as it is.
-            self._service.start_task(self._look, plan, steps_left, dict(paces), of=None)
+            self._service.start_task(self._look, plan, steps_left, dict(paces), seen, of=None)
 
-    async def _look(self, plan: Plan, steps_left: int, paces: Mapping[PeerId, int]) -> None:
+    async def _look(
+        self, plan: Plan, steps_left: int, said: Mapping[PeerId, int], seen: Mapping[PeerId, int]
+    ) -> None:
         service = self._service
         try:
             graph = await service.models.get(self._run.manifest.graph_hash, list(plan.members))
             offers = tuple(service.offers())
             run = service.seams.executor.run
             if self._base is None:
-                self._base = await run(partial(base_problem, self._run, graph, plan, offers), apart=True)
+                knowledge = await service.measurements.learn([offer.peer for offer in offers])
+                making = partial(base_problem, self._run, graph, plan, offers, knowledge)
+                self._base = await run(making, apart=True)
+            paces = believed_paces(self._base, plan, said, seen)
+            service.measurements.stages_found(found_rates(self._base, plan, paces))
+            if len(plan.stages) < 2 or steps_left < 1:
+                return
             seconds = self._watch.seconds
             work = partial(better_cuts, self._base, plan, paces, steps_left=steps_left, seconds=seconds)
             cuts = await run(work, apart=True)
@@ -90,15 +108,18 @@ def _cuts(plan: Plan) -> tuple[int, ...]:
     return tuple(stage.last_layer for stage in plan.stages[:-1])
 
 
-def base_problem(run: Run, graph: Graph, plan: Plan, offers: Sequence[Offer]) -> Problem:
-    """Return a plan's own problem, by what its replicas claim. Raises ValueError, RemoteProtocolError."""
+def base_problem(
+    run: Run, graph: Graph, plan: Plan, offers: Sequence[Offer], knowledge: Knowledge = NOTHING
+) -> Problem:
+    """Return a plan's own problem, by the rates it was made with. Raises ValueError, RemoteProtocolError."""
     memory = {offer.peer: offer.memory_bytes for offer in offers}
     rows = [
         Offer(PeerId(peer), float(rate), memory.get(PeerId(peer), 0), has_slot=True)
         for stage in plan.stages
         for peer, rate in zip(stage.replicas, stage.rates, strict=True)
     ]
-    problem = replace(problem_of(run.manifest, graph, rows), default_link=ASSUMED_LINK, hides_links=True)
+    problem = problem_of(run.manifest, graph, rows, knowledge)
+    problem = replace(problem, default_link=ASSUMED_LINK, hides_links=True)
     # Whatever a peer offers by now, what it holds has been let in.
     tables, split = Tables(problem), split_of(problem, plan)
     needed = {
@@ -122,6 +143,56 @@ def split_of(problem: Problem, plan: Plan) -> Split:
     return Split(tuple((stage.first_layer, stage.last_layer) for stage in plan.stages), groups, 0, 0)
 
 
+def believed_paces(
+    problem: Problem, plan: Plan, said: Mapping[PeerId, int], seen: Mapping[PeerId, int]
+) -> dict[PeerId, int]:
+    """Return the nanoseconds of each replica for a micro-batch: as it says, unless its neighbours saw it take
+    far longer than that and the way of its frames."""
+    links = replace(problem, default_link=Link())
+    places = {peer.name: place for place, peer in enumerate(problem.peers)}
+    groups = [[places[PeerId(peer).hex()] for peer in stage.replicas] for stage in plan.stages]
+    found = dict(said)
+    for number, stage in enumerate(plan.stages):
+        for name in stage.replicas:
+            peer, place = PeerId(name), places[PeerId(name).hex()]
+            way = 0
+            for other, border in ((number - 1, stage.first_layer), (number + 1, stage.last_layer)):
+                if 0 <= other < len(groups):
+                    size = problem.layers[border - 1].output_bytes
+                    ends = [links.link(sender, place) for sender in groups[other]]
+                    way += max(
+                        size * 1_000_000_000 // max(1, end.bytes_per_second) + end.nanoseconds for end in ends
+                    )
+            took = seen.get(peer, 0) - way
+            if took > CONTRADICTED * said.get(peer, 0):
+                found[peer] = took
+    return found
+
+
+def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> dict[PeerId, int]:
+    """Return what to plan with of each replica the next time, by what it took beside the others.
+
+    What the model leaves out slows all of them down, so the (upper) median is taken to be as planned.
+    """
+    peers = {peer.name: peer for peer in problem.peers}
+    shares: dict[PeerId, Fraction] = {}
+    rates: dict[PeerId, int] = {}
+    for stage in plan.stages:
+        for name, rate in zip(stage.replicas, stage.rates, strict=True):
+            peer = peers[PeerId(name).hex()]
+            span = slice(stage.first_layer, stage.last_layer)
+            modelled = sum(peer.forward[span]) + sum(peer.backward[span])
+            if pace := paces.get(PeerId(name), 0):
+                shares[PeerId(name)], rates[PeerId(name)] = Fraction(max(1, modelled), pace), rate
+    if len(shares) < 2:
+        return {}
+    usual = sorted(shares.values())[len(shares) // 2]
+    return {
+        peer: max(1, int(rates[peer] * min(share / usual, Fraction(FASTER_MAX))))
+        for peer, share in shares.items()
+    }
+
+
 def better_cuts(
     problem: Problem, plan: Plan, paces: Mapping[PeerId, int], *, steps_left: int, seconds: float
 ) -> tuple[int, ...]:
@@ -136,6 +207,8 @@ def better_cuts(
         int(tables.group_time(group)[first, last])
         for (first, last), group in zip(old.ranges, old.groups, strict=True)
     )
+    ways = zip(pairwise(old.groups), (last for _, last in old.ranges[:-1]), strict=True)
+    slowest = max(slowest, *(tables.transfer(one, other, last) for (one, other), last in ways))
     if slowest * plan.microbatches < COMPUTING_SHARE * seconds * 1e9:
         return ()
     decision = move_borders(now, old, steps_left=steps_left, pause_nanoseconds=PAUSE_NANOSECONDS)

@@ -59,6 +59,7 @@ from node.runs.server import Requests
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
 from node.seams import Seams, Stream
+from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.history import History, first_history
 from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
@@ -86,6 +87,7 @@ class Runs:
         signer: Signer,
         *,
         offers: Callable[[], Sequence[Offer]],
+        measurements: Measurements,
         search: Callable[[], Awaitable[Sequence[Offer]]],
         live: Callable[[], Collection[PeerId]],
         gone: Callable[[], Collection[PeerId]],
@@ -112,6 +114,7 @@ class Runs:
         self.copies = copies
         self.guests = guests
         self.offers = offers
+        self.measurements = measurements
         self.search = search
         self.accepts = accepts
         self.refuse = refuse
@@ -253,9 +256,14 @@ class Runs:
             raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
         clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
         change = partial(RunChanged, run=run.text, state="placing")
-        attempt = partial(place, decliners=asked, monotonic=clock.monotonic)
+        attempt = partial(place, run, graph, self.signer, decliners=asked, monotonic=clock.monotonic)
+
+        async def try_once(offers: Sequence[Offer], is_last: bool) -> Plan:
+            knowledge = await self.measurements.learn([offer.peer for offer in offers])
+            return await attempt(offers, ask, executor, knowledge=knowledge, may_reduce=is_last)
+
         plan = await place_in_time(
-            lambda offers, last: attempt(run, graph, self.signer, offers, ask, executor, may_reduce=last),
+            try_once,
             self.offers,
             self.search,
             clock=clock,

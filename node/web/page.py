@@ -30,6 +30,7 @@ from node.events import Event, PageOpened
 from node.history import EventHistory
 from node.runs.runs import Runs
 from node.seams import Seams
+from node.services.measurements import Measurements
 from node.state import State
 from node.web import limits, metrics, views, whatif
 from node.web.assets import Assets
@@ -55,6 +56,7 @@ class LocalNode(Protocol):
     """What the page needs of `node.runtime.Node`."""
 
     config: Config
+    measurements: Measurements
     state: State
     seams: Seams
     history: EventHistory

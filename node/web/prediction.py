@@ -18,6 +18,7 @@ from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
 from node.protocols.manifest import Manifest
 from node.runs.runs import Runs
 from node.seams import Seams
+from node.services.measurements import Measurements
 from node.state import State
 from node.web.views import KEY_LETTERS
 from partition.model.graph import Graph
@@ -33,6 +34,7 @@ class PlannedNode(Protocol):
 
     seams: Seams
     state: State
+    measurements: Measurements
 
     @property
     def runs(self) -> Runs: ...
@@ -64,7 +66,9 @@ class Predictor:
             if graph is None:
                 return None
             found, wanted = graph, wanted_of(manifest)
-            peers, left = _alive(node.state, frozenset()), _alive(node.state, without)
+            measured = await node.measurements.document([peer.peer for peer in node.state.alive()])
+            peers = _alive(node.state, frozenset(), measured)
+            left = _alive(node.state, without, measured)
             asked = run, peers, left
             if self._last is None or self._last[0] != asked:
                 document = await node.seams.executor.run(lambda: _compare(found, peers, left, wanted))
@@ -88,12 +92,12 @@ def wanted_of(manifest: Manifest) -> Wanted:
     )
 
 
-def _alive(state: State, without: Set[str]) -> Peers:
+def _alive(state: State, without: Set[str], measured: dict[str, Any]) -> Peers:
     status, others = states.status_document(state, 0.0, {}), states.peers_document(state, 0.0)
     rows = [row for row in others["peers"] if row["peer"][-KEY_LETTERS:] not in without]
     if str(status["peer"])[-KEY_LETTERS:] in without:
         status = {**status, "capacity": None}
-    return live_peers(status, {"peers": rows[:PEERS_MAX]})
+    return live_peers(status, {"peers": rows[:PEERS_MAX]}, measured)
 
 
 def _compare(graph: Graph, peers: Peers, left: Peers, wanted: Wanted) -> dict[str, Any]:

@@ -124,6 +124,13 @@ def assumed(flops_per_second: int) -> Calibration:
     return REFERENCE.scaled(permille)
 
 
+def equivalent_rate(calibration: Calibration, layers: Sequence[Operations]) -> int:
+    """Return the FLOP/s at which a processor that is like the one of `assumed` takes as long for these
+    layers: one number for plans, that means the same of every peer."""
+    reference, own = (sum(map(sum, device.model_nanoseconds(layers))) for device in (REFERENCE, calibration))
+    return max(1, REFERENCE.flops_per_second * reference // max(1, own))
+
+
 def encode_calibration(calibration: Calibration) -> bytes:
     """The value of a record."""
     return encode(calibration)

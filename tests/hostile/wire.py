@@ -32,9 +32,10 @@ from node.protocols.revision import REVISION_PURPOSE, RevisionBody
 from node.runs import traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
-from node.services import autonat, metadata
+from node.services import autonat, links, metadata
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
+from partition.plan.observed import Observed
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
 from partition.run import ending
@@ -77,6 +78,9 @@ PROTOCOLS = (
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
+    Protocol(
+        links.LINKS_PROTOCOL, links.ProbeQuestion, links.ProbeAnswer, payloads=True, limits=links.STREAMS
+    ),
 )
 
 PURPOSES: Mapping[type, str] = {
@@ -114,7 +118,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, Calibration, Advert),
+    "value": (Change, replication.Offer, Calibration, Advert, Observed),
     "links": (Change,),
     "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),

@@ -11,7 +11,7 @@ import trio.testing
 
 from crypto.contact import Address, make_address
 from crypto.identity import Identity, PeerId
-from node.seams import USUAL_STREAMS, Handler, RealClock, Stream, StreamLimits
+from node.seams import USUAL_STREAMS, Handler, Network, RealClock, Stream, StreamLimits
 from node.transport.listen import Place
 from node.transport.network import RealNetwork
 from node.transport.streams import SecureStream
@@ -46,7 +46,7 @@ async def running(*networks: RealNetwork) -> AsyncIterator[None]:
         nursery.cancel_scope.cancel()
 
 
-def acquaint(*networks: RealNetwork) -> None:
+def acquaint(*networks: Network) -> None:
     for network in networks:
         for other in networks:
             network.learn(other.peer, other.addresses)

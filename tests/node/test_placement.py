@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from node.events import RunPlanned
 from node.executor import RealExecutor
-from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, place, smaller_shapes
+from node.placement.leases import CLAIM_RATIO_MAX, Offer, cap_claims, make_plan, place, smaller_shapes
 from node.protocols.manifest import make_run
 from node.protocols.runs import (
     LEASE_PURPOSE,
@@ -31,7 +32,9 @@ from node.protocols.runs import (
 from node.runtime import Node
 from node.services.capacity import Capacity
 from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
+from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.plan import decode_plan, plan_hash
+from partition.plan.rates import assumed
 from partition.run.decliners import DECLINERS_MAX, Decliners
 from tests.stack import manifest, simple_cnn, simulate, swarm, train
 
@@ -160,3 +163,35 @@ def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
     )  # fmt: skip
     assert {peer for stage in plan.stages for peer in stage.replicas} == {signer.peer for signer in free}
     assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
+
+
+def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None:
+    model = simple_cnn()
+    run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=2, replicas=1))
+    offers = [Offer(peer, 1e9, 8 << 30, has_slot=True) for peer in PEERS[:3]]
+    for slow in combinations(PEERS[:3], 2):
+        rows = {
+            peer: Observed(
+                tuple(
+                    LinkRow(other, 1_000 if {peer, other} == set(slow) else 10**9, 0)
+                    for other in PEERS[:3]
+                    if other != peer
+                )
+            )
+            for peer in PEERS[:3]
+        }
+        plan = make_plan(run, model.graph, offers, knowledge=Knowledge(None, {}, rows))
+        assert {PeerId(peer) for stage in plan.stages for peer in stage.replicas} != set(slow)
+
+
+def test_a_plan_goes_by_what_others_found_of_a_peer_and_by_its_own_calibration() -> None:
+    model = simple_cnn()
+    run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=1, replicas=3))
+    offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:3]]
+    observed = {PEERS[9]: Observed((), (StageRow(PEERS[0], 10**9),))}
+    known = Knowledge(PEERS[9], {PEERS[1]: assumed(2 * 10**9)}, observed)
+    (stage,) = make_plan(run, model.graph, offers, knowledge=known).stages
+    rates = dict(zip(stage.replicas, stage.rates, strict=True))
+    assert rates[PEERS[0]] == 10**9
+    assert rates[PEERS[1]] == pytest.approx(2e9, rel=0.05)
+    assert rates[PEERS[2]] == 10**10

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import node
+from crypto.identity import PeerId, peer_text
 from node.cli.main import run
 from node.cli.plan_lines import plan_lines
 from node.cli.plan_svg import plan_svg
@@ -20,6 +21,7 @@ from node.planning.peers import (
     flops_of,
     latency_of,
     live_peers,
+    measurements_document,
     rate_of,
     read_peers,
     what_if,
@@ -29,7 +31,9 @@ from node.planning.request import graph_of
 from partition.model.graph import Graph
 from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES
-from partition.plan.problem import Infeasible
+from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
+from partition.plan.problem import Infeasible, Link
+from partition.plan.rates import assumed
 from tests.partition.test_layers import transformer
 from tests.stack import simple_cnn, simulate, swarm
 
@@ -268,3 +272,25 @@ def test_a_node_plans_over_its_swarm() -> None:
             assert {peer.name for peer in report.problem.peers} == {"a", "b"}
 
     simulate(scenario)
+
+
+def test_what_was_measured_replaces_what_is_assumed_of_live_peers() -> None:
+    peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
+
+    def row(name: str) -> dict[str, object]:
+        capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": 6e10, "location": ""}
+        return {"name": name, "peer": peer_text(peers[name]), "status": "alive", "capacity": capacity}
+
+    own = assumed(3 * 10**10)
+    observed = Observed(
+        (LinkRow(peers["b"], 2_500_000, 5_000_000, 10_000_000),), (StageRow(peers["c"], 6 * 10**9),)
+    )
+    known = Knowledge(peers["a"], {peers["b"]: own}, {peers["a"]: observed})
+    document = json.loads(json.dumps(measurements_document(known, list(peers.values()))))
+    found = live_peers(row("a"), {"peers": [row("b"), row("c")]}, document)
+    assert found.is_measured
+    assert found.link("a", "b") == Link(2_500_000, 10_000_000)
+    assert found.link("b", "a") == Link(5_000_000, 10_000_000)
+    assert found.link("a", "c") == Link()
+    rates = [peer.calibration.flops_per_second for peer in found.peers]
+    assert rates == pytest.approx([6e10, 3e10, 6e9], rel=0.01)

@@ -137,6 +137,7 @@ class Told:
     counters: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     runs: Any = field(default_factory=lambda: SimpleNamespace(members={}))
+    measurements: Any = None
 
     def publish(self, event: events.Event) -> None:
         self.state = apply(self.state, event)

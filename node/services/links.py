@@ -1,0 +1,268 @@
+"""`/peerloom/links/1`: how fast is the link between us? Bursts of a known length, each way, now and then.
+
+Whoever asks sends a burst; the other side says how long it took to come, and sends as much back. So each end
+measures what it takes itself, and hears what the other one took. Both are short, bounded in bytes and time,
+and refused with a time to come again while a stage computes here, or when others ask too much.
+
+When and whom to probe, and what it comes to, is decided in `partition.plan.link_probes`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import ceil
+from random import Random
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.seams import Clock, Network, Stream, StreamLimits
+from partition.plan.link_probes import FAST_SECONDS, PROBE_BYTES, LinkProbes, ProbeLimits
+
+LINKS_PROTOCOL = "/peerloom/links/1"
+MESSAGE_BYTES_MAX = 256
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=2)
+CHUNK_BYTES = 1 << 14
+"""The first chunk starts the receiver's clock, and the others are what is measured."""
+BURST_SECONDS_MAX = 5.0
+"""One way, from the first question: a slower link than 200 kbit/s is not measured."""
+SEND_SECONDS_MAX = 2.0
+"""After that a burst ends early."""
+PROBE_SECONDS_MAX = 4 * BURST_SECONDS_MAX
+ANSWER_SECONDS_MAX = 3_600
+NANOSECONDS_MIN = 1_000
+"""What a clock tells apart."""
+
+Size = Annotated[int, msgspec.Meta(ge=2 * CHUNK_BYTES, le=PROBE_BYTES[-1])]
+_FILLING = memoryview(bytes(CHUNK_BYTES))
+
+
+class LinkProbe(msgspec.Struct, frozen=True, tag="probe"):
+    """May I send you so many bytes? As many are to come back."""
+
+    size: Size
+
+
+class ProbeAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """Send them now."""
+
+
+class ProbeRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Not now: ask again after so many seconds."""
+
+    seconds: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_SECONDS_MAX)]
+
+
+class ProbeChunk(msgspec.Struct, frozen=True, tag="chunk"):
+    """A part of a burst, whose bytes come beside it."""
+
+    is_last: bool
+
+
+class ProbeTaken(msgspec.Struct, frozen=True, tag="taken"):
+    """What came after the first chunk, and how long after it the last one did."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES[-1])]
+    nanoseconds: Annotated[int, msgspec.Meta(ge=NANOSECONDS_MIN, le=10**11)]
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.bytes * 1e9 / self.nanoseconds
+
+
+ProbeQuestion = LinkProbe | ProbeChunk
+ProbeAnswer = ProbeAdmitted | ProbeRefused | ProbeTaken | ProbeChunk
+
+
+class _Refused(Exception):
+    """Not now."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"{seconds:.0f} s")
+        self.seconds = seconds
+
+
+async def measure_link(network: Network, clock: Clock, peer: PeerId) -> tuple[float, float]:
+    """Return the bytes a second that `peer` took of this node, and this node of it.
+
+    Raises:
+        Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
+        _Refused: not now.
+    """
+    sent, taken = 0.0, 0.0
+    for size in PROBE_BYTES:
+        with trio.move_on_after(PROBE_SECONDS_MAX):
+            stream = await network.open(peer, LINKS_PROTOCOL)
+            try:
+                began = clock.monotonic()
+                try:
+                    sent, taken = await _measure(stream, clock, size)
+                except _Refused:
+                    if not sent:
+                        raise
+                    return sent, taken  # the short burst is better than none
+            finally:
+                await stream.aclose()
+            if clock.monotonic() - began > FAST_SECONDS:
+                return sent, taken
+            continue
+        if sent:
+            return sent, taken
+        raise Unreachable("timeout", f"no burst within {PROBE_SECONDS_MAX:g} s")
+    return sent, taken
+
+
+async def _measure(stream: Stream, clock: Clock, size: int) -> tuple[float, float]:
+    await stream.send(encode(LinkProbe(size)))
+    asked = clock.monotonic()
+    answer = _read(await stream.receive())
+    round_trip = clock.monotonic() - asked
+    if isinstance(answer, ProbeRefused):
+        raise _Refused(answer.seconds)
+    if not isinstance(answer, ProbeAdmitted):
+        raise RemoteProtocolError(f"a {type(answer).__name__} in answer to a probe")
+    began = clock.monotonic()
+    length = await _send_burst(stream, clock, size)
+    told = _read(await stream.receive())
+    lasted = clock.monotonic() - began
+    if not isinstance(told, ProbeTaken) or told.bytes > length:
+        raise RemoteProtocolError("no measurement of the burst that was sent")
+    # It cannot have come faster than until its receiver said so, less the way that takes.
+    fastest = length / max(lasted - round_trip, lasted / 2, 1e-6)
+    taken = await _take_burst(stream, clock, size, answer=True)
+    return min(told.rate, 2 * fastest), taken.rate
+
+
+async def _send_burst(stream: Stream, clock: Clock, size: int) -> int:
+    """Send up to `size` bytes; how many they were."""
+    began, sent = clock.monotonic(), 0
+    while sent < size:
+        sent += CHUNK_BYTES
+        is_last = sent >= size or clock.monotonic() - began > SEND_SECONDS_MAX
+        await stream.send(encode(ProbeChunk(is_last)), _FILLING)
+        if is_last:
+            break
+    return sent
+
+
+async def _take_burst(stream: Stream, clock: Clock, size: int, *, answer: bool) -> ProbeTaken:
+    """Take a burst of `size` bytes at most. Raises RemoteProtocolError: it is longer, or something else."""
+    first: float | None = None
+    taken = 0
+    while True:
+        data, payload = await stream.receive_with_payload(CHUNK_BYTES)
+        chunk = _read(data) if answer else _ask(data)
+        now = clock.monotonic()
+        if not isinstance(chunk, ProbeChunk) or len(payload) != CHUNK_BYTES:
+            raise RemoteProtocolError("something else in a burst")
+        if first is None:
+            first = now
+        else:
+            taken += CHUNK_BYTES
+        if taken + CHUNK_BYTES > size:
+            raise RemoteProtocolError("a burst that is longer than was asked for")
+        if chunk.is_last:
+            return ProbeTaken(taken, min(10**11, max(NANOSECONDS_MIN, round((now - first) * 1e9))))
+
+
+def _read(data: bytes) -> ProbeAnswer:
+    found: ProbeAnswer = decode(data, ProbeAnswer, bytes_max=MESSAGE_BYTES_MAX)
+    return found
+
+
+def _ask(data: bytes) -> ProbeQuestion:
+    found: ProbeQuestion = decode(data, ProbeQuestion, bytes_max=MESSAGE_BYTES_MAX)
+    return found
+
+
+class LinkMeasuring:
+    """The service. It lets others measure from the start; `run` measures itself. `is_busy` says whether this
+    node computes, and has no time for either."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        rng: Random,
+        *,
+        is_busy: Callable[[], bool],
+        round_trip_seconds: Callable[[PeerId], float | None],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+        counters: Counter[str],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._is_busy = is_busy
+        self._round_trip = round_trip_seconds
+        self._refuse = refuse
+        self._counters = counters
+        self._limits = ProbeLimits(clock.monotonic())
+        self.core = LinkProbes(rng, clock.monotonic())
+        network.handle(LINKS_PROTOCOL, self._serve, STREAMS)
+
+    async def run(self, candidates: Callable[[], Sequence[PeerId]], changed: Callable[[], None]) -> None:
+        """Measure the links to some of `candidates` now and then, until cancelled. `changed` is told of each
+        measurement."""
+        while True:
+            await trio.sleep_until(trio.current_time() + self.core.deadline - self._clock.monotonic())
+            now = max(self._clock.monotonic(), self.core.deadline)
+            nearest = sorted(candidates(), key=lambda peer: (self._round_trip(peer) or 10.0, peer))
+            peer = self.core.next(now, nearest)
+            if peer is not None and not self._is_busy():
+                with contain("measuring of a link"):
+                    if await self._probe(peer):
+                        changed()
+
+    async def _probe(self, peer: PeerId) -> bool:
+        try:
+            sent, taken = await measure_link(self._network, self._clock, peer)
+        except _Refused as refused:
+            self.core.failed(self._clock.monotonic(), peer, refused.seconds)
+            return False
+        except (Unreachable, StreamClosed):
+            self.core.failed(self._clock.monotonic(), peer)
+            return False
+        except RemoteProtocolError as error:
+            self._refuse(peer, error)
+            self.core.failed(self._clock.monotonic(), peer)
+            return False
+        self.core.probed(self._clock.monotonic(), peer, sent, taken, self._round_trip(peer))
+        self._counters["links_measured"] += 1
+        return True
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.move_on_after(PROBE_SECONDS_MAX):
+            try:
+                await self._answer(stream)
+            except RemoteProtocolError as error:
+                self._refuse(stream.peer, error)
+
+    async def _answer(self, stream: Stream) -> None:
+        asked = _ask(await stream.receive())
+        if not isinstance(asked, LinkProbe):
+            raise RemoteProtocolError(f"a {type(asked).__name__} before a probe")
+        now = self._clock.monotonic()
+        seconds = self._limits.refusal_seconds(now, stream.peer, is_busy=self._is_busy())
+        if seconds:
+            self._counters["link_probes_refused"] += 1
+            await stream.send(encode(ProbeRefused(ceil(seconds))))
+            return
+        self._counters["link_probes_served"] += 1
+        self._limits.is_serving = True
+        try:
+            await stream.send(encode(ProbeAdmitted()))
+            with trio.move_on_after(BURST_SECONDS_MAX) as coming:
+                taken = await _take_burst(stream, self._clock, asked.size, answer=False)
+            if coming.cancelled_caught:
+                return
+            await stream.send(encode(taken))
+            with trio.move_on_after(BURST_SECONDS_MAX):
+                await _send_burst(stream, self._clock, asked.size)
+        finally:
+            self._limits.is_serving = False

@@ -1,0 +1,207 @@
+"""What this node measured of itself and of others, told in the DHT; and what others told, looked up at need.
+
+Two records a peer: its calibration, and what it observed of others. They are asked for only of members that
+say they are calibrated, before a plan is made. Not here: how any of it is measured.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from gossip.member import Member
+from node.containment import contain
+from node.planning.peers import measurements_document
+from node.seams import Clock
+from node.services.calibration import CALIBRATION_PURPOSE, Wanted, calibrate
+from node.services.discovery import Discovery
+from node.services.links import LinkMeasuring
+from node.services.metadata import read_metadata
+from partition.plan.observed import (
+    FLOPS_PER_SECOND_MAX,
+    STAGES_MAX,
+    Knowledge,
+    Observed,
+    StageRow,
+    decode_observed,
+    encode_observed,
+)
+from partition.plan.rates import Calibration, decode_calibration, encode_calibration
+
+OBSERVED_PURPOSE = "observed"
+CALIBRATED = "calibrated"
+"""Among the capabilities of a member: it tells what it measured, and lets its links be measured."""
+TELL_SECONDS = 30.0
+"""Between two looks whether what this node observed has changed; each change is stored at a dozen nodes."""
+CHANGE_SHARE = 0.1
+"""A figure that has changed by less is not told anew."""
+STAGES_SECONDS = 3_600.0
+"""For so long a rate that was found in a run counts: then the peer is believed again, and found out again."""
+FRESH_SECONDS = 60.0
+LOOKED_UP_MAX = 64
+LOOKUPS_AT_ONCE = 8
+LOOKUPS_SECONDS_MAX = 3.0
+"""For all together: a plan with what is known by then is better than none."""
+
+
+T = TypeVar("T")
+
+
+class Measurements:
+    """The service. `frames` says what frames took lately: peer, bytes a second, whether the link was
+    saturated."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        clock: Clock,
+        discovery: Discovery,
+        links: LinkMeasuring,
+        *,
+        members: Callable[[], Iterable[Member]],
+        frames: Callable[[], Iterable[tuple[PeerId, float, bool]]],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self.calibration: Calibration | None = None
+        self.links = links
+        self._me = me
+        self._clock = clock
+        self._discovery = discovery
+        self._members = members
+        self._frames = frames
+        self._refuse = refuse
+        self._stages: dict[PeerId, tuple[int, float]] = {}
+        self._calibrations: dict[PeerId, Calibration] = {}
+        self._observed: dict[PeerId, Observed] = {}
+        self._looked_up: dict[PeerId, float] = {}
+        self._told = Observed()
+
+    async def measure(
+        self, wanted: Wanted, folder: Path, calibrated: Callable[[Calibration], None], met: trio.Event
+    ) -> None:
+        """Find out what a stage's process does here, in a thread, say so by `calibrated`, and go on as `run`
+        does once this node has `met` others. Returns where it cannot be found out."""
+        found = await trio.to_thread.run_sync(partial(calibrate, wanted, folder), abandon_on_cancel=True)
+        if found is not None:
+            self.calibration = found
+            calibrated(found)
+            await met.wait()  # alone, there is nobody to tell
+            await self.run(found)
+
+    async def run(self, calibration: Calibration) -> None:
+        """Tell what this node measured of itself, measure its links and tell of them, until cancelled."""
+        self.calibration = calibration
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.links.run, self._measured_members, lambda: None)
+            await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(calibration))
+            while True:
+                await trio.sleep(TELL_SECONDS)
+                with contain("telling of measurements"):
+                    await self._tell()
+
+    def _measured_members(self) -> list[PeerId]:
+        return [
+            member.peer
+            for member in self._members()
+            if member.live and member.peer != self._me and _is_measured(member)
+        ]
+
+    @property
+    def observed(self) -> Observed:
+        """What this node measured of others lately."""
+        now = self._clock.monotonic()
+        for peer, rate, is_saturated in self._frames():
+            if peer != self._me:
+                self.links.core.framed(now, peer, rate, is_saturated=is_saturated)
+        self._stages = {peer: row for peer, row in self._stages.items() if now - row[1] <= STAGES_SECONDS}
+        newest = sorted(self._stages.items(), key=lambda pair: -pair[1][1])[:STAGES_MAX]
+        stages = sorted((StageRow(peer, rate) for peer, (rate, _) in newest), key=lambda row: row.peer)
+        return Observed(self.links.core.rows(now), tuple(stages))
+
+    async def _tell(self) -> None:
+        found = self.observed
+        if _differs(self._told, found):
+            self._told = found
+            await self._discovery.publish(OBSERVED_PURPOSE, self._me, encode_observed(found))
+
+    def stages_found(self, rates: Mapping[PeerId, int]) -> None:
+        """A committer here found replicas to compute at these rates."""
+        now = self._clock.monotonic()
+        for peer, rate in rates.items():
+            if peer != self._me:
+                self._stages[peer] = max(1, min(rate, FLOPS_PER_SECOND_MAX)), now
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What is known now, without asking anybody."""
+        calibrations, observed = dict(self._calibrations), dict(self._observed)
+        if self.calibration is not None:
+            calibrations[self._me] = self.calibration
+        observed[self._me] = self.observed
+        return Knowledge(self._me, calibrations, observed)
+
+    async def learn(self, peers: Collection[PeerId]) -> Knowledge:
+        """Return what is known once those of `peers` were looked up that tell anything; bounded in time."""
+        now = self._clock.monotonic()
+        live = {member.peer: member for member in self._members() if member.live}
+        for known in (self._calibrations, self._observed, self._looked_up):
+            for peer in [peer for peer in known if peer not in live]:
+                del known[peer]
+        wanted = [
+            peer
+            for peer in sorted(peers)
+            if peer != self._me
+            and peer in live
+            and _is_measured(live[peer])
+            and now - self._looked_up.get(peer, -FRESH_SECONDS) >= FRESH_SECONDS
+        ][:LOOKED_UP_MAX]
+        if wanted:
+            limit = trio.CapacityLimiter(LOOKUPS_AT_ONCE)
+            with trio.move_on_after(LOOKUPS_SECONDS_MAX):
+                async with trio.open_nursery() as nursery:
+                    for peer in wanted:
+                        nursery.start_soon(self._look_up, peer, limit)
+        return self.knowledge
+
+    async def document(self, peers: Collection[PeerId]) -> dict[str, Any]:
+        """Return what is known of these peers, as plain values (`node.planning.peers`)."""
+        return measurements_document(await self.learn(peers), peers)
+
+    async def _look_up(self, peer: PeerId, limit: trio.CapacityLimiter) -> None:
+        async with limit:
+            calibration = await self._read(CALIBRATION_PURPOSE, peer, decode_calibration)
+            observed = await self._read(OBSERVED_PURPOSE, peer, partial(decode_observed, author=peer))
+        if calibration is not None:
+            self._calibrations[peer] = calibration
+        if observed is not None:
+            self._observed[peer] = observed
+        self._looked_up[peer] = self._clock.monotonic()
+
+    async def _read(self, purpose: str, peer: PeerId, read: Callable[[bytes], T]) -> T | None:
+        for record in await self._discovery.find(purpose, peer):
+            if record.publisher == peer:
+                try:
+                    return read(record.value)
+                except RemoteProtocolError as error:
+                    self._refuse(peer, error)
+        return None
+
+
+def _is_measured(member: Member) -> bool:
+    claim = read_metadata(member.metadata)
+    return claim is not None and claim.standing is not None and CALIBRATED in claim.standing.capabilities
+
+
+def _differs(told: Observed, found: Observed) -> bool:
+    """Return whether any figure is another than was told, by more than its noise."""
+    before = {(row.peer, way): rate for row in told.links for way, rate in enumerate((row.sent, row.taken))}
+    after = {(row.peer, way): rate for row in found.links for way, rate in enumerate((row.sent, row.taken))}
+    before |= {(row.peer, 2): row.flops_per_second for row in told.stages}
+    after |= {(row.peer, 2): row.flops_per_second for row in found.stages}
+    return before.keys() != after.keys() or any(
+        abs(rate - before[key]) > CHANGE_SHARE * max(rate, before[key]) for key, rate in after.items()
+    )

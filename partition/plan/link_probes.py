@@ -1,0 +1,162 @@
+"""When a peer measures its link to which other, what it makes of the samples, and whom it lets measure it.
+
+A probe is a burst of known length each way. A single one may meet other traffic or a processor that was busy,
+so the median of the last ones counts. What the frames of a run took corrects it: frames cannot seem slower
+than the link for long, so they lower the estimate; they raise it only where the link was saturated, for the
+kernel takes what is short at once. Sans-IO: the bursts are the shell's.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+
+from crypto.identity import PeerId
+from crypto.token_buckets import Bucket, Buckets
+from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS_MAX, LinkRow
+
+PROBE_BYTES = (1 << 17, 1 << 20)
+"""Of a probe's bursts each way: the second only where the first was fast."""
+FAST_SECONDS = 0.1
+"""For the first burst; so a link of 10 Mbit/s is not kept busy for more than a moment."""
+PARTNERS_MAX = LINKS_MAX
+NEAREST_SHARE = 0.6
+"""Of the partners, those nearest by round trip; the others are far, so that what lies between is known."""
+FIRST_SECONDS = 2.0
+"""Between two probes while partners are unmeasured."""
+AGAIN_SECONDS = 600.0
+RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 5.0, 300.0
+SAMPLES_MAX = 5
+FRAMES_SECONDS = 1_800.0
+"""For so long what frames took corrects an estimate."""
+
+PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 4
+"""Of one peer, bursts each way; the first two of a meeting, and two again."""
+PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
+"""Of all peers together: 1.1 MiB/s each way at most in the long run."""
+SOURCES_MAX = 1_024
+BUSY_SECONDS = 30.0
+"""To whoever asks while a stage computes here: come again then."""
+
+
+@dataclass
+class _Partner:
+    """Samples of bytes a second each way, the newest last."""
+
+    sent: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    taken: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    nanoseconds: int = 0
+    due: float = 0.0
+    failures: int = 0
+    frames: tuple[int, bool, float] | None = None
+
+
+class LinkProbes:
+    """One peer's own probes. `deadline` is when `next` wants to be asked."""
+
+    def __init__(self, rng: Random, now: float) -> None:
+        self._rng = rng
+        self._partners: OrderedDict[PeerId, _Partner] = OrderedDict()
+        self.deadline = now + FIRST_SECONDS * (1 + rng.random())
+
+    def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
+        """Return whom to probe now, if anybody; `candidates` are ordered by round trip, the nearest first."""
+        chosen = self._choose(candidates)
+        for peer in [peer for peer in self._partners if peer not in chosen]:
+            if self._partners[peer].frames is None or peer not in candidates:
+                del self._partners[peer]
+        for peer in chosen:
+            self._partners.setdefault(peer, _Partner(due=now))
+        due = [peer for peer in chosen if self._partners[peer].due <= now]
+        later = min((self._partners[peer].due for peer in chosen), default=inf)
+        self.deadline = now + FIRST_SECONDS * (1 + self._rng.random())
+        if not due:
+            self.deadline = max(self.deadline, min(later, now + AGAIN_SECONDS / 20))
+            return None
+        # Those never measured first, the longest waiting of them.
+        return min(due, key=lambda peer: (bool(self._partners[peer].sent), self._partners[peer].due))
+
+    def _choose(self, candidates: Sequence[PeerId]) -> list[PeerId]:
+        if len(candidates) <= PARTNERS_MAX:
+            return list(candidates)
+        near = round(PARTNERS_MAX * NEAREST_SHARE)
+        rest = list(candidates[near:])
+        # Evenly spread over what is farther, and so the same from one time to the next.
+        far = PARTNERS_MAX - near
+        return [*candidates[:near], *(rest[(len(rest) - 1) * place // (far - 1)] for place in range(far))]
+
+    def probed(
+        self, now: float, peer: PeerId, sent: float, taken: float, round_trip_seconds: float | None
+    ) -> None:
+        """Note what a probe came to, in bytes a second each way."""
+        partner = self._partners.get(peer)
+        if partner is None:
+            return
+        partner.sent.append(_whole(sent))
+        partner.taken.append(_whole(taken))
+        if round_trip_seconds is not None:
+            partner.nanoseconds = max(1, min(NANOSECONDS_MAX, int(round_trip_seconds * 5e8)))
+        partner.failures = 0
+        # Soon again until there are three: a median of fewer is one that may have met anything.
+        soon = len(partner.sent) < (SAMPLES_MAX + 1) // 2
+        partner.due = now + (RETRY_SECONDS_MIN if soon else AGAIN_SECONDS) * (1 + self._rng.random())
+
+    def failed(self, now: float, peer: PeerId, retry_seconds: float = 0.0) -> None:
+        """Note that a probe was refused, or did not get through."""
+        partner = self._partners.get(peer)
+        if partner is None:
+            return
+        partner.failures += 1
+        pause = min(RETRY_SECONDS_MAX, RETRY_SECONDS_MIN * 2.0 ** min(partner.failures, 10))
+        partner.due = now + max(pause, min(retry_seconds, RETRY_SECONDS_MAX)) * (1 + self._rng.random())
+
+    def framed(self, now: float, peer: PeerId, bytes_per_second: float, *, is_saturated: bool) -> None:
+        """Note what frames of a run took lately on the way to `peer`."""
+        if bytes_per_second > 0:
+            partner = self._partners.setdefault(peer, _Partner(due=now))
+            partner.frames = _whole(bytes_per_second), is_saturated, now
+
+    def rows(self, now: float) -> tuple[LinkRow, ...]:
+        """Return what is known, by peer; at most LINKS_MAX, links that carried frames first."""
+        found = []
+        for peer, partner in self._partners.items():
+            sent = _median(partner.sent)
+            if partner.frames is not None and now - partner.frames[2] <= FRAMES_SECONDS:
+                rate, is_saturated, _ = partner.frames
+                # Of a link that waits for its sender, what frames took is no more than an upper bound.
+                sent = rate if is_saturated else min(sent, rate)
+            if sent or partner.taken:
+                row = LinkRow(peer, sent, _median(partner.taken), partner.nanoseconds)
+                found.append((partner.frames is None, row))
+        kept = sorted(found, key=lambda pair: pair[0])[:LINKS_MAX]
+        return tuple(sorted((row for _, row in kept), key=lambda row: row.peer))
+
+
+class ProbeLimits:
+    """Whom a peer lets measure it: one at a time, a few of each and of all, nobody while it computes."""
+
+    def __init__(self, now: float) -> None:
+        self._peers: Buckets[PeerId] = Buckets(PEER_PROBES_PER_SECOND, PEER_PROBES_MAX, SOURCES_MAX)
+        self._all = Bucket(PROBES_PER_SECOND, PROBES_MAX, PROBES_MAX, now)
+        self.is_serving = False
+
+    def refusal_seconds(self, now: float, peer: PeerId, *, is_busy: bool) -> float:
+        """Return 0 where `peer` may send a burst now, which is counted; else how long it should wait."""
+        if is_busy:
+            return BUSY_SECONDS
+        if self._peers.left(peer, now) < 1.0:
+            return 1 / PEER_PROBES_PER_SECOND
+        if self.is_serving or not self._all.take(now):
+            return RETRY_SECONDS_MIN
+        self._peers.of(peer, now).take(now)
+        return 0.0
+
+
+def _whole(rate: float) -> int:
+    """At least 1, whatever was measured."""
+    return int(max(1.0, min(rate, float(BYTES_PER_SECOND_MAX))))
+
+
+def _median(samples: Sequence[int]) -> int:
+    return sorted(samples)[len(samples) // 2] if samples else 0
