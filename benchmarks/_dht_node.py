@@ -1,6 +1,7 @@
-"""One node of `benchmarks/dht_sockets.py` in a process of its own: ours, or the plain `kademlia` package's.
+"""One node of `benchmarks/dht_sockets.py` in a process of its own: ours, the plain `kademlia` package's, or
+hivemind's.
 
-    python benchmarks/_dht_node.py ours|package NUMBER K
+    python benchmarks/_dht_node.py ours|package|hivemind NUMBER K
 
 It prints where it listens, then does what lines of JSON on its stdin say, and answers each with one.
 """
@@ -156,11 +157,54 @@ async def package(k: int) -> None:
     server.stop()
 
 
+def hivemind() -> None:
+    """Serve as one of hivemind's nodes, which are processes of their own behind a blocking call."""
+    from hivemind import DHT
+    from hivemind.utils.timed_storage import get_dht_time
+
+    say({"address": ""})
+    table: Any = None
+
+    def begin(store_or_get: str, key: str) -> Any:
+        if store_or_get == "store":
+            until = get_dht_time() + 3_600.0
+            return table.store(key, value_of(key), expiration_time=until, return_future=True)
+        return table.get(key, return_future=True)
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        begun = time.perf_counter()
+        if order["do"] == "join":
+            known = [order["address"]] if order["address"] else []
+            table = DHT(initial_peers=known, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+            address = str(table.get_visible_maddrs()[0])
+            say({"seconds": time.perf_counter() - begun, "address": address})
+        elif order["do"] == "end":
+            break
+        else:
+            each: list[float] = []
+            waiting = list(reversed(order["keys"]))
+            flying: list[tuple[str, float, Any]] = []
+            while waiting or flying:
+                while waiting and len(flying) < order["parallel"]:
+                    key = waiting.pop()
+                    flying.append((key, time.perf_counter(), begin(order["do"], key)))
+                key, since, future = flying.pop(0)
+                found = future.result()
+                is_done = bool(found) if order["do"] == "store" else found and found.value == value_of(key)
+                each.append(time.perf_counter() - since if is_done else -1.0)
+            say({"each": each, "seconds": time.perf_counter() - begun})
+    if table is not None:
+        table.shutdown()
+
+
 def main() -> None:
     """Serve until the parent says so."""
     kind, number, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "ours":
         trio.run(partial(ours, number, k))
+    elif kind == "hivemind":
+        hivemind()
     else:
         asyncio.run(package(k))
 

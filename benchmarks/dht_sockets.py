@@ -4,11 +4,14 @@
 
 200-byte values, k=5, one operation at a time and eight at a time. Ours travels in authenticated sessions and
 its records are signed; the package has neither. Both are measured in turn in one run, so that a busy machine
-slows both. What hivemind takes (29 ms, 9.2 ms) was measured elsewhere: it is not installed here. A file named
-`dht.py` in this folder would hide the package of that name from all benchmarks.
+slows both. So is hivemind, where PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are
+installed in (`pip install --target FOLDER hivemind numpy==2.2.6`), for it goes with no other numpy; where it
+does not, the figures to beat are those measured elsewhere (29 ms, 9.2 ms). A file named `dht.py` in this
+folder would hide the package of that name from all benchmarks.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +23,8 @@ from _figures import Goal, arguments, leave, report
 PROCESSES = 16
 K = 5
 PARALLEL = 8
-HIVEMIND_STORE_SECONDS, HIVEMIND_GET_SECONDS = 0.029, 0.0092
+HIVEMIND_STORE_MS, HIVEMIND_GET_MS = 29.0, 9.2
+HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 NODE = Path(__file__).with_name("_dht_node.py")
 
 
@@ -29,7 +33,12 @@ class Process:
 
     def __init__(self, kind: str, number: int) -> None:
         command = [sys.executable, str(NODE), kind, str(number), str(K)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = dict(os.environ)
+        if kind == "hivemind":
+            environment["PYTHONPATH"] = HIVEMIND
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.address = ""
 
     def listen(self) -> None:
@@ -50,7 +59,7 @@ class Process:
     def end(self) -> None:
         """Let it end."""
         self.tell(do="end")
-        self._process.wait(10)
+        self._process.wait(30)
 
     def _answer(self) -> Any:
         line = self._pipe(self._process.stdout).readline()
@@ -68,6 +77,8 @@ def start(kind: str) -> tuple[list[Process], list[float]]:
     nodes = [Process(kind, number) for number in range(PROCESSES)]
     for node in nodes:
         node.listen()
+    if kind == "hivemind":
+        nodes[0].address = nodes[0].ask(do="join", address="")["address"]
     return nodes, [node.ask(do="join", address=nodes[0].address)["seconds"] for node in nodes[1:]]
 
 
@@ -97,7 +108,8 @@ def main() -> int:
     flags = arguments(__doc__ or "")
     rounds, count = (2, 30) if flags.quick else (5, 100)
     rows: list[dict[str, Any]] = []
-    groups = {kind: start(kind) for kind in ("ours", "package")}
+    kinds = ("ours", "package", "hivemind") if HIVEMIND else ("ours", "package")
+    groups = {kind: start(kind) for kind in kinds}
     for turn in range(rounds):
         for kind, (nodes, joins) in groups.items():
             for parallel in (1, PARALLEL):
@@ -112,12 +124,20 @@ def main() -> int:
         return float(median(row[name] for row in rows if row["kind"] == kind and row["parallel"] == parallel))
 
     store, get = figure("ours", 1, "store_p50_ms"), figure("ours", 1, "get_p50_ms")
+    their_store, their_get = HIVEMIND_STORE_MS, HIVEMIND_GET_MS
+    if HIVEMIND:
+        their_store, their_get = figure("hivemind", 1, "store_p50_ms"), figure("hivemind", 1, "get_p50_ms")
     goals = [
         Goal("store, median ms", store, "<=", 5.0),
         Goal("get, median ms", get, "<=", 1.8),
-        Goal("failed", sum(row["store_failed"] + row["get_failed"] for row in rows), "<=", 0),
-        Goal("store, times faster than hivemind", 1_000 * HIVEMIND_STORE_SECONDS / store, ">=", 5),
-        Goal("get, times faster than hivemind", 1_000 * HIVEMIND_GET_SECONDS / get, ">=", 5),
+        Goal(
+            "failed",
+            sum(row["store_failed"] + row["get_failed"] for row in rows if row["kind"] == "ours"),
+            "<=",
+            0,
+        ),
+        Goal("store, times faster than hivemind", their_store / store, ">=", 5),
+        Goal("get, times faster than hivemind", their_get / get, ">=", 5),
     ]
     return report("dht_sockets", rows, goals, as_json=flags.json)
 

@@ -69,9 +69,11 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
         return self._near[1]
 
     def push(self, contact: Contact) -> None:
-        self._sorted = None
-        super().push(contact)
-        self._ids.add(contact.id)
+        key = contact.id
+        if key not in self._ids:  # the same few are named again and again
+            self._sorted = None
+            super().push(contact)
+            self._ids.add(key)
 
     def remove(self, ids: Collection[Key]) -> None:
         self._sorted = None

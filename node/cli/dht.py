@@ -40,7 +40,8 @@ def get(
         show_json({"schema": "peerloom.dht-get/1"} | result)
     elif result["found"]:
         sys.stdout.flush()
-        sys.stdout.buffer.write(bytes.fromhex(result["value"]) + b"\n")
+        # A pipe or a file gets the value as it is.
+        sys.stdout.buffer.write(bytes.fromhex(result["value"]) + b"\n" * sys.stdout.isatty())
         sys.stdout.flush()
     else:
         show([f"no value under {key}"], sys.stderr)
@@ -51,22 +52,28 @@ def get(
 @app.command()
 def put(
     context: typer.Context,
-    key: Key,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="The value, as text.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Its key; with --immutable leave it out.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="As text; - reads it from stdin.")] = "",
     lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long it lives.")] = "1h",
     immutable: Immutable = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Store a value under a key, as this node's. With --immutable the key is said afterwards; give any."""
+    """Store a value under a key, as this node's; with --immutable under its own hash, which is printed."""
     seconds = _seconds(lifetime)
-    arguments = {"key": key, "value": value.encode().hex(), "ttl_seconds": seconds, "immutable": immutable}
+    if immutable and not value:
+        key, value = "-", key
+    if not value:
+        raise UsageError("dht put: the value is missing", "python -m node dht put KEY VALUE")
+    data = sys.stdin.buffer.read() if value == "-" else value.encode()
+    arguments = {"key": key, "value": data.hex(), "ttl_seconds": seconds, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.put", arguments, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-put/1"} | result)
     else:
         name = result["key"] if immutable else key
-        show([f"{name}: kept by {result['holders']} nodes for {seconds_text(seconds)}"])
+        nodes = "1 node" if result["holders"] == 1 else f"{result['holders']} nodes"
+        show([f"{name}: kept by {nodes} for {seconds_text(seconds)}"])
 
 
 @app.command()
@@ -128,12 +135,13 @@ def stat_lines(document: Mapping[str, Any]) -> list[str]:
     """The screen of a `peerloom.dht-stat/1` document, of a key or of the node."""
     if "holders" in document:
         values, holders = document["values"], document["holders"]
-        return [f"{values} values, held by {holders} of the nodes nearest to the key"]
+        noun = "value" if values == 1 else "values"
+        return [f"{values} {noun}, held by {holders} of the nodes nearest to the key"]
     lines = [
         labelled("contacts", str(document["contacts"])),
         labelled("nodes", f"about {document['nodes_estimated']}"),
         labelled("records", f"{document['records']} held, {document['own_records']} own"),
-        labelled("kept by too few", str(document["records_short"])),
+        labelled("short", f"{document['records_short']} stores kept by too few"),
     ]
     if document["is_client"]:
         lines.append(labelled("client", "others do not reach this node: it asks, and holds nothing"))

@@ -261,7 +261,7 @@ def _name(key: str) -> bytes:
 
 def _check(ttl_seconds: float) -> None:
     if not isfinite(ttl_seconds) or not 1 <= ttl_seconds <= LIFETIME_SECONDS_MAX:
-        raise UsageError(f"dht: a value lives 1 to {LIFETIME_SECONDS_MAX:g} seconds")
+        raise UsageError(f"dht: a value lives 1 second to {LIFETIME_SECONDS_MAX / 3600:g} hours")
 
 
 def _digest(name: str) -> bytes:
