@@ -67,6 +67,7 @@ COMPUTERS = {
     "node.cli.model": "the command `model`",
     "node.cli.plan": "the command `plan`, which captures what it is to plan",
     "node.cli.capture": "the command `train`, which captures what it is given",
+    "node.cli.predict": "the command `predict`, which runs a person's own model on their own machine",
 }
 
 # Law 6. Nobody runs a stranger's code.

@@ -18,6 +18,7 @@ from node.cli import (
     model,
     page,
     peers,
+    predict,
     report,
     runs,
     sim,
@@ -47,6 +48,7 @@ app.command("report")(report.report)
 app.command("top")(top.top)
 app.command("id")(identity.identity)
 app.command("train")(train.train)
+app.command("predict")(predict.predict)
 app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")

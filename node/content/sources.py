@@ -109,6 +109,21 @@ def convert(
                 raise UsageError(f"{folder / name}.npz: {error.strerror or error}") from None
 
 
+def class_words(data: str, base: Path, folder: Path) -> list[str]:
+    """The classes of a source whose labels are words, in the order of their numbers. Raises UsageError."""
+    words: list[str] = []
+    if is_source(data, base):
+        _read_source(data, base, folder, words)
+    return words
+
+
+def read_new(data: str, base: Path, folder: Path, words: list[str]) -> Arrays:
+    """Samples to predict from: a source's test part, or all of one that has no parts. `words` are as
+    `class_words`. Raises UsageError."""
+    parts = _read_source(data, base, folder, words)
+    return parts.get("test", parts["train"])
+
+
 def _read_source(data: str, base: Path, folder: Path, words: list[str], *, part: str = "") -> Parts:
     is_url = data.startswith(SCHEMES)
     path = _download(data, folder) if is_url else base / Path(data).expanduser()

@@ -1,0 +1,222 @@
+"""`python -m node predict RUN.toml --run RUN`: what a trained model says of samples, against the truth.
+
+It all happens in this command's process: the model is made by what RUN.toml names (a person's own code, on
+their own machine), gets the run's weights, and computes. Nothing of the data leaves the machine.
+"""
+
+import csv
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from node.cli.options import GRAPH_SUFFIX, AsJson, DataDir, find_data_dir
+from node.cli.outputs import output_path
+from node.cli.render import show, show_json
+from node.errors import UsageError
+
+BATCH = 64
+COLUMNS_MAX = 64
+"""Of outputs of a sample in a CSV file; more go into an .npz."""
+
+
+def predict(
+    context: typer.Context,
+    run_file: Annotated[str, typer.Argument(metavar="RUN.toml", help="What was trained.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose weights to take.")] = "",
+    weights: Annotated[str, typer.Option("--weights", metavar="FILE", help="Or a file of them.")] = "",
+    data: Annotated[
+        str, typer.Option("--data", metavar="SOURCE", help="New samples; else the run's test samples.")
+    ] = "",
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="FILE.npz or FILE.csv of predictions.")
+    ] = "",
+    picture: Annotated[
+        str, typer.Option("--picture", metavar="FILE.svg", help="Confusion matrix and samples.")
+    ] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Have a trained model predict, and compare with the ground truth where there is one."""
+    if bool(run) == bool(weights):
+        raise UsageError("give --run RUN or --weights FILE", "runs: python -m node runs")
+    written = {
+        name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
+    }
+    if "out" in written and written["out"].suffix not in (".npz", ".csv"):
+        raise UsageError(f"--out {out}: want FILE.npz or FILE.csv")
+    with tempfile.TemporaryDirectory(prefix="peerloom-") as text:
+        folder = Path(text)
+        if run:
+            weights = str(folder / "weights.safetensors")
+            from node.cli.client import ask
+
+            ask(find_data_dir(context, data_dir), "runs.fetch", {"run": run, "out": weights}, seconds=None)
+        found = run_model(Path(run_file).expanduser(), Path(weights).expanduser(), data, folder)
+    if "out" in written:
+        write_predictions(written["out"], found)
+    if "picture" in written:
+        from node.cli.predict_svg import picture as draw
+
+        x = found.inputs[0] if len(found.inputs) == 1 else None
+        drawn = draw(
+            confusion=found.confusion, x=x, predicted=found.predicted, truth=found.truth, words=found.words
+        )
+        written["picture"].write_text(drawn)
+    document = {
+        "schema": "peerloom/predict/1",
+        "samples": len(found.outputs),
+        "metrics": found.metrics,
+        "confusion": None if found.confusion is None else found.confusion.tolist(),
+        **{name: str(path) for name, path in written.items()},
+    }
+    if as_json:
+        show_json(document)
+        return
+    told = "; no labels, so nothing to compare with" if found.truth is None else ""
+    show([f"{len(found.outputs)} samples{told}"])
+    show([f"  {name} {value:.6g}" for name, value in found.metrics.items() if name != "samples"])
+    show([f"written to {path}" for path in written.values()], sys.stderr)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Outputs (N, ...), what they say, and how good they are; `words` are the classes' names, if known."""
+
+    outputs: Any
+    predicted: Any
+    inputs: list[Any]
+    truth: Any
+    metrics: dict[str, float]
+    confusion: Any
+    words: list[str]
+
+
+def run_model(path: Path, weights: Path, data: str, folder: Path) -> Predictions:
+    """Predict for the samples of `data`, of the run in the RUN.toml at `path` if empty. Raises UsageError."""
+    import numpy as np
+    import safetensors
+    import safetensors.numpy
+    from msgspec.structs import replace
+
+    from node.content.metrics import judge, predicted_of
+    from node.content.samples import ITEM
+    from node.protocols.manifest import RunFile
+    from node.toml import load
+    from partition.capture.errors import CaptureRefused
+    from partition.capture.prediction import input_names, load_weights, make_task, outputs_of
+
+    run_file = load(path, RunFile)
+    if run_file.model.endswith(GRAPH_SUFFIX):
+        raise UsageError(
+            f"{path}: model: {run_file.model} is a graph, which ends in its loss",
+            "name the function that makes the model: PATH.py:FUNCTION",
+        )
+    if ".py:" in run_file.model:
+        own = str(path.parent / Path(run_file.model).expanduser())
+        run_file = replace(run_file, model=own)
+    arrays, shape, classes, words = _samples(run_file, path, data, folder)
+    try:
+        stored = safetensors.numpy.load_file(weights)
+        task = make_task(run_file.model, shape, classes, dtype=run_file.train.dtype, options=run_file.options)
+        names = input_names(task)
+        load_weights(task, stored)
+        columns = [_column(arrays, name, place, names, ITEM) for place, name in enumerate(names)]
+        outputs = np.concatenate(list(outputs_of(task, _batches(columns))))
+    except (safetensors.SafetensorError, OSError, TypeError) as error:
+        raise UsageError(f"{weights}: no weights that can be read: {str(error)[:200]}") from None
+    except CaptureRefused as error:
+        raise UsageError(f"{path}: {error}") from None
+    rest = [name for name in arrays if not any(arrays[name] is column for column in columns)]
+    truth = np.asarray(arrays["y" if "y" in rest else rest[0]][:]) if rest else None
+    inputs = [np.asarray(column[:64]) for column in columns]
+    if truth is None:
+        return Predictions(outputs, predicted_of(outputs, None), inputs, None, {}, None, words)
+    judged = judge(outputs, truth)
+    return Predictions(outputs, judged.predicted, inputs, truth, judged.metrics, judged.confusion, words)
+
+
+def _column(arrays: Mapping[str, Any], name: str, place: int, names: list[str], item: str) -> Any:
+    for known in (name, f"{item}{place}", "x" if len(names) == 1 else ""):
+        if known in arrays:
+            return arrays[known]
+    raise UsageError(f"the model takes {', '.join(names)}; the data has {', '.join(arrays)}")
+
+
+def _batches(columns: Sequence[Any]) -> Iterator[list[Any]]:
+    for first in range(0, len(columns[0]), BATCH):
+        yield [column[first : first + BATCH] for column in columns]
+
+
+def _samples(
+    run_file: Any, path: Path, data: str, folder: Path
+) -> tuple[Mapping[str, Any], tuple[int, ...], int, list[str]]:
+    """Arrays to predict from, shape and classes of what was trained on, and words for the classes. Raises
+    UsageError."""
+    from msgspec.structs import replace
+
+    from node.cli.capture import prepare_data
+    from node.content import datasets as datasets
+    from node.content.sources import class_words, is_source, read_new
+    from node.runs.manifest_builder import WINDOW
+    from partition.capture.models import BUILTIN
+
+    words = class_words(run_file.data, path.parent, folder)
+    is_built_in = run_file.model in BUILTIN
+    shape: tuple[int, ...] = ()
+    classes = 0
+    found: Mapping[str, Any] = {}
+    window = run_file.train.window or WINDOW
+    if is_built_in or not data:
+        trained = folder / "trained"
+        trained.mkdir()
+        source = run_file
+        if prepare_data(run_file, path.parent, trained, str(path)):
+            source = replace(run_file, data=str(trained))
+        dataset = datasets.load(source.data, path.parent, window=window)
+        if is_built_in:
+            shape, classes = dataset.sample_shape, dataset.classes
+        found = dataset.test
+    if data:
+        if is_source(data, Path()) or Path(data).expanduser().is_dir():
+            found = read_new(data, Path(), folder, words)
+        else:
+            found = datasets.load(data, Path(), window=window).test
+    return found, shape, classes, words
+
+
+def write_predictions(path: Path, found: Predictions) -> None:
+    """Write outputs, predictions and truth as .npz or .csv. Raises UsageError."""
+    import numpy as np
+
+    try:
+        if path.suffix == ".npz":
+            truth = {} if found.truth is None else {"truth": found.truth}
+            np.savez(path, outputs=found.outputs, predicted=found.predicted, **truth)
+            return
+        flat = found.outputs.reshape(len(found.outputs), -1)
+        if found.predicted.ndim > 1 and found.predicted.size != len(found.predicted):
+            raise UsageError(f"--out {path}: several predictions for each sample", "--out FILE.npz")
+        columns = range(flat.shape[1] if flat.shape[1] <= COLUMNS_MAX else 0)
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            truth_name = [] if found.truth is None else ["truth"]
+            rows.writerow(["sample", "predicted", *truth_name, *(f"output_{n}" for n in columns)])
+            for row, values in enumerate(flat):
+                true = (
+                    [] if found.truth is None else [_shown(found.truth.reshape(len(flat), -1)[row][0], found)]
+                )
+                said = _shown(found.predicted.reshape(-1)[row], found)
+                rows.writerow([row, said, *true, *(float(values[n]) for n in columns)])
+    except OSError as error:
+        raise UsageError(f"--out {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _shown(value: Any, found: Predictions) -> object:
+    if value.dtype.kind in "iu" and 0 <= int(value) < len(found.words):
+        return found.words[int(value)]
+    return value.item()

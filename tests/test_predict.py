@@ -1,0 +1,145 @@
+"""`predict`: a run's weights on samples, beside the truth, as a file, as metrics and as a picture."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from node.cli.main import run
+from node.content.datasets import load_digits
+from node.content.metrics import judge
+from partition.capture.models import BUILTIN
+from tests.node.test_sources import gray, png
+
+OWN = """
+import torch
+from torch import nn
+from partition.capture.task import Task
+
+def build():
+    torch.manual_seed(0)
+    return Task(nn.Linear(2, 3), (torch.zeros(4, 2),), (torch.zeros(4, dtype=torch.long),),
+                loss=nn.functional.cross_entropy)
+"""
+
+
+def digits_run(folder: Path) -> tuple[Path, Path, Any]:
+    """A RUN.toml, weights of nothing trained, and their model."""
+    torch.manual_seed(1)
+    model = BUILTIN["simple-cnn"]((1, 8, 8), 10).model
+    weights = {name: value.numpy() for name, value in model.state_dict().items()}
+    safetensors.numpy.save_file(weights, folder / "w.safetensors")
+    (folder / "run.toml").write_text('model = "simple-cnn"\ndata = "digits"\n')
+    return folder / "run.toml", folder / "w.safetensors", model
+
+
+def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file, weights, model = digits_run(tmp_path)
+    out, drawn = tmp_path / "p.npz", tmp_path / "p.svg"
+    flags = ["--weights", str(weights), "--out", str(out), "--picture", str(drawn), "--json"]
+    assert run(["predict", str(run_file), *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    test = load_digits().test
+    with torch.no_grad():
+        expected = model.eval()(torch.from_numpy(test["x"]).float()).numpy()
+    found = np.load(out)
+    np.testing.assert_allclose(found["outputs"], expected, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(found["predicted"], expected.argmax(1))
+    assert np.array_equal(found["truth"], test["y"])
+    assert document["metrics"]["accuracy"] == pytest.approx((expected.argmax(1) == test["y"]).mean())
+    assert np.sum(document["confusion"]) == len(test["y"])
+    text = drawn.read_text()
+    ElementTree.fromstring(text)
+    assert "confusion matrix" in text
+    assert "data:image/png" in text
+
+
+def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
+    (tmp_path / "new.csv").write_text("a,b,kind\n5,1,dog\n1,5,cat\n")
+    (tmp_path / "run.toml").write_text(f'model = "own.py:build"\ndata = "{tmp_path}/train.csv"\n')
+    weights = {"weight": np.array([[0, 1], [0, 0], [1, 0]], np.float32), "bias": np.zeros(3, np.float32)}
+    safetensors.numpy.save_file(weights, tmp_path / "w.safetensors")
+    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "new.csv")]
+    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [(row["predicted"], row["truth"]) for row in rows] == [("dog", "dog"), ("ant", "cat")]
+    assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--run RUN or --weights"),
+        (["--weights", "none"], "no weights that can be read"),
+        (["--weights", "other.safetensors"], "the weights have no"),
+        (["--weights", "w.safetensors", "--out", "p.txt"], "want FILE.npz or FILE.csv"),
+        (["--weights", "w.safetensors", "--data", "none.csv"], "no such file"),
+        (["--weights", "w.safetensors", "--data", "wide.npz"], "the model fails on these samples"),
+    ],
+    ids=["neither", "no file", "another model", "suffix", "no data", "shape"],
+)
+def test_what_cannot_be_predicted_is_said(
+    flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    digits_run(tmp_path)
+    safetensors.numpy.save_file({"a": np.zeros(1)}, tmp_path / "other.safetensors")
+    np.savez(tmp_path / "wide.npz", x=np.zeros((3, 2, 9, 9), np.float32), y=np.zeros(3, np.int64))
+    monkeypatch.chdir(tmp_path)
+    assert run(["predict", "run.toml", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(1)
+    outputs, truth = rng.normal(size=(500, 7)), rng.integers(0, 7, 500)
+    outputs[np.arange(500), truth] += 1.5
+    found = judge(outputs, truth)
+    best = outputs.argmax(1)
+    assert found.confusion is not None
+    assert np.array_equal(found.confusion, metrics.confusion_matrix(truth, best))
+    for name, function in (("precision", "precision"), ("recall", "recall"), ("f1", "f1")):
+        expected = getattr(metrics, f"{function}_score")(truth, best, average="macro")
+        assert found.metrics[name] == pytest.approx(expected)
+    assert found.metrics["top_5"] == pytest.approx(metrics.top_k_accuracy_score(truth, outputs, k=5))
+    shares = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)
+    assert found.metrics["cross_entropy"] == pytest.approx(metrics.log_loss(truth, shares))
+
+
+def test_tokens_and_numbers_are_judged_too() -> None:
+    rng = np.random.default_rng(2)
+    logits, tokens = rng.normal(size=(3, 5, 11)), rng.integers(0, 11, (3, 5))
+    tokens[0, 0] = -100
+    found = judge(logits, tokens)
+    assert found.metrics["samples"] == 14
+    assert found.metrics["perplexity"] == pytest.approx(np.exp(found.metrics["cross_entropy"]))
+    assert judge(np.moveaxis(logits, -1, 1), tokens).metrics == found.metrics
+    numbers = judge(np.array([[1.0], [2.0], [4.0]]), np.array([1.0, 2.0, 3.0]))
+    assert numbers.metrics["mean_squared_error"] == pytest.approx(1 / 3)
+    assert numbers.metrics["r2"] == pytest.approx(0.5)
+
+
+def test_images_are_predicted_from_a_folder(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    for number, name in enumerate(("ants", "bees")):
+        for copy in range(3):
+            png(tmp_path / "pictures" / name / f"{copy}.png", gray(40 * number + copy, 8, 8))
+    model = BUILTIN["simple-cnn"]((3, 8, 8), 2).model
+    weights = {name: value.numpy() for name, value in model.state_dict().items()}
+    safetensors.numpy.save_file(weights, tmp_path / "w.safetensors")
+    pytest.importorskip("PIL")
+    (tmp_path / "run.toml").write_text(f'model = "simple-cnn"\ndata = "{tmp_path}/pictures"\n')
+    flags = ["--weights", str(tmp_path / "w.safetensors"), "--data", str(tmp_path / "pictures")]
+    assert run(["predict", str(tmp_path / "run.toml"), *flags, "--out", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["truth"] for row in rows] == ["ants"] * 3 + ["bees"] * 3
