@@ -69,7 +69,7 @@ def memory(function: str, name: str) -> dict[str, Any]:
     here = Path(__file__).parent
     ended = subprocess.run(
         [sys.executable, "-c", code, str(here), str(here.parent)],
-        capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True,
+        stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS, check=True,
     )  # fmt: skip
     model_bytes, peak_bytes, seconds = map(float, ended.stdout.split()[-3:])
     return {

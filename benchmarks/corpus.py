@@ -157,7 +157,7 @@ REMEDIES: dict[str, dict[str, Any]] = {"batched_mm": {"experts_implementation": 
 """What a refusal names, and the setting it means: tried where the text has the word."""
 MASKED = ("longt5", "switch_transformers")
 """Models that can be exported only where they are given a mask."""
-FLOAT32 = ("fsmt", "mra", "xglm")
+FLOAT32 = ("fsmt", "mra", "raft", "xglm")
 """Models that compute in float32 whatever type they have, so that eager itself fails in float64."""
 _MAPPINGS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

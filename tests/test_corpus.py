@@ -41,3 +41,12 @@ def test_a_model_of_others_trains_in_stages_as_in_one_process(kind: str, name: s
     if name == "mixtral":
         assert "module 'model.model.layers.0.mlp.experts' (transformers/" in row["refusal"]
         assert 'config._experts_implementation = "batched_mm"' in row["refusal"]
+
+
+def test_a_model_is_proved_once_it_is_written_as_its_refusal_says() -> None:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row = corpus.examine("causal", "xmod")
+    assert (row["exported"], row["captured"], row["rewritten"]) == (True, False, "proved")
+    assert "x = torch.where(mask, f(x), x)" in row["why"]
