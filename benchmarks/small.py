@@ -1,13 +1,18 @@
 """What a run of two members survives: real nodes, idle neighbours, one machine killed or stopped.
 
 A requester that feeds and one peer that holds the only stage, with one, two or four idle nodes beside them,
-of which one is a witness. One of the three is killed with SIGKILL, or stopped with SIGSTOP for 40 s, in the
-first steps, in the middle, or while a checkpoint is on its way. The run must go on by itself and end with the
-weights of the undisturbed run.
+of which one is a witness. One of them is killed with SIGKILL, or stopped with SIGSTOP for 40 s, while the
+run is placed, while it trains, while a checkpoint is on its way, or as it ends. The run must go on by
+itself and end with the weights of the undisturbed run, or pause where no majority of voters is alive, and
+then say who would end that. `--full` plays every cell; otherwise every role, signal and phase meets once,
+with another number of idle nodes each time.
 
-`stalled_seconds` is the longest time without a committed step from then on, as a survivor's own events tell
-it; `reported_seconds` is the longest stall that the run reports, and `report_error_seconds` how far that is
-from the clock: from the signal to the event. Not measured here: two machines on a network.
+`stalled_seconds` is the longest time from the signal on without a committed step or the end, as a
+survivor's own events tell it; `reported_seconds` is the longest stall that the run reports, and
+`report_error_seconds` how far that is from the clock: from the signal to the event. While a run is placed
+there is no step to wait for: what the undisturbed run took for its first step is taken off. A requester
+that is killed before it has told anybody of its run takes it with it, and one that is stopped then is
+waited for. Not measured here: two machines on a network.
 """
 
 import os
@@ -17,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +40,12 @@ from node.protocols.manifest import RunFile
 
 STALL_GOAL_SECONDS = 10.0
 REPORT_GOAL_SECONDS = 0.5
-STOP_SECONDS = 40.0
-PHASES = {"first steps": 1, "middle": 14, "checkpoint": 20}
-"""The step, counted from 0, after which the signal comes. A checkpoint is made of every tenth."""
+STOP_SECONDS, SETTLE_SECONDS = 40.0, 5.0
+STEPS, STEPS_QUICK = 120, 60
+PHASES = ("placing", "training", "checkpoint", "ending")
+AFTER = {"training": 14, "checkpoint": 20}
+"""The step, counted from 0, after which the signal comes. A checkpoint is made of every tenth. While it is
+placed: as soon as there is a plan; as it ends: after the last step."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -70,7 +79,7 @@ class Case:
     idle: int
     role: str = ""
     how: str = "kill"
-    phase: str = "middle"
+    phase: str = "training"
 
     @property
     def name(self) -> str:
@@ -79,23 +88,39 @@ class Case:
 
 
 UNDISTURBED = Case(1)
-ROLES = ("replica", "requester", "witness")
-CASES = (
-    UNDISTURBED,
-    *(Case(1, role, "kill", phase) for role, phase in zip(ROLES, PHASES, strict=True)),
-    *(Case(1, role, "stop", "middle") for role in ROLES),
-    *(Case(2, role, "kill", phase) for role, phase in zip(ROLES, reversed(PHASES), strict=True)),
-    *(Case(4, role, how, "checkpoint") for role, how in zip(ROLES, ("kill", "stop", "kill"), strict=True)),
-)
-QUICK = (UNDISTURBED, Case(2, "replica"))
+ROLES = ("requester", "replica", "witness", "idle")
+"""The requester is the trainer too, and commits. Of the idle ones: one that is no witness, where there is."""
+IDLE = (1, 2, 4)
+HOW = ("kill", "stop")
+
+
+def sample() -> list[Case]:
+    """Every role with every signal in every phase, once; the fewest nodes first, for none is ever ended."""
+    cells = enumerate(product(HOW, ROLES, PHASES))
+    found = [
+        Case(IDLE[(n + n // len(IDLE)) % len(IDLE)], role, how, phase) for n, (how, role, phase) in cells
+    ]
+    return sorted(found, key=lambda case: case.idle)
+
+
+def every() -> list[Case]:
+    """Return all cells; of one idle node, which is the witness, without that of another."""
+    cells = [Case(idle, role, how, phase) for idle, how, role, phase in product(IDLE, HOW, ROLES, PHASES)]
+    return [case for case in cells if (case.role, case.idle) != ("idle", 1)]
+
+
+QUICK = (Case(1, "witness", "kill", "checkpoint"), Case(2, "replica"))
 
 
 class Machines(Nodes):
-    """Nodes that may be stopped for a while too."""
+    """Nodes that may be stopped for a while too; all are up again at `resumes_at`."""
+
+    resumes_at = 0.0
 
     def halt(self, names: Iterable[str], seconds: float) -> float:
         """SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; when, in unix seconds."""
         at = time.time()
+        self.resumes_at = at + seconds
         for name in names:
             group = self._processes.nodes[name].process.pid
             os.killpg(group, signal.SIGSTOP)
@@ -107,55 +132,85 @@ class Machines(Nodes):
 
 def members(watch: Watch) -> dict[str, str]:
     """The node in each role, by the first plan."""
-    plan = watch.plan
-    found = {"requester": watch.requester, "replica": watch.nodes.name_of(plan["stages"][0][0])}
-    return found | {"witness": watch.nodes.name_of(peer) for peer in plan["witnesses"][:1]}  # noqa: B035
+    plan, nodes = watch.plan, watch.nodes
+    found = {"requester": watch.requester, "replica": nodes.name_of(plan["stages"][0][0])}
+    found |= {"witness": nodes.name_of(peer) for peer in plan["witnesses"][:1]}  # noqa: B035
+    others = [name for name in nodes.living if name not in found.values()]
+    return found | {"idle": others[0] if others else found["witness"]}
 
 
-def play(nodes: Machines, case: Case, folder: Path, expected: Any) -> tuple[dict[str, Any], Any]:
-    """One run, and the tensors that it came to. Raises Stalled."""
+def play(
+    nodes: Machines, case: Case, folder: Path, steps: int, first: dict[str, Any] | None
+) -> tuple[dict[str, Any], Any]:
+    """One run, and the tensors that it came to; `first` is the row of the undisturbed run. Raises Stalled."""
     nodes.refill(case.idle + 2)
     nodes.heard.clear()
     player = survival.Play(nodes, survival.Shape(0, 1, 1, case.idle), folder)
+    begun = time.time()
     watch = player._submit()
     alive = watch.requester
     if case.role:
-        wanted = PHASES[case.phase]
-        if not nodes.hear(lambda: len(watch.events("StepCommitted", alive)) > wanted, PLACE_SECONDS_MAX):
-            raise Stalled(f"{case.name}: only {len(watch.events('StepCommitted'))} steps before the signal")
-        roles = members(watch)
-        victim = roles[case.role]
-        alive = next(name for role, name in roles.items() if role != case.role)
-        watch.killed = [victim]
-        watch.killed_at = nodes.kill([victim]) if case.how == "kill" else nodes.halt([victim], STOP_SECONDS)
+        alive = _strike(nodes, case, watch, steps)
+        if case.phase == "placing" and case.role == "requester" and case.how == "kill":
+            nodes.hear(lambda: bool(watch.events("RunPlanned", alive)), STALL_GOAL_SECONDS)
+            if not watch.events("RunPlanned", alive):
+                return {"case": case.name, "outcome": "nobody was told"}, None
     if not nodes.hear(lambda: bool(watch.events("RunEnded", alive)), STEP_SECONDS_MAX):
-        raise Stalled(f"{case.name}: no end, {len(watch.events('StepCommitted', alive))} steps")
+        raise Stalled(
+            f"{case.name}: no end, {len(watch.events('StepCommitted', alive))} steps{_said(watch, alive)}"
+        )
     (end,) = watch.events("RunEnded", alive)
     if end["outcome"] != "done":
         raise Stalled(f"{case.name}: {end['detail']}")
     tensors = player._weights(watch, {alive: end})
     row: dict[str, Any] = {"case": case.name, "outcome": "done"}
     if case.role:
-        row |= _figures(watch, alive)
-    row["difference"] = float(f"{difference(tensors, expected or tensors):.1e}")
-    if case.how == "stop":
-        # It must be up again before the next case counts the living.
-        time.sleep(max(0.0, watch.killed_at + STOP_SECONDS + 5 - time.time()))
+        row |= _figures(watch, alive, 0.0 if first is None else first["placed_seconds"], case)
+    else:
+        row["placed_seconds"] = round(watch.events("StepCommitted", alive)[0]["at_seconds"] - begun, 2)
     return row, tensors
 
 
-def _figures(watch: Watch, alive: str) -> dict[str, Any]:
+def _strike(nodes: Machines, case: Case, watch: Watch, steps: int) -> str:
+    """Give the signal when it is due; the name of a member that lives on."""
+    requester = watch.requester
+
+    def is_due() -> bool:
+        done = len(watch.events("StepCommitted", requester))
+        if case.phase == "placing":
+            return bool(watch.events("RunPlanned", requester))
+        return done >= steps if case.phase == "ending" else done > AFTER[case.phase]
+
+    if not nodes.hear(is_due, PLACE_SECONDS_MAX):
+        raise Stalled(f"{case.name}: only {len(watch.events('StepCommitted'))} steps before the signal")
+    roles = members(watch)
+    victim = roles[case.role]
+    watch.killed = [victim]
+    watch.killed_at = nodes.kill([victim]) if case.how == "kill" else nodes.halt([victim], STOP_SECONDS)
+    return next(name for name in roles.values() if name != victim)
+
+
+def _said(watch: Watch, alive: str) -> str:
+    rows = watch.events("RunChanged", alive)
+    return f"; it says {rows[-1]['state']}: {rows[-1]['reason']}" if rows else ""
+
+
+def _figures(watch: Watch, alive: str, placed: float, case: Case) -> dict[str, Any]:
     at = watch.killed_at
-    steps = [row["at_seconds"] for row in watch.events("StepCommitted", alive) if row["at_seconds"] > at]
+    marks = [*watch.events("StepCommitted", alive), *watch.events("RunEnded", alive)]
+    steps = sorted(row["at_seconds"] for row in marks if row["at_seconds"] > at)
     gaps = [late - early for early, late in zip([at, *steps], steps, strict=False)]
+    if gaps and case.phase == "placing":
+        gaps[0] = max(0.0, gaps[0] - placed)
     resumed = [row for row in watch.events("RunResumed", alive) if row["at_seconds"] > at]
     longest = max(resumed, key=lambda row: float(row["seconds"]), default=None)
     paused = [row for row in watch.events("RunChanged", alive) if row["state"] == "paused"]
     return {
         "stalled_seconds": round(max(gaps), 2) if gaps else None,
         "reported_seconds": None if longest is None else round(longest["seconds"], 2),
+        # Without a witness nothing stalls, and what is reported is a change of plans.
         "report_error_seconds": None
-        if longest is None
+        if longest is None or case.role in ("witness", "idle")
         else round(abs(longest["seconds"] - (longest["at_seconds"] - at)), 2),
         "paused": "; ".join(row["reason"] for row in paused),
         "lost_steps": sum(row["lost_steps"] for row in resumed),
@@ -186,26 +241,32 @@ def prepare(folder: Path, steps: int) -> None:
 
 def main() -> int:
     """Play, report."""
-    flags = arguments(__doc__ or "")
-    cases, steps = (QUICK, 60) if flags.quick else (CASES, 300)
+    flags = arguments(__doc__ or "", full="every cell: an hour and more")
+    steps = STEPS_QUICK if flags.quick else STEPS
+    cases = [UNDISTURBED, *(QUICK if flags.quick else every() if flags.full else sample())]
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
+    expected: Any = None
     try:
-        expected: Any = None
         with survival.swarm(Machines) as (nodes, folder):
             prepare(folder, steps)
             for case in cases:
                 try:
-                    row, tensors = play(nodes, case, folder, expected)
+                    row, tensors = play(nodes, case, folder, steps, rows[0] if rows else None)
                 except (Stalled, PeerloomError) as error:
-                    rows.append({"case": case.name, "outcome": str(error)})
-                    continue
-                expected = expected or tensors
+                    row = {"case": case.name, "outcome": str(error)}
+                else:
+                    expected = expected or tensors
+                if "stalled_seconds" in row or not case.role:
+                    row["difference"] = float(f"{difference(tensors, expected):.1e}")
+                    goals += goals_of(row)
                 rows.append(row)
-                goals += goals_of(row)
+                # It must be up again before the next case counts the living.
+                time.sleep(max(0.0, nodes.resumes_at + SETTLE_SECONDS - time.time()))
+                print("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
     except Stopped:
         return EXIT_FORCED
-    done = sum(row["outcome"] == "done" for row in rows)
+    done = sum(row["outcome"] in ("done", "nobody was told") for row in rows)
     goals.insert(0, Goal("runs that ended done", done, ">=", len(cases)))
     return report("small", rows, goals, as_json=flags.json)
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ import trio
 from node.content.unpacking import unpack_fenced
 from node.seams import Arrays
 from node.stages.host import StageHost
+from node.stages.program import Spare
 from node.storage.budget import ScratchBudget
 from partition.codec import Codec
 from partition.codecs.choice import Cost, calibrate
@@ -28,6 +30,7 @@ class RealExecutor:
     def __init__(self, threads: int | None = None, *, scratch: ScratchBudget | None = None) -> None:
         self._limiter = trio.CapacityLimiter(threads or os.cpu_count() or 1)
         self._scratch = scratch
+        self._spare = Spare(scratch)
         self._apart = trio.CapacityLimiter(1)
 
     async def run(
@@ -50,4 +53,12 @@ class RealExecutor:
 
     async def open_stage(self, specification: bytes) -> StageHost:
         """Start a stage process; see `StageHost.open` for what it raises."""
-        return await StageHost.open(specification, scratch=self._scratch)
+        return await StageHost.open(specification, scratch=self._scratch, spare=self._spare)
+
+    def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
+        """Keep a loaded process of so many threads on a device for the next stage, or none."""
+        if machine is None:
+            self._spare.drop()
+            return
+        with suppress(OSError):  # then the stage starts its own, and says why it cannot
+            self._spare.keep(*machine)

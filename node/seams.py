@@ -207,6 +207,10 @@ class Executor(Protocol):
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
+    def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
+        """Have what a stage of so many threads on a device needs loaded, so that one opens at once; None: no
+        more."""
+
 
 class Draft(Protocol):
     """A blob on its way to the disk, written a piece at a time by one task. Raises OSError."""

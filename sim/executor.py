@@ -76,6 +76,9 @@ class SimExecutor:
         await trio.lowlevel.checkpoint()
         return unpack_here(archive, out)
 
+    def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
+        """A simulated stage opens at once anyway."""
+
     async def open_stage(self, specification: bytes) -> Stage:
         await trio.lowlevel.checkpoint()
         wanted: StageSpecification = decode(

@@ -11,6 +11,7 @@ from node.cli.screen import EventScreen
 from node.events import RunChanged, RunPlanned, RunResumed
 from node.placement.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from node.state import event_document
+from sim.executor import SimExecutor
 from tests.partition_world import World, standing
 from tests.test_takeover import SAVE_EVERY, kept, newest, play, said, small
 
@@ -59,6 +60,21 @@ def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) ->
         assert newest(world).stages[0][0] != newest(world).trainer
     if role == "witness":
         assert {event.lost_steps for event in said(world, RunResumed)} <= {0}
+
+
+def test_a_witness_alone_keeps_a_stage_ready_and_no_more_once_it_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, str] | None] = []
+    monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, machine: told.append(machine))
+
+    async def scenario(world: World) -> None:
+        await kept(world, SAVE_EVERY)
+
+    play("abc", small(**ONE_STAGE), scenario)
+    kinds = [machine is not None for machine in told]
+    assert True in kinds, "the witness"
+    assert not kinds[-1], "the run is over"
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])

@@ -1,7 +1,7 @@
 """Events that tell people of a plan: what came into force here, and what is being opened here."""
 
 from crypto.identity import PeerId
-from node.events import RunPlanned, StageLeased
+from node.events import RunAccepted, RunPlanned, StageLeased
 from node.protocols.manifest import Run
 from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
 from partition.plan.quorum import indispensable
@@ -30,3 +30,17 @@ def stage_leased(at: float, run: Run, plan: Plan, stage: int) -> StageLeased:
     """Return the event that a stage of `plan` is being opened here."""
     row = plan.stages[stage]
     return StageLeased(at=at, run=run.text, stage=stage, layers=(row.first_layer, row.last_layer))
+
+
+def run_accepted(at: float, run: Run) -> RunAccepted:
+    """This node takes part in a run, or asks for it."""
+    manifest = run.manifest
+    return RunAccepted(
+        at=at,
+        run=run.text,
+        model=manifest.model,
+        data=manifest.data,
+        steps=manifest.steps,
+        requester=run.requester,
+        metrics=manifest.metrics,
+    )

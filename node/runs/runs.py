@@ -30,7 +30,6 @@ from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import (
     Event,
     ResultEvicted,
-    RunAccepted,
     RunChanged,
     RunEnded,
     RunReleased,
@@ -45,7 +44,7 @@ from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
 from node.protocols.uploads import Body
-from node.runs.announcements import run_planned, stage_leased
+from node.runs.announcements import run_accepted, run_planned, stage_leased
 from node.runs.archive import ArchiveShell
 from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
@@ -173,6 +172,7 @@ class Runs:
                 task_status.started()
                 await trio.sleep_forever()
         finally:
+            self.seams.executor.keep_stage_ready(None)
             with trio.CancelScope(shield=True):
                 for member in list(self.members.values()):
                     await member.close_stage()
@@ -498,10 +498,17 @@ class Runs:
         self._plans[plan] = known
         # Also what was promised for another plan after the last one: that one cannot come about any more.
         self.slot.release_run(member.run.id)
+        self._keep_ready()
         late = [row for row in self._early if row[1] == plan]
         if late:
             self._early = deque((row for row in self._early if row[1] != plan), maxlen=EARLY_MAX)
             self.start_task(self._deliver_late, late, of=member.run)
+
+    def _keep_ready(self) -> None:
+        """A witness is the first to be asked for a dead member's stage, which then is to open at once."""
+        may_come = self.has_slot and any(member.is_witness for member in self.members.values())
+        machine = (self.machine.threads, self.machine.device) if may_come else None
+        self.seams.executor.keep_stage_ready(machine)
 
     async def _deliver_late(self, late: Sequence[tuple[PeerId, bytes, bytes]]) -> None:
         """What a committer said of a plan that had not come into force here yet."""
@@ -515,18 +522,7 @@ class Runs:
         if member is None:
             member = self.members[run.id] = RunMember(self, run)
             self.note_guests()
-            manifest = run.manifest
-            self.publish(
-                RunAccepted(
-                    at=self.seams.clock.wall(),
-                    run=run.text,
-                    model=manifest.model,
-                    data=manifest.data,
-                    steps=manifest.steps,
-                    requester=run.requester,
-                    metrics=manifest.metrics,
-                )
-            )
+            self.publish(run_accepted(self.seams.clock.wall(), run))
         return member
 
     def forgotten(self, member: Membership) -> None:
@@ -538,6 +534,7 @@ class Runs:
         elif not self.outside.has(member.run.id):
             forget_files(self.seams, member.run.text)
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        self._keep_ready()
 
     def released(self, member: Membership) -> None:
         """The plan that was to bring this node into a run did not come about."""
@@ -563,6 +560,7 @@ class Runs:
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
+        self._keep_ready()
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}
             for peer in member.plan.members:

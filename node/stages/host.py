@@ -12,18 +12,12 @@ A stage that fails stays failed: whoever opened it closes it and opens another.
 """
 
 import contextlib
-import fcntl
 import io
 import mmap
 import os
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 import trio
@@ -33,7 +27,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.errors import PayloadRefused, StageFailed
 from node.locks import acquire
-from node.stages import sandbox
 from node.stages.framing import (
     HEADER_BYTES,
     Header,
@@ -46,7 +39,8 @@ from node.stages.framing import (
 )
 from node.stages.limits import STALLED_SECONDS, WATCH_SECONDS, Allowance, Watch, allowance_of
 from node.stages.process import SPECIFICATION_BYTES_MAX
-from node.stages.scratch import Scratch, remove_forgotten
+from node.stages.program import Spare, StageProgram, shared_file
+from node.stages.scratch import remove_forgotten
 from node.storage.budget import ScratchBudget
 from partition.stage import (
     REASON_LENGTH_MAX,
@@ -69,10 +63,6 @@ _REAP_POLL_SECONDS = 0.002
 _STDERR_TAIL_BYTES = 2_000
 _LAST_LINE_MAX = 200
 
-_SOURCE_ROOT = str(Path(__file__).parents[2])
-_PROGRAM = ("-P", "-m", "node.stages.process")
-"""-P: a file in the current folder must not stand in for one of the stage's modules."""
-
 
 class StageHost:
     """The node's handle on one stage process; implements `node.seams.Stage`.
@@ -89,41 +79,38 @@ class StageHost:
         *,
         stalled_seconds: float = STALLED_SECONDS,
         scratch: ScratchBudget | None = None,
+        program: StageProgram | None = None,
     ) -> None:
+        """`program` is a process that waits for a stage; by default one is started."""
         self._allowance = allowance
         self._stalled_seconds = stalled_seconds
         self._answer_seconds = self._count_at = 0.0
         self._lock = trio.Lock()  # hands over in the order of asking
         self._failure: str | None = None
-        self._scratch = Scratch(scratch)
-        self._stderr = _make_shared_file("stderr", 0)
         self._mappings: dict[str, mmap.mmap] = {}
-        ours, theirs = socket.socketpair()
+        if program is None:
+            program = StageProgram(allowance.threads, allowance.device, scratch)
+        self._scratch, self._stderr = program.scratch, program.stderr
+        self._process, self._link = program.process, program.link
         both = 2 * allowance.payload_bytes_max
-        descriptors = [_make_shared_file("exchange", both)]
-        with theirs:
-            try:
-                self._exchange_memory = mmap.mmap(descriptors[0], both)
-                for name, size in allowance.arenas.items():
-                    descriptor = _make_shared_file(name, max(1, size))
-                    descriptors.append(descriptor)
-                    self._mappings[name] = mmap.mmap(descriptor, max(1, size))
-                self._process = _start(
-                    theirs.fileno(), descriptors, self._stderr, self._scratch.path, allowance
-                )
-                self._watch = Watch(
-                    self._process.pid, allowance.watched_bytes, stalled_seconds, self._scratch.count
-                )
-            except BaseException:
-                ours.close()
-                os.close(self._stderr)
-                self._scratch.remove()
-                raise
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-        ours.setblocking(False)
-        self._link = ours
+        descriptors: list[int] = []
+        try:
+            descriptors.append(shared_file("exchange", both))
+            self._exchange_memory = mmap.mmap(descriptors[0], both)
+            for name, size in allowance.arenas.items():
+                descriptor = shared_file(name, max(1, size))
+                descriptors.append(descriptor)
+                self._mappings[name] = mmap.mmap(descriptor, max(1, size))
+            program.begin(allowance.own_bytes, descriptors, allow_unfenced=allowance.allow_unfenced)
+            self._watch = Watch(
+                self._process.pid, allowance.watched_bytes, stalled_seconds, self._scratch.count
+            )
+        except BaseException:
+            program.discard()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     @classmethod
     async def open(
@@ -133,8 +120,10 @@ class StageHost:
         start_seconds: float | None = None,
         stalled_seconds: float = STALLED_SECONDS,
         scratch: ScratchBudget | None = None,
+        spare: Spare | None = None,
     ) -> Self:
-        """Start a process and wait until it is ready, with its first parameters in the arena.
+        """Start a process, or take the one that `spare` has, and wait until it is ready, with its first
+        parameters in the arena.
 
         `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
         long the process may do nothing while it owes an answer. Its files count in `scratch`.
@@ -146,7 +135,8 @@ class StageHost:
         # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
         allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
         await trio.to_thread.run_sync(remove_forgotten)
-        host = cls(allowance, stalled_seconds=stalled_seconds, scratch=scratch)
+        program = None if spare is None else spare.take(allowance.threads, allowance.device)
+        host = cls(allowance, stalled_seconds=stalled_seconds, scratch=scratch, program=program)
         try:
             host.admitted = await host._start_up(
                 specification, allowance.start_seconds if start_seconds is None else start_seconds
@@ -379,38 +369,3 @@ async def _yield_after(moved: int) -> int:
 def _decode_allowance(specification: bytes) -> Allowance:
     decoded: StageSpecification = decode(specification, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX)
     return allowance_of(decoded, len(specification))
-
-
-def _start(
-    link: int, arenas: list[int], stderr: int, scratch: str, allowance: Allowance
-) -> "subprocess.Popen[bytes]":
-    # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
-    # die with its parent as soon as the *thread* that forked it ends.
-    arguments = [link, os.getpid(), allowance.threads, allowance.device, allowance.own_bytes]
-    arguments += [int(allowance.allow_unfenced), *arenas]
-    path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(  # noqa: S603 - our own program and arguments
-        [sys.executable, *_PROGRAM, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        pass_fds=(link, *arenas),
-        cwd=scratch,
-        env=sandbox.environment(os.environ, scratch=scratch, path=path, threads=allowance.threads),
-    )
-
-
-def _make_shared_file(name: str, size: int) -> int:
-    """A descriptor of `size` zero bytes that have no name in any folder."""
-    if sys.platform == "linux":
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        descriptor = os.memfd_create(f"peerloom-{name}", flags)
-        os.truncate(descriptor, size)
-        if size:
-            # A file that shrinks under a mapping kills whoever reads it.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    else:
-        with tempfile.TemporaryFile() as file:
-            file.truncate(size)
-            descriptor = os.dup(file.fileno())
-    return descriptor

@@ -1,9 +1,10 @@
 """The process that computes one stage: `python -m node.stages.process`.
 
-Not for people: `node.stages.host` starts it, in the stage's scratch folder, with the numbers of descriptors,
-its parent's, and the settings that count before the specification is read. It inherits one end of a socket
-pair and file descriptors: of the memory through which tensors come and go (`node.stages.framing`), and of
-each arena (`partition.stage.ARENAS`). First it loads everything, then it fences itself in
+Not for people: `node.stages.program` starts it, in the stage's scratch folder, with the number of a
+descriptor, its parent's, and the settings that count while it loads. It inherits one end of a socket pair.
+First it loads everything; then it is given, maybe much later, the settings that count before the
+specification is read and file descriptors: of the memory through which tensors come and go
+(`node.stages.framing`), and of each arena (`partition.stage.ARENAS`). It fences itself in
 (`node.stages.sandbox`), and only then it reads what others had a hand in: the specification, which it admits
 or refuses before it touches an arena, and then requests, each of which it answers. It ends when the other
 side closes. On Linux the kernel also kills it when its parent dies, so a long computation does not outlive a
@@ -30,6 +31,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.stages import sandbox
 from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
+from node.stages.program import SETTINGS
 from node.stages.threads import ThreadChooser, adaptive, candidates
 from partition.model.graph import GRAPH_BYTES_MAX
 from partition.stage import (
@@ -59,21 +61,26 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def main(arguments: list[str]) -> None:
-    link_descriptor, parent, threads, device, memory_bytes, allow_unfenced, *descriptors = arguments
+    link_descriptor, parent, threads, device = arguments
     _die_with(int(parent))
     _keep_freed_memory()
     # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = _Link(socket.socket(fileno=int(link_descriptor)))
-    from partition.execute import StageExecutor, prepare_process, set_threads
+    from partition.execute import StageExecutor, load_late_modules, prepare_process, set_threads
     from partition.execute.admit import admit
 
+    load_late_modules()
+    found = link.settings()
+    if found is None:
+        return
+    memory_bytes, allow_unfenced, (exchange, *arenas) = found
     try:
         fenced = sandbox.enter(
             scratch=os.getcwd(),
             device=device,
-            memory_bytes=int(memory_bytes),
-            allow_unfenced=bool(int(allow_unfenced)),
+            memory_bytes=memory_bytes,
+            allow_unfenced=allow_unfenced,
         )
     except sandbox.NotFenced as error:
         # Before a byte that others chose was read.
@@ -87,7 +94,6 @@ def main(arguments: list[str]) -> None:
         first.message, StageSpecification, bytes_max=SPECIFICATION_BYTES_MAX
     )
     del first
-    exchange, *arenas = map(int, descriptors)
     try:
         admitted = admit(specification)
         executor = StageExecutor(specification, _map_arenas(specification, arenas))
@@ -112,6 +118,15 @@ class _Link:
         self.bytes_max = SPECIFICATION_BYTES_MAX
         self._socket = link
         self._requests = self._answers = memoryview(b"")
+
+    def settings(self) -> tuple[int, bool, list[int]] | None:
+        """What it may take of memory, whether it may do without fences, and descriptors; None when the other
+        side has closed."""
+        data, descriptors, _, _ = socket.recv_fds(self._socket, SETTINGS.size, 1 + len(ARENAS))
+        if len(data) < SETTINGS.size:
+            return None
+        memory_bytes, allow_unfenced = SETTINGS.unpack(data)
+        return memory_bytes, bool(allow_unfenced), descriptors
 
     def widen(self, specification: StageSpecification, exchange: int) -> None:
         """From now on there are requests; `exchange` is the descriptor of what their tensors lie in."""

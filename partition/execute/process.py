@@ -4,6 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def load_late_modules() -> None:
+    """Load what torch loads only at the first admission: as long again as torch itself takes."""
+    FakeTensorMode()
 
 
 def prepare_process(threads: int) -> None:

@@ -26,11 +26,12 @@ from node.config import Memory
 from node.errors import StageFailed
 from node.executor import RealExecutor
 from node.seams import Executor
-from node.stages import host as host_module
 from node.stages import limits as allowance_module
+from node.stages import program as program_module
 from node.stages.framing import Header, joined, split
 from node.stages.host import StageHost
 from node.stages.limits import ANSWER_SECONDS, allowance_of
+from node.stages.program import Spare
 from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
 from partition.codec import pack, typed
@@ -187,6 +188,7 @@ OPEN_STRICTLY = """
 import sys, trio
 from node.errors import StageFailed
 from node.stages.host import StageHost
+from node.stages.program import Spare
 async def main():
     try:
         host = await StageHost.open(bytes.fromhex(sys.argv[1]))
@@ -319,7 +321,7 @@ async def test_what_a_stages_process_writes_counts_in_the_total_of_all(
 ) -> None:
     """On systems, or with devices, where it is not kept from writing."""
     program = f"{written}; import sys, time; time.sleep(60)"
-    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
     budget = ScratchBudget(Memory(bytes=4 << 20), tmp_path)
     budget.take(2 << 20)  # of another stage
     host = StageHost(ALLOWANCE, scratch=budget)
@@ -383,7 +385,7 @@ async def test_a_process_that_answers_garbage_has_failed(
         "link.shutdown(socket.SHUT_WR)\n"
         "while link.recv(65536): pass\n"
     )
-    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
     with pytest.raises(StageFailed, match=r"answered nonsense|has closed its end|ended"):
         await StageHost.open(encode(SPECIFICATION))
 
@@ -425,7 +427,7 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
         "from crypto.encoding import decode\n"
         "from partition.stage import Exported, Ran, Request\n"
         "link = _Link(socket.socket(fileno=int(sys.argv[1])))\n"
-        f"whole = _map(int(sys.argv[7]), {2 * LARGE_BYTES})\n"
+        f"whole = _map(link.settings()[2][0], {2 * LARGE_BYTES})\n"
         f"link._requests, link._answers = whole[:{LARGE_BYTES}], whole[{LARGE_BYTES}:]\n"
         "parts = link.receive()\n"
         "request = joined(decode(parts.message, Request, bytes_max=1 << 23), b'', parts.payloads)\n"
@@ -436,7 +438,7 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
         f"link.send(split(Exported(bytes({LARGE_BYTES}))), 0)\n"
         "link.receive()\n"
     )
-    monkeypatch.setattr(host_module, "_PROGRAM", ("-c", program))
+    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
     host = StageHost(LARGE_ALLOWANCE)
     try:
         ran = await host.call(Forward(0, 0, True, activation), seconds=60.0)
@@ -552,3 +554,38 @@ async def test_functions_run_in_a_thread_and_return_their_value() -> None:
 def test_importing_the_executor_imports_no_torch() -> None:
     program = "import sys, node.executor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+async def test_a_stage_takes_the_process_that_is_ready_for_its_settings() -> None:
+    spare = Spare()
+    spare.keep(SPECIFICATION.threads, SPECIFICATION.device)
+    kept = spare._program
+    assert kept is not None
+    spare.keep(SPECIFICATION.threads, SPECIFICATION.device)
+    assert spare._program is kept, "one is enough"
+    assert spare.take(SPECIFICATION.threads + 1, SPECIFICATION.device) is None
+    host = await StageHost.open(encode(SPECIFICATION), spare=spare)
+    try:
+        assert host.pid == kept.process.pid
+        assert host.admitted.fences
+        assert isinstance(await host.call(FORWARD), Forwarded)
+        assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, "it is taken"
+    finally:
+        await host.aclose()
+
+
+def test_a_ready_process_that_has_died_or_is_dropped_leaves_nothing() -> None:
+    spare = Spare()
+    spare.keep(1, "cpu")
+    first = spare._program
+    assert first is not None
+    first.process.kill()
+    first.process.wait()
+    assert spare.take(1, "cpu") is None
+    spare.keep(1, "cpu")
+    second = spare._program
+    assert second is not None
+    assert second is not first
+    spare.drop()
+    assert second.process.returncode is not None
+    assert not any(os.path.isdir(kept.scratch.path) for kept in (first, second))

@@ -1,0 +1,128 @@
+"""A process for a stage, as the node starts it: it loads torch and waits to be told its settings.
+
+To load takes a second where nothing else runs and twenty on a busy machine. So a node that may have to take a
+stage over at once, a run's witness, keeps a process that is loaded (`Spare`). The settings come with the
+descriptors of the stage's memory; until then the process has read nothing but its own modules.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from node.stages import sandbox
+from node.stages.scratch import Scratch
+from node.storage.budget import ScratchBudget
+
+SETTINGS = struct.Struct("<QQ")
+"""What it may take of memory beside what it has, and whether it may do without fences that are lacking."""
+
+_SOURCE_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = ("-P", "-m", "node.stages.process")
+"""-P: a file in the current folder must not stand in for one of the stage's modules."""
+
+
+class StageProgram:
+    """A started process, and the node's end of its link. Its scratch folder counts in `budget`."""
+
+    def __init__(self, threads: int, device: str, budget: ScratchBudget | None = None) -> None:
+        self.threads = threads
+        self.device = device
+        self.scratch = Scratch(budget)
+        self.stderr = shared_file("stderr", 0)
+        self.link, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = self._start(theirs.fileno())
+            except BaseException:
+                self.link.close()
+                os.close(self.stderr)
+                self.scratch.remove()
+                raise
+
+    def _start(self, link: int) -> "subprocess.Popen[bytes]":
+        # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
+        # die with its parent as soon as the *thread* that forked it ends.
+        scratch = self.scratch.path
+        path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
+        return subprocess.Popen(  # noqa: S603 - our own program and arguments
+            [sys.executable, *_PROGRAM, *map(str, (link, os.getpid(), self.threads, self.device))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.stderr,
+            pass_fds=(link,),
+            cwd=scratch,
+            env=sandbox.environment(os.environ, scratch=scratch, path=path, threads=self.threads),
+        )
+
+    def begin(self, memory_bytes: int, descriptors: Sequence[int], *, allow_unfenced: bool) -> None:
+        """Tell it what it may take, and where the tensors and arenas lie."""
+        settings = SETTINGS.pack(memory_bytes, allow_unfenced)
+        with contextlib.suppress(OSError):  # it has ended: the first answer that does not come says so
+            socket.send_fds(self.link, [settings], list(descriptors))
+        self.link.setblocking(False)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still waits."""
+        return self.process.poll() is None
+
+    def discard(self) -> None:
+        """End a process that has not begun."""
+        self.process.kill()
+        self.process.wait()
+        self.link.close()
+        os.close(self.stderr)
+        self.scratch.remove()
+
+
+class Spare:
+    """At most one process that is loaded and waits."""
+
+    def __init__(self, budget: ScratchBudget | None = None) -> None:
+        self._budget = budget
+        self._program: StageProgram | None = None
+
+    def keep(self, threads: int, device: str) -> None:
+        """Have one ready from now on, or soon. Raises OSError: no process can be started."""
+        kept = self._program
+        if kept is not None and kept.is_alive and (kept.threads, kept.device) == (threads, device):
+            return
+        self.drop()
+        self._program = StageProgram(threads, device, self._budget)
+
+    def take(self, threads: int, device: str) -> StageProgram | None:
+        """Hand the process over to a stage with these settings; None where there is none for it."""
+        kept = self._program
+        if kept is None or not kept.is_alive or (kept.threads, kept.device) != (threads, device):
+            return None
+        self._program = None
+        return kept
+
+    def drop(self) -> None:
+        """Keep none."""
+        kept, self._program = self._program, None
+        if kept is not None:
+            kept.discard()
+
+
+def shared_file(name: str, size: int) -> int:
+    """A descriptor of `size` zero bytes that have no name in any folder."""
+    if sys.platform == "linux":
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"peerloom-{name}", flags)
+        os.truncate(descriptor, size)
+        if size:
+            # A file that shrinks under a mapping kills whoever reads it.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    else:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(size)
+            descriptor = os.dup(file.fileno())
+    return descriptor
