@@ -8,7 +8,7 @@ import trio
 
 from crypto.identity import PeerId, short_peer
 from node.cli.screen import EventScreen
-from node.events import RunChanged, RunPlanned, RunResumed
+from node.events import CheckpointKept, RunChanged, RunPlanned, RunResumed
 from node.placement.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from node.state import event_document
 from sim.executor import SimExecutor
@@ -75,6 +75,23 @@ def test_a_witness_alone_keeps_a_stage_ready_and_no_more_once_it_is_none(
     kinds = [machine is not None for machine in told]
     assert True in kinds, "the witness"
     assert not kinds[-1], "the run is over"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_whose_replica_dies_before_the_first_checkpoint_begins_anew(steps: int) -> None:
+    async def scenario(world: World) -> None:
+        if steps:
+            await world.reached(steps)
+        else:
+            with trio.fail_after(30):
+                while not said(world, RunPlanned):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+        assert not said(world, CheckpointKept)
+        world.crash(roles(world)["replica"])
+        assert await world.committed(world.now + 2.0, 2 * GOES_ON_SECONDS) is not None, standing(world)
+
+    world = play("abcd", small(**ONE_STAGE), scenario)
+    assert newest(world).height > 0
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])

@@ -29,7 +29,7 @@ from node.protocols.runs import FetchState, GroupPart
 from node.seams import Seams, Stage
 from partition import stage as api
 from partition.codec import Codec, Payload, Rounding
-from partition.plan.plan import Plan
+from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, OpenedFrame, Outgoing, make_frame
 from partition.steps.messages import Work
@@ -127,7 +127,7 @@ class ReplicaShell:
         self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
         self._is_over = False
         self._filling = trio.CancelScope()
-        self._is_changing = False
+        self._is_changing = self._is_changed = False
         self._busy = 0.0
         self._sent = 0
         self._returned = 0
@@ -413,11 +413,14 @@ class ReplicaShell:
                     sources=work.sources,
                     digest=work.digest,
                 )
-            else:
+            elif work.checkpoint != FIRST_VALUES:
                 await self._restore(self.core.plan, work.checkpoint, work.step, self._stage)
+            elif self._is_changed:
+                raise StageFailed("it has trained already, and all begin anew")
         if self._filling.cancelled_caught:
             return  # a new plan names other sources, or another checkpoint
         await self._call(api.Restore(work.step))
+        self._is_changed = work.checkpoint != FIRST_VALUES
         self._pass_on(self.core.filled(work, digest))
 
     async def _copy(self, work: core.SaveReady) -> None:
@@ -496,7 +499,7 @@ class ReplicaShell:
         self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))
 
     async def _apply(self, work: core.ApplyReady) -> None:
-        self._is_changing = True
+        self._is_changing = self._is_changed = True
         try:
             done = await self._call(
                 api.Apply(work.step, work.samples, work.squared_norm, work.is_skipped, work.rate)

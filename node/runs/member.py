@@ -134,8 +134,8 @@ class RunMember:
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
-        return self._keeping.restorable
+        """The newest checkpoint that is whole somewhere, and its step; until there is one, the beginning."""
+        return self._keeping.way_back(self.plan, self.core.progress.furthest)
 
     @property
     def can_tell(self) -> bool:

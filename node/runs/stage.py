@@ -20,7 +20,7 @@ from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
 from node.runs.context import Service
-from partition.plan.plan import Plan, plan_hash
+from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
 from partition.run import timeouts
 from partition.steps.frames import OpenedFrame
 
@@ -174,7 +174,7 @@ class Hosting:
         except OSError as error:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
-            if step is not None:
+            if step is not None or plan.restored == FIRST_VALUES:
                 await service.models.fill(opened, specification, self._holders())
             if self._is_over or self._plan is None or self._held != stage:
                 raise StageFailed("the run went on before its stage was open")

@@ -35,6 +35,8 @@ count exactly."""
 HASH_BYTES = 32
 NO_HASH = bytes(HASH_BYTES)
 """In the place of a hash: there is none."""
+FIRST_VALUES = bytes(HASH_BYTES - 1) + b"\x01"
+"""In the place of a checkpoint's name: what every stage begins with. No blob has this hash."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
