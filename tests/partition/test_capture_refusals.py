@@ -323,3 +323,25 @@ def test_a_tensor_kept_from_call_to_call_is_refused() -> None:
     model.part.seen = torch.zeros(())
     assert "'part.seen' is kept for the next call" in refusal(model)
     assert float(model.part.seen) == 0
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda part, y, x: y * 2 if y.sum() > 0 else y,
+        lambda part, y, x: y[: int(x.sum().item())],
+        lambda part, y, x: part.layer(y, x),
+        lambda part, y, x: torch.from_numpy(x.detach().numpy()),
+        lambda part, y, x: y + torch.ones(3, 5),
+    ],
+    ids=["branch", "item", "arguments", "numpy", "shapes"],
+)
+def test_torchs_own_advice_never_reaches_a_person(script: Callable[[Part, Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureRefused) as caught:
+        capture(
+            Net(script), (torch.randn(2, 4),), labels=(torch.zeros(2, dtype=torch.int64),), loss=class_loss
+        )
+    text = str(caught.value)
+    for word in ("TORCH", "torch._dynamo", "strict=", "Traceback", "draft_export", "set_printoptions"):
+        assert word not in text
+    assert len(text) < 1_000
