@@ -17,61 +17,47 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.averaging.participation import Participation
 from node.averaging.signature import signature_of
-from node.checkpoints.weights import join_stages, keep, weights_name
+from node.checkpoints.weights import export_bytes_max, weights_name
 from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
-from node.events import RunChanged, RunEvaluated, StepCommitted
+from node.local.catch_up import catch_up, likely_step
+from node.local.column import (
+    MATES_MAX,
+    Attach,
+    Attached,
+    ColumnBroken,
+    ColumnStage,
+    Refusal,
+    StageServer,
+)
 from node.local.context import Service
 from node.local.door import Door
+from node.local.due import Due
 from node.local.keeper import Keeper
+from node.local.recruiter import Recruiter
+from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.saved import MEMBERS_MAX, SavedRun
-from node.local.trainer import LocalTrainer, Stepped
+from node.local.stages import local_plan, stage_count
+from node.local.telling import Teller
+from node.local.trainer import LocalTrainer
 from node.local.verdict import Losses, fault_of, is_usable
-from node.pipeline.committer import CORRECT
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
-from node.protocols.runs import Done, Join
-from node.runs.completion import fetch_result
 from node.runs.manifest_builder import fits, make_batches
-from node.runs.progress import Shown
 from partition.model.graph import Graph
-from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.run.admission import Admission
 from partition.run.ending import Conclusion, Ending, Evaluated, Sends
 from partition.run.local_settings import LocalSettings
-from partition.run.messages import REASON_LENGTH_MAX
-from partition.stage import StageSpecification
+from partition.stage import StageSpecification, payload_bytes_max
 
 LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""
 SETTLE_SECONDS = 5.0
 """A newcomer listens so long for those that train already."""
-RECRUIT_SECONDS = 3.0
-"""Between two looks for nodes that could take part."""
-DECLINED_SECONDS = 30.0
-"""A node that declined is asked again after so long."""
-JOIN_SECONDS_MAX = 30.0
-CATCH_UPS_MAX = 5
-"""Attempts to take over a state, before a newcomer gives up."""
-FETCHES_MIN = 5
-FETCH_SECONDS = 120.0
-"""How often, and for how long, a member tries to fetch a result that others say they hold."""
 DIVERGED_MAX = 10
 """Steps in a row that are not finite, as in exact mode."""
-LIKELY_ROUNDS = 10
-"""A member is hardly so many rounds ahead of most others."""
-TOLD_STEPS = 10
-"""A step is an event once in so many, and one on a screen."""
-
-
-def _refused(fault: str) -> str:
-    return f"a result that a member proposed is passed over: {fault}"[:REASON_LENGTH_MAX]
-
-
-def whole_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
-    """The one stage of all layers that every member holds, in the form that admission knows."""
-    stage = StagePlan(0, len(graph.layers), (me,), (1,))
-    return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, (stage,))
+GREETED_MAX = 32
+"""Members that a stage without a head tells that it is there."""
 
 
 class LocalMember:
@@ -83,6 +69,7 @@ class LocalMember:
         run: Run,
         ending: Ending,
         door: Door,
+        stage: int = 0,
         *,
         is_training: bool,
         holders: Sequence[PeerId],
@@ -94,7 +81,7 @@ class LocalMember:
         self.ending = ending
         self._door = door
         self.is_training = is_training
-        self.shown = Shown()
+        self.teller = Teller(run, service.seams.clock, service.publish)
         self.stopped_by: Fact | None = None
         self.is_over = False
         self.begun = trio.Event()
@@ -112,15 +99,19 @@ class LocalMember:
         self._trainer: LocalTrainer | None = None
         self._rounds: Rounds | None = None
         self._evaluated_step = 0
-        self._due_since: dict[str, float] = {}
+        self._due = Due()
         self._diverged = 0
-        self._declined: dict[PeerId, float] = {}
+        self._stage = stage
+        self._stages = stage_count(run)
+        self._column: ColumnStage | None = None
+        self.server: StageServer | None = None
+        """This member's stage, where it works for the head of a column."""
         self._graph: Graph | None = None
-        self._fetching = trio.CancelScope()
-        self._result_lock = trio.Lock()
+        self.results = Results(service, run, ending, tell, self)
         self._first_loss = inf
         """The held-out loss of the values that all began with."""
         self._keeper = Keeper(service, run)
+        self._recruiter = Recruiter(service, run, door, self, self._stages)
         self._is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
 
@@ -182,6 +173,8 @@ class LocalMember:
         if self._part is not None:
             self._part.close()
             self._part = None
+        if self.server is not None:
+            self.server.close()
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
@@ -189,25 +182,39 @@ class LocalMember:
     async def _take_part(self) -> None:
         service, manifest = self._service, self.run.manifest
         graph = self._graph = await service.models.get(manifest.graph_hash, self._holders)
-        plan = whole_plan(self.run, graph, self._me)
         try:
-            build = partial(build_stage_spec, self.run, graph, plan, 0, service.machine)
+            plan = await service.seams.executor.run(
+                partial(local_plan, self.run, graph, self._me), apart=True
+            )
+            build = partial(build_stage_spec, self.run, graph, plan, self._stage, service.machine)
             specification, _, data = await service.seams.executor.run(build, apart=True)
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
+        if specification.graph.tied:
+            raise StageFailed("weights that several stages hold are not averaged: plan.stages = 1")
         if self.is_training:
             await self._open(graph, specification, data)
         # The run's id names the model too, and how it is trained.
-        signature = signature_of(f"run in local mode {self.run.id.hex()}", ())
-        part = self._part = service.averaging.open(f"run:{self.run.text}", signature, self._door)
-        self._say(RunChanged(at=self._wall, run=self.run.text, state="running", reason=""))
+        place = "" if self._stages == 1 else f":{self._stage}"
+        signature = signature_of(f"run in local mode {self.run.id.hex()}{place}", ())
+        name = f"run:{self.run.text}{place}"
+        part = self._part = service.averaging.open(name, signature, self._door)
+        self.teller.running()
+        failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
-            nursery.start_soon(self._recruit)
-            if self._trainer is not None:
-                await part.settle(SETTLE_SECONDS)
-                await self._train(self._trainer, nursery)
-            await trio.sleep_forever()
+            if not self._stage:
+                nursery.start_soon(self._recruiter.run)
+            try:
+                if self._trainer is not None:
+                    await part.settle(SETTLE_SECONDS)
+                    await self._train(self._trainer, nursery)
+                await trio.sleep_forever()
+            except (StageFailed, Unreachable, UsageError, OSError) as error:
+                failure = error  # not in a group: whoever calls tells these apart
+                nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     async def _open(self, graph: Graph, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
@@ -221,8 +228,19 @@ class LocalMember:
         except BaseException:
             await opened.aclose()
             raise
-        executor = service.seams.executor
-        self._trainer = LocalTrainer(self.run, specification, opened, batches, executor, self._me)
+        executor, stage = service.seams.executor, opened
+        bytes_max = max(payload_bytes_max(specification), export_bytes_max(graph))
+        if self._stage:
+            self.server = StageServer(
+                opened, self._stage, accept=self._accept, apply=self._applied, payload_bytes_max=bytes_max
+            )
+        elif self._stages > 1:
+            network, count = service.seams.network, self._stages
+            metrics = len(manifest.metrics)
+            stage = self._column = ColumnStage(
+                self.run.id, opened, count, network, metrics=metrics, payload_bytes_max=bytes_max
+            )
+        self._trainer = LocalTrainer(self.run, specification, stage, batches, executor, self._me)
 
     # Training
 
@@ -230,29 +248,109 @@ class LocalMember:
         assert self._part is not None
         rounds = self._rounds = Rounds(self._me, self._settings, trainer, self._part)
         await rounds.open()
-        self._first_loss = await self._held_out_loss(trainer)
+        if self.server is not None:
+            await self._work(self.server, trainer, rounds, nursery)
+        is_begun = False
+        while True:
+            try:
+                await self._mend(trainer)
+                if not is_begun:
+                    self._first_loss = await trainer.held_out_loss()
+                    await self._begin(trainer, rounds)
+                    is_begun = self.has_state = True
+                    self.begun.set()
+                    self._evaluated_step = trainer.step
+                await self._turn(trainer, rounds, nursery)
+            except ColumnBroken as error:
+                await self._broken(trainer, str(error))
+
+    async def _turn(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+        """One step, and what is due before it. Raises ColumnBroken."""
+        self._report()
+        await self._between_steps(trainer, rounds, nursery)
+        if self._is_waiting or trainer.is_idle or self._is_at_end:
+            await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
+            return
+        begun = trio.current_time()
+        stepped = await trainer.train_step()
+        self._diverged = self._diverged + 1 if stepped.diverged else 0
+        replicas = 1 + len(self._training_others)
+        self.teller.stepped(trainer.step, stepped, trio.current_time() - begun, replicas)
+        if self._diverged >= DIVERGED_MAX:
+            await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
+
+    # Columns
+
+    async def _mend(self, trainer: LocalTrainer) -> None:
+        """Find holders for the stages that this head's column lacks; where there are none yet, others are
+        asked to take part (`node.local.recruiter`)."""
+        column = self._column
+        if column is None:
+            return
+        if column.missing:
+            known = [peer for peer in self.admission.admitted if peer not in self.others]
+            await column.mend(known, trainer.step, self.admission.chain, self._check)
+        trainer.is_waiting = bool(column.missing)
+        if trainer.is_waiting and not self.has_state:
+            await trio.sleep(LOOK_SECONDS)
+            raise ColumnBroken("stages are missing")
+
+    async def _broken(self, trainer: LocalTrainer, reason: str) -> None:
+        """A stage is gone: drop the step everywhere, and begin it anew once the column is whole."""
+        assert self._column is not None
+        if self.has_state and not trainer.is_waiting:
+            self.teller.running(f"this column waits for a stage: {reason}")
+        trainer.is_waiting = True
+        await self._column.let_go()
+        await trainer.drop_step()
+
+    def _check(self, peer: PeerId, attached: Attached) -> None:
+        self._door.check(peer, attached.chain)
+
+    def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
+        """A head wants this member's stage. Raises RemoteProtocolError: it is no member."""
+        self._door.check(peer, attach.chain)
+        if not self.has_state:
+            return Refusal("its state is not here yet")
+        return Attached(self.admission.chain, tuple(self._training_others[:MATES_MAX]))
+
+    def _applied(self, step: int, samples: int) -> None:
+        assert self._trainer is not None
+        self._trainer.step, self._trainer.samples = step, self._trainer.samples + samples
+
+    async def _work(
+        self, server: StageServer, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery
+    ) -> None:
+        """Hold a stage for the head of a column, and average it with the others that do."""
+
+        async def between() -> None:
+            trainer.is_waiting = server.head is None
+            self._report()
+            await self._between_steps(trainer, rounds, nursery)
+
         await self._begin(trainer, rounds)
         self.has_state = True
         self.begun.set()
-        self._evaluated_step = trainer.step
+        server.between = between
         while True:
-            self._report()
-            await self._between_steps(trainer, rounds, nursery)
-            if self._is_waiting or self._is_at_end or trainer.step >= self.run.manifest.steps:
-                await trio.sleep(LOOK_SECONDS)  # the end is being agreed on
-                continue
-            begun = trio.current_time()
-            self._show(await trainer.train_step(), trio.current_time() - begun)
-            if self._diverged >= DIVERGED_MAX:
-                await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
+            if server.failure:
+                raise StageFailed(server.failure)
+            if server.head is None:
+                self._door.greet(list(self.admission.admitted)[-GREETED_MAX:])  # heads that look for a holder
+                async with server.lock:
+                    await between()
+            await trio.sleep(LOOK_SECONDS)
 
     async def _begin(self, trainer: LocalTrainer, rounds: Rounds) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         own = await self._keeper.load(trainer.state_bytes_max)
         others = [report.step for report in self._part.roster.reports.values() if report.has_state]  # type: ignore[union-attr]  # it is open
-        if own is not None and own.table.step >= min(max(others, default=0), self._step_likely):
+        likely = likely_step(self._part, self._settings.local_steps)  # type: ignore[arg-type]  # it is open
+        if own is not None and own.table.step >= min(max(others, default=0), likely):
             with suppress(ValueError):
                 rounds.take_over(own.table.rounds, await trainer.take_over(own))
+                if self._column is not None:
+                    await self._column.let_go()
                 self._keeper.begin(trainer.step)
                 return
         if others:
@@ -262,7 +360,7 @@ class LocalMember:
         """Put the state away, and who takes part."""
         self._keeper.begin(trainer.step)
         peers = tuple(self.admission.admitted)[-MEMBERS_MAX:]
-        saved = SavedRun(self.run.fact, self.admission.chain, self.is_training, peers)
+        saved = SavedRun(self.run.fact, self.admission.chain, self.is_training, peers, self._stage)
         snapshot = await trainer.snapshot(rounds.count, self.run.id, rounds.outer)
         nursery.start_soon(self._keeper.remember, saved)
         nursery.start_soon(self._keeper.save, snapshot)
@@ -284,16 +382,9 @@ class LocalMember:
             self._part.offer(await trainer.snapshot(rounds.count, lineage, rounds.outer))
         if self._keeper.is_due(trainer.step) and not self._diverged:
             await self._keep(trainer, rounds, nursery)
-        await self._evaluate_if_due(trainer)
-        await self._judge(trainer)
-
-    async def _held_out_loss(self, trainer: LocalTrainer) -> float:
-        """Return the held-out loss of the numbers that this member has now; inf where it is none."""
-        try:
-            loss, _, _ = await trainer.evaluate()
-        except StageDiverged:
-            return inf
-        return loss if isfinite(loss) else inf
+        if not self._stage:
+            await self._evaluate_if_due(trainer)
+            await self._judge(trainer)
 
     def _is_behind(self, rounds: Rounds) -> bool:
         """Whether others held a round that this member had to be in."""
@@ -306,46 +397,25 @@ class LocalMember:
         assert self._part is not None
         assert self._trainer is not None
         assert self._rounds is not None
-        reason, trainer = "", self._trainer
-        useless: set[PeerId] = set()
-        first = None if self.has_state else await trainer.copy_out(moments=True)
-        for _ in range(CATCH_UPS_MAX):
-            if not set(self._training_others) - useless:
-                break  # nobody is left that was further
-            try:
-                found = await self._part.fetch(
-                    0,
-                    self.run.manifest.steps,
-                    bytes_max=trainer.state_bytes_max,
-                    passed_over=useless,
-                    step_likely=self._step_likely,
-                )
-                outer = await trainer.take_over(found)
-                if first is not None and not is_usable(self._first_loss, await self._held_out_loss(trainer)):
-                    useless.update(found.holders)
-                    raise ValueError("the state of others is worse than none")
-                self._rounds.take_over(found.table.rounds, outer)
-            except Unreachable as error:
-                reason = error.detail
-            except ValueError as error:
-                reason = str(error)
-            else:
-                self._diverged = 0
-                return
-            await trio.sleep(1.0)
-        else:
-            raise StageFailed(f"no member handed over its state: {reason}")
-        if useless and first is not None:
-            await trainer.begin_again(first)
+        trainer = self._trainer
 
-    @property
-    def _step_likely(self) -> int:
-        """How far the others may well be: the lower half of them, and some rounds more. One alone may claim
-        any step."""
-        assert self._part is not None
-        steps = sorted(report.step for report in self._part.roster.reports.values() if report.has_state)
-        middle = steps[(len(steps) - 1) // 2] if steps else 0
-        return middle + LIKELY_ROUNDS * self._settings.local_steps
+        async def usable() -> bool:
+            return is_usable(self._first_loss, await trainer.held_out_loss())
+
+        # Nobody can tell a good state of one stage from a bad one by itself.
+        is_tried = not self.has_state and self._stages == 1
+        is_taken = await catch_up(
+            self._part,
+            trainer,
+            self._rounds,
+            steps=self.run.manifest.steps,
+            likely=likely_step(self._part, self._settings.local_steps),
+            is_usable=usable if is_tried else None,
+        )
+        if is_taken:
+            self._diverged = 0
+            if self._column is not None:  # its holders are told the new step when they are attached
+                await self._column.let_go()
 
     async def _recover(self, reason: str) -> None:
         """The numbers here are not finite any more: take those of others, or end."""
@@ -363,8 +433,8 @@ class LocalMember:
         apart = self._apart
         is_last = self._is_at_end
         waited = max(
-            self._waited("an end", is_last or self.ending.has_converged),
-            self._waited("an evaluation", trainer.step - self._evaluated_step >= apart),
+            self._due.waited("an end", is_last or self.ending.has_converged),
+            self._due.waited("an evaluation", trainer.step - self._evaluated_step >= apart),
         )
         self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
         if waited < 0 or not self.ending.evaluates(self._training_others, waited):
@@ -379,14 +449,6 @@ class LocalMember:
         """Steps between two evaluations."""
         return self._settings.evaluate_every * self._settings.local_steps
 
-    def _waited(self, what: str, is_due: bool) -> float:
-        """Return for how long something has been due, in seconds; -1 where it is not."""
-        if not is_due:
-            self._due_since.pop(what, None)
-            return -1.0
-        now = trio.current_time()
-        return now - self._due_since.setdefault(what, now)
-
     async def _evaluate(self, trainer: LocalTrainer) -> bool:
         """Evaluate, and tell all; whether the loss is a number."""
         try:
@@ -399,80 +461,40 @@ class LocalMember:
         self._evaluated_step = trainer.step
         step, ending = trainer.step, self.ending
         self._tell(ending, lambda _: ending.evaluate(step, samples, loss, metrics))
-        self._show_evaluation(samples, loss, metrics)
+        self.teller.evaluated(samples, loss, metrics)
         return True
 
     def evaluation_heard(self, heard: Evaluated) -> None:
         """Another member has evaluated: the next one is due as long after that here too."""
         self._evaluated_step = self.step
         if len(heard.metrics) == len(self.run.manifest.metrics):
-            self._show_evaluation(heard.samples, heard.loss, heard.metrics)
-
-    def _show_evaluation(self, samples: int, loss: float, metrics: tuple[float, ...]) -> None:
-        named = dict(zip(self.run.manifest.metrics, metrics, strict=True))
-        accuracy = named[CORRECT] / samples if CORRECT in named and samples else None
-        event = RunEvaluated(
-            at=self._wall, run=self.run.text, accuracy=accuracy, loss=loss, samples=samples, metrics=metrics
-        )
-        self.shown.evaluated = event
-        self._say(event)
+            self.teller.evaluated(heard.samples, heard.loss, heard.metrics)
 
     async def _conclude(self, trainer: LocalTrainer, reason: str) -> None:
         """Keep the model and propose it as the result."""
         assert self._graph is not None
-        storage, work = self._service.seams.storage, self._service.seams.executor.run
-        exported = await trainer.export()
-        data = await work(partial(join_stages, self.run, self._graph, [exported]))
-        async with self._result_lock:
-            if self.ending.best is not None:
-                return  # another conclusion came meanwhile, whose result is to lie here
-            await work(partial(storage.delete, weights_name(self.run.text)))  # of one that was given up
-            digest = await work(partial(keep, storage, self.run.text, data))
-            self._propose(Conclusion(self.run.id, "done", reason, trainer.step, digest, self._me))
+        exported = [await trainer.export(), *(await self._column.exports() if self._column else [])]
+        async with self.results.lock:
+            digest = await self.results.keep(self._graph, exported)
+            if digest is not None:
+                self._propose(Conclusion(self.run.id, "done", reason, trainer.step, digest, self._me))
 
     def _propose(self, conclusion: Conclusion) -> None:
         self._is_waiting = True
         self._tell(self.ending, lambda now: self.ending.propose(now, conclusion))
 
-    async def fetch(self, conclusion: Conclusion) -> None:
-        """Have the result of this conclusion here, then hold it. One fetch at a time: a slow one of a
-        conclusion that was given up must not write over the result that is settled on."""
-        self._fetching.cancel()
-        async with self._result_lock:
-            with trio.CancelScope() as self._fetching:
-                await self._fetch(conclusion)
-
-    async def _fetch(self, conclusion: Conclusion) -> None:
-        service, ending, work = self._service, self.ending, self._service.seams.executor.run
-        begun, attempts = trio.current_time(), 0
-        while conclusion == ending.best and not ending.holds and not self.is_over:
-            reason = ""
-            if conclusion.outcome == "done":
-                # What was kept for a conclusion that is given up must not stay in its place.
-                await work(partial(service.seams.storage.delete, weights_name(self.run.text)))
-                for holder in ending.holders:
-                    reason = await fetch_result(service, self.run, holder, conclusion.weights)  # type: ignore[arg-type]  # of a smaller shape
-                    if not reason:
-                        break
-                else:
-                    reason = reason or "no member that has the result is left"
-            self.reason = reason
-            if not reason and (self.is_training or self._is_held_by_most):
-                if self.is_training and conclusion.weights:
-                    self._tell(ending, lambda _: ending.fetched(conclusion))
-                else:
-                    self._tell(ending, lambda now: ending.hold(now, conclusion))
-                return
-            attempts += 1
-            if attempts >= FETCHES_MIN and trio.current_time() - begun >= FETCH_SECONDS:
-                self._tell(ending, lambda _: ending.give_up(conclusion))
-            await trio.sleep(1.0)
+    @property
+    def judges(self) -> bool:
+        """Whether this member looks at a result before it holds it: the heads of columns do."""
+        return self.is_training and not self._stage
 
     @property
-    def _is_held_by_most(self) -> bool:
-        """Whether half of those that train hold the preferred conclusion: a member that does not train has
-        their word alone."""
-        return 2 * len(self.ending.holders) >= len(self._training_others)
+    def trusts(self) -> bool:
+        """Whether this member's head holds the preferred conclusion, or half of those that train: who does
+        not train has their word alone."""
+        if self.server is not None and self.server.head is not None:
+            return self.server.head in self.ending.holders
+        return bool(self._stage) or 2 * len(self.ending.holders) >= len(self._training_others)
 
     async def _judge(self, trainer: LocalTrainer) -> None:
         """Hold the result that another proposed, once the run may be over and it is as good as it should be;
@@ -480,20 +502,25 @@ class LocalMember:
         ending, conclusion = self.ending, self.ending.best
         if conclusion is None or ending.holds or not ending.is_here:
             return
+        if trainer.is_waiting:  # without its stages this member can neither go on nor try a result
+            self._tell(ending, lambda now: ending.hold(now, conclusion))
+            return
         is_at_end, patience = self._is_at_end, self._settings.patience
         if not is_at_end and (not patience or trainer.step < patience * self._apart):
             return
-        async with self._result_lock:
+        async with self.results.lock:
             if conclusion != ending.best:
                 return
             name, storage = weights_name(self.run.text), self._service.seams.storage
-            own, result = await self._held_out_loss(trainer), await trainer.evaluate_result(name, storage)
+            own = result = await trainer.held_out_loss()
+            if self._stages == 1:  # else no member has all of the model to try it with
+                result = await trainer.evaluate_result(name, storage)
         losses = Losses(self._first_loss, own, result)
         best, improvement = ending.progress.best, self._settings.improvement
         fault = fault_of(losses, best, improvement, is_at_end=is_at_end)
         self._is_waiting = not fault
         if fault:
-            self._say(RunChanged(at=self._wall, run=self.run.text, state="running", reason=_refused(fault)))
+            self.teller.running(f"a result that a member proposed is passed over: {fault}")
             self._tell(ending, lambda _: ending.give_up(conclusion))
         else:
             self._tell(ending, lambda now: ending.hold(now, conclusion))
@@ -519,47 +546,46 @@ class LocalMember:
             self.ending.can_go_on = self.has_state and not self._diverged
             if self._trainer is not None:
                 self._trainer.shard.set_members([self._me, *training])
-            trainers = None if self._trainer is None else [*training, *([self._me] * self.has_state)]
-            self._tell(self.ending, partial(self.ending.set_peers, peers=others, trainers=trainers))
+            trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
+            peers = dict.fromkeys([*others, *self._column_peers])
+            self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers))
             if self._part is not None:
                 self._door.show(self._part.roster.claims)
             await trio.sleep(LOOK_SECONDS)
 
-    async def _recruit(self) -> None:
-        """As the first of the members, ask nodes with a free slot to take part."""
-        while True:
-            for peer in self._candidates():
-                self._declined[peer] = trio.current_time() + DECLINED_SECONDS
-                chain = self._door.chain_for(peer)
-                if chain is None:
-                    continue
-                with suppress(Unreachable):
-                    answer = await self._service.ask(peer, Join(self.run.fact, chain), JOIN_SECONDS_MAX)
-                    if not isinstance(answer, Done):
-                        continue
-            await trio.sleep(RECRUIT_SECONDS)
+    @property
+    def _column_peers(self) -> tuple[PeerId, ...]:
+        """The other members of this one's column."""
+        if self._column is not None:
+            return self._column.peers
+        head = None if self.server is None else self.server.head
+        return () if head is None else (head,)
 
-    def _candidates(self) -> list[PeerId]:
-        """The nodes to ask now."""
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that this member's column lacks."""
+        return () if self._column is None or self.ending.best is not None else self._column.missing
+
+    def wanted(self, free: int) -> int:
+        """How many heads more the run can use, `free` nodes being there to ask."""
         others = self.others
         is_first = self.ending.is_evaluator(others) or not self._training_others
         if not is_first or self.ending.best is not None:
-            return []
-        now = trio.current_time()
-        known = {self._me, *others}
-        wanted = self.run.manifest.replicas
-        missing = (wanted - len(known) + (not self.is_training)) if wanted else len(self._service.offers())
-        free = [offer.peer for offer in self._service.offers() if offer.has_slot and offer.peer not in known]
-        return [peer for peer in free if self._declined.get(peer, 0.0) <= now][: max(0, missing)]
+            return 0
+        heads = self.run.manifest.replicas
+        return heads - len(others) - self.is_training if heads else free
 
-    # What is said
+    def joined(self, stage: int, peer: PeerId) -> None:
+        """A node will hold this stage."""
+        if stage and self._column is not None:
+            self._column.mates[stage][peer] = None
 
     @property
-    def _wall(self) -> float:
-        return self._service.seams.clock.wall()
+    def known(self) -> set[PeerId]:
+        """Nodes that need not be asked."""
+        return {self._me, *self.others, *self._column_peers}
 
-    def _say(self, event: RunChanged | RunEvaluated | StepCommitted) -> None:
-        self._service.publish(event)
+    # What is said
 
     def _report(self) -> None:
         """Tell the others how far this member is."""
@@ -572,20 +598,3 @@ class LocalMember:
                 lineage=self.run.id,
                 has_state=self.has_state,
             )
-
-    def _show(self, stepped: Stepped, seconds: float) -> None:
-        """Tell of a step here."""
-        self._diverged = self._diverged + 1 if stepped.diverged else 0
-        event = StepCommitted(
-            at=self._wall,
-            run=self.run.text,
-            step=self.step - 1,
-            loss=stepped.loss,
-            samples=stepped.samples,
-            seconds=seconds,
-            replicas=1 + len(self._training_others),
-            diverged=stepped.diverged[:REASON_LENGTH_MAX],
-        )
-        self.shown.committed = event
-        if self.step % TOLD_STEPS == 1 or stepped.diverged or self.step == self.run.manifest.steps:
-            self._say(event)

@@ -65,7 +65,7 @@ class Rounds:
     def is_due(self) -> bool:
         """Whether enough local steps have been made since the last round began, which is over. A member that
         has made all takes part in the rounds of the others, which would wait for it."""
-        is_time = self._trainer.is_done or (
+        is_time = self._trainer.is_idle or (
             self._trainer.step - self._begun_step >= self._settings.local_steps
         )
         return is_time and not self._is_under_way and self._made is None

@@ -20,6 +20,7 @@ from crypto.identity import PEER_ID_BYTES
 from node.averaging.snapshot import CHUNK_BYTES, Snapshot, Table, check_table
 from node.protocols.manifest import Run, check_run
 from node.seams import Storage
+from partition.plan.plan import STAGES_MAX
 from partition.run.admission import Chain, check_chain
 
 FOLDER = "runs"
@@ -41,6 +42,7 @@ class SavedRun(msgspec.Struct, frozen=True, array_like=True):
     chain: Chain
     is_training: bool
     members: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MEMBERS_MAX)]
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)] = 0
 
 
 def run_name(run: str) -> str:

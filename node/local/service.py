@@ -8,21 +8,25 @@ from functools import partial
 
 import trio
 
+from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.checkpoints.weights import has_result
 from node.errors import Unreachable
 from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
+from node.local import column
 from node.local.context import Service
 from node.local.door import Door
-from node.local.member import LocalMember, whole_plan
+from node.local.member import LocalMember
 from node.local.saved import forget, saved_runs
+from node.local.stages import local_plan, stage_count
 from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, check_run
 from node.runs.archive import ArchiveShell
+from node.seams import Stream
 from node.services.driver import Driver
 from partition.run import ending as core
 from partition.run.admission import Admission, Joins
@@ -57,6 +61,7 @@ class LocalRuns:
             refuse=service.refuse,
         )
         self.run = self._driver.run
+        seams.network.handle(column.PROTOCOL, self._serve_column, column.STREAMS)
 
     @property
     def hosts(self) -> bool:
@@ -85,29 +90,36 @@ class LocalRuns:
                 continue
             others = [PeerId(peer) for peer in saved.members]
             is_training = saved.is_training and service.has_slot
-            member = self._begin(run, is_training=is_training, holders=others, chain=saved.chain)
+            member = self._begin(
+                run, is_training=is_training, holders=others, chain=saved.chain, stage=saved.stage
+            )
             # Where the run has ended meanwhile, those that were in it still say so for a while.
             self._command(member.ending, partial(member.ending.set_peers, peers=others))
-            service.start_task(self._greet, member.admission, others, of=run)
+            service.start_task(self._return, member.admission, others, of=run)
 
-    async def _greet(self, admission: Admission, peers: Sequence[PeerId]) -> None:
+    async def _return(self, admission: Admission, peers: Sequence[PeerId]) -> None:
         """Tell the members of an earlier life that this one is back, while it looks for them."""
         for _ in range(GREETINGS):
-            self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
+            self._greet(admission, peers)
             await trio.sleep(GREET_SECONDS)
 
-    async def join(self, peer: PeerId, fact: Fact, chain: Sequence[Fact]) -> wire.Reply:
+    def _greet(self, admission: Admission, peers: Collection[PeerId]) -> None:
+        """Show members that this node is one."""
+        self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
+
+    async def join(self, peer: PeerId, request: wire.Join) -> wire.Reply:
         """A member of a run asks this node to take part. Raises RemoteProtocolError."""
-        service = self._service
-        run = check_run(service.signer, fact)
-        if run.manifest.local is None:
-            raise RemoteProtocolError("asked to join a run that has a plan")
+        service, chain = self._service, request.chain
+        run = check_run(service.signer, request.manifest)
+        if run.manifest.local is None or request.stage >= stage_count(run):
+            raise RemoteProtocolError("asked to join a run that has a plan, or for a stage that it lacks")
         wall = service.seams.clock.wall()
         self._joins.check(service.signer, run.id, run.requester, chain, peer, wall)
         if service.is_over(run.id):
             return wire.Declined("the run is over")
         if run.id in self.members:
-            return wire.Done()
+            # In columns whoever asks wants a stage of its own.
+            return wire.Done() if stage_count(run) == 1 else wire.Declined("it is a member already")
         if not service.has_slot:
             return wire.Declined("busy")
         reason = service.accepts(run)
@@ -116,21 +128,32 @@ class LocalRuns:
                 graph = await service.models.get(run.manifest.graph_hash, [peer, run.requester])
             except Unreachable as error:
                 return wire.Declined(error.detail[:REASON_LENGTH_MAX])
-            plan = whole_plan(run, graph, service.signer.peer)
-            reason = await self._checks.rejection_reason(peer, run, graph, plan, 0)
+            try:
+                plan = await service.seams.executor.run(
+                    partial(local_plan, run, graph, service.signer.peer), apart=True
+                )
+            except ValueError as error:
+                return wire.Declined(str(error)[:REASON_LENGTH_MAX])
+            reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
-        return self._take(run, peer, chain)
+        return self._take(run, peer, request)
 
-    def _take(self, run: Run, peer: PeerId, chain: Sequence[Fact]) -> wire.Reply:
+    def _take(self, run: Run, peer: PeerId, request: wire.Join) -> wire.Reply:
         """Take part, unless the slot was given to another while this run was looked at."""
         if not self._service.has_slot:
             return wire.Declined("busy")
-        self._begin(run, is_training=True, holders=[peer], chain=chain)
+        self._begin(run, is_training=True, holders=[peer], chain=request.chain, stage=request.stage)
         return wire.Done()
 
     def _begin(
-        self, run: Run, *, is_training: bool, holders: list[PeerId], chain: Sequence[Fact] = ()
+        self,
+        run: Run,
+        *,
+        is_training: bool,
+        holders: list[PeerId],
+        chain: Sequence[Fact] = (),
+        stage: int = 0,
     ) -> LocalMember:
         service, manifest = self._service, run.manifest
         assert manifest.local is not None, "a run in local mode"
@@ -138,9 +161,17 @@ class LocalRuns:
         admission = Admission(service.signer, run.id, run.requester, chain)
         now = service.seams.clock.monotonic()
         self._endings.open(now, ending, admission)
-        door = Door(admission, service.seams.clock, partial(self._show, admission))
+        show, greet = partial(self._show, admission), partial(self._greet, admission)
+        door = Door(admission, service.seams.clock, show, greet)
         member = self.members[run.id] = LocalMember(
-            service, run, ending, door, is_training=is_training, holders=holders, tell=self._command
+            service,
+            run,
+            ending,
+            door,
+            stage,
+            is_training=is_training,
+            holders=holders,
+            tell=self._command,
         )
         service.note_guests()
         service.publish(
@@ -181,6 +212,17 @@ class LocalRuns:
         self._service.publish(changed)
         self._service.publish(RunReleased(at=wall, run=run.text))
 
+    async def _serve_column(self, stream: Stream) -> None:
+        """A head wants the stage that this node holds."""
+        attach: column.Question = decode(
+            await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
+        )
+        member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
+        if member is None or member.server is None or not isinstance(attach, column.Attach):
+            await stream.send(encode(column.Refusal("no stage of this run is held here")))
+            return
+        await member.server.serve(stream, attach)
+
     # The end
 
     def _command(self, ending: core.Ending, order: Callable[[float], core.Sends]) -> None:
@@ -198,7 +240,7 @@ class LocalRuns:
             case core.EvaluationHeard():
                 member.evaluation_heard(event.evaluated)
             case core.Preferred():
-                self._service.start_task(member.fetch, event.conclusion, of=member.run)
+                self._service.start_task(member.results.fetch, event.conclusion, of=member.run)
             case core.Settled():
                 found = event.conclusion
                 end = partial(self.end, member, found.outcome, found.reason, found.weights, for_all=True)
@@ -222,7 +264,7 @@ class LocalRuns:
             self._endings.close(run.id)
         member.cancel()
         await self._archive.note(
-            run, member.shown, outcome, detail, weights, stop=member.stopped_by, for_all=for_all
+            run, member.teller.shown, outcome, detail, weights, stop=member.stopped_by, for_all=for_all
         )
         storage = service.seams.storage
         is_here = bool(weights) and await service.seams.executor.run(partial(has_result, storage, run.text))

@@ -54,6 +54,7 @@ class LocalTrainer:
     ) -> None:
         self.step = 0
         self.samples = 0
+        self.is_waiting = False
         self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me)
         self.stage = stage
         self.dtype = specification.dtype
@@ -67,9 +68,9 @@ class LocalTrainer:
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
 
     @property
-    def is_done(self) -> bool:
-        """Whether all steps of the run have been made here."""
-        return self.step >= self._manifest.steps
+    def is_idle(self) -> bool:
+        """Whether no step is made here now: all of the run were, or stages are missing."""
+        return self.step >= self._manifest.steps or self.is_waiting
 
     @property
     def signature_rows(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -100,6 +101,11 @@ class LocalTrainer:
         self.samples += samples
         return Stepped(loss / max(1, samples), samples)
 
+    async def drop_step(self) -> None:
+        """Drop what there is of a step that cannot be ended. Raises StageFailed."""
+        await self.stage.call(api.Discard())
+        await self.stage.call(api.Restore(self.step))
+
     async def _skip(self, reason: str) -> Stepped:
         await self.stage.call(api.Discard())
         await self.stage.call(api.Apply(self.step, 1, None if not self._clips else 0.0, is_skipped=True))
@@ -123,6 +129,14 @@ class LocalTrainer:
             assert isinstance(done, api.Forwarded)
             loss, samples, metrics = loss + done.loss, samples + done.samples, metrics + done.metrics
         return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
+
+    async def held_out_loss(self) -> float:
+        """Return the mean held-out loss of the numbers that this member has now; inf where it is none."""
+        try:
+            loss, _, _ = await self.evaluate()
+        except StageDiverged:
+            return inf
+        return loss if isfinite(loss) else inf
 
     async def evaluate_result(self, name: str, storage: Storage) -> float:
         """Return the mean held-out loss of the model in a file of this node's storage; inf where it is none.

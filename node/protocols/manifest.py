@@ -67,8 +67,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     and is counted as skipped ("continue"); more than ten such steps in a row end it too.
 
     `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
-    whole model on its own shard, `steps` at most, and averages after `local_steps` of them: see
-    `partition.run.local_settings.LocalSettings` for the keys from there on.
+    whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
+    after `local_steps` of them: see `partition.run.local_settings.LocalSettings` for the keys from there on.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
@@ -224,12 +224,6 @@ def _check_local(run: RunFile, where: str) -> None:
                 'train.mode = "local", or leave it out',
             )
         return
-    if run.plan.stages > 1:
-        raise UsageError(
-            f"{where}: train.mode local: every member holds the whole model, not one of "
-            f"{run.plan.stages} stages",
-            'plan.stages = 1, or train.mode = "exact"',
-        )
     if train.codec.startswith("topk") and train.strategy not in ("diloco", "sparseloco"):
         raise UsageError(
             f"{where}: train.codec {train.codec} keeps few numbers, and {train.strategy} averages all",

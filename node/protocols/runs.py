@@ -83,10 +83,12 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
-    or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh."""
+    or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh. It
+    holds `stage` of the model."""
 
     manifest: Fact
     chain: Chain
+    stage: StageNumber = 0
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

@@ -149,7 +149,7 @@ class Requests:
             case wire.Release():
                 return await self._on_release(peer, request)
             case wire.Join():
-                return await self._runs.local.join(peer, request.manifest, request.chain)
+                return await self._runs.local.join(peer, request)
             case wire.Prepare():
                 return await self._on_prepare(peer, request)
             case wire.Renew():

@@ -26,6 +26,7 @@ from node.averaging import transfer
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, exchange
+from node.local import column
 from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
@@ -75,6 +76,7 @@ PROTOCOLS = (
     Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
     Protocol(ending.PROTOCOL, None, datagrams=ending.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
+    Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
@@ -111,6 +113,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     ending.PROTOCOL: (Ticket,),
+    column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }

@@ -12,7 +12,7 @@ from blake3 import blake3
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from node.checkpoints.weights import digest_of, weights_name
-from node.local import member as module
+from node.local import results as module
 from node.local.door import Door
 from node.local.member import LocalMember
 from node.protocols.manifest import make_run
@@ -56,7 +56,7 @@ def test_a_slow_fetch_of_a_conclusion_given_up_leaves_the_settled_result_alone(
         async with trio.open_nursery() as nursery:
             for conclusion, sender in ((first, OTHER), (second, THIRD)):
                 ending.receive(0.0, sender.peer, Said(run.id, conclusion, holds=True, is_settled=False))
-                nursery.start_soon(member.fetch, conclusion)
+                nursery.start_soon(member.results.fetch, conclusion)
                 await trio.sleep(2.0)
         assert ending.best == second
         assert ending.is_here, "it is looked at before it is held"
@@ -76,4 +76,5 @@ def _service(storage: MemoryStorage) -> Any:
         return function()
 
     executor = SimpleNamespace(run=work)
-    return SimpleNamespace(signer=ME, seams=SimpleNamespace(storage=storage, executor=executor))
+    seams = SimpleNamespace(storage=storage, executor=executor, clock=SimClock())
+    return SimpleNamespace(signer=ME, seams=seams, publish=lambda event: None)

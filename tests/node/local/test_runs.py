@@ -40,9 +40,9 @@ async def train(
     return await stack.train(group, next(iter(group.nodes)), wanted, on_event)
 
 
-async def ends(group: Swarm, names: str) -> list[RunEnded]:
+async def ends(group: Swarm, names: str, seconds: float = 60.0) -> list[RunEnded]:
     """The ends that these nodes tell of, once all have."""
-    with trio.fail_after(60):
+    with trio.fail_after(seconds):
         while True:
             found = [next((e for e in group.events[n] if isinstance(e, RunEnded)), None) for n in names]
             if all(found):

@@ -1,0 +1,387 @@
+"""A column: one pipeline of all stages, the first at its head, the others at peers that work for this head.
+
+    head: Attach(run, stage, step, chain)  ->  Attached(chain, mates) or Refusal
+    head: Do, with a request of `partition.stage` as payload  ->  Did, with its answer, or Refusal
+
+To the head's trainer a column is one stage: `ColumnStage` passes a micro-batch through all of them and its
+gradient back. So a step is exact within the column, one micro-batch at a time. Columns have nothing to do
+with each other but that the holders of each stage average (`node.local.member`).
+
+A holder that is gone breaks the column: the step that was under way is dropped everywhere, and the head looks
+for another holder of that stage, one whose own head is gone or a node with a free slot.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PEER_ID_BYTES, PeerId
+from node.errors import PayloadRefused, StageDiverged, StageFailed, StreamClosed, Unreachable
+from node.seams import Network, Stage, Stream, StreamLimits
+from partition import stage as api
+from partition.codec import Payload
+from partition.plan.plan import STAGES_MAX
+from partition.run.admission import Chain
+from partition.stage import REASON_LENGTH_MAX
+
+PROTOCOL = "/peerloom/column/1"
+MESSAGE_BYTES_MAX = 32 * 1024
+"""A full chain of tickets; requests and answers are payloads."""
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
+MATES_MAX = 32
+CALL_SECONDS_MAX = 60.0
+"""A holder that owes an answer for so long is given up."""
+ATTACH_SECONDS_MAX = 5.0
+EXPORT_SECONDS_MAX = 300.0
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
+    """Work for me: I am a head of this run after so many steps, and a member by this chain."""
+
+    run: Hash
+    stage: Annotated[int, msgspec.Meta(ge=1, lt=STAGES_MAX)]
+    step: Count
+    chain: Chain
+
+
+class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
+    """I do, and am a member by this chain; `mates` hold the same stage."""
+
+    chain: Chain
+    mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)]
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """No; `is_diverged`: what was computed is no finite number, and the column goes on."""
+
+    reason: Reason
+    is_diverged: bool = False
+
+
+class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
+    """The payload is a request to your stage."""
+
+
+class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
+    """The payload is its answer."""
+
+
+Question = Attach | Do
+Answer = Attached | Did | Refusal
+Work = api.Forward | api.Backward | api.Norm | api.Apply | api.Discard | api.Export
+"""What a head may ask of another's stage."""
+Worked = api.Forwarded | api.BackwardDone | api.Normed | api.Applied | api.Done | api.Exported
+
+
+class ColumnBroken(Exception):
+    """A stage of the column is held by nobody now."""
+
+
+class ColumnStage:
+    """Implements `node.seams.Stage` for the head's trainer. `attach` finds holders for missing stages.
+
+    One call at a time.
+    """
+
+    def __init__(
+        self, run: bytes, own: Stage, count: int, network: Network, *, metrics: int, payload_bytes_max: int
+    ) -> None:
+        """`metrics` are how many the model has. `payload_bytes_max` bounds answers: a micro-batch's tensors,
+        or the parameters of a stage."""
+        self._metrics = metrics
+        self._run = run
+        self._own = own
+        self._count = count
+        self._network = network
+        self._payload_bytes_max = payload_bytes_max
+        self._streams: dict[int, Stream] = {}
+        self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
+        """Peers that were said to hold a stage."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that nobody holds for this head."""
+        return tuple(stage for stage in range(1, self._count) if stage not in self._streams)
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """The holders of the other stages."""
+        return tuple(stream.peer for stream in self._streams.values())
+
+    async def mend(
+        self,
+        known: Sequence[PeerId],
+        step: int,
+        chain: Chain,
+        check: Callable[[PeerId, Attached], None],
+    ) -> None:
+        """Find holders for the stages that are missing: peers said to hold them first, then other members."""
+        for stage in self.missing:
+            taken = set(self.peers)
+            for peer in dict.fromkeys((*self.mates[stage], *known)):
+                if peer not in taken and not await self.attach(stage, peer, step, chain, check):
+                    break
+
+    async def attach(
+        self,
+        stage: int,
+        peer: PeerId,
+        step: int,
+        chain: Chain,
+        check: Callable[[PeerId, Attached], None],
+    ) -> str:
+        """Have `peer` hold a stage; why it does not, empty where it does. `check` raises RemoteProtocolError
+        where it is no member."""
+        stream: Stream | None = None
+        try:
+            with trio.fail_after(ATTACH_SECONDS_MAX):
+                stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+                await stream.send(encode(Attach(self._run, stage, step, chain)))
+                answer: Answer = decode(await stream.receive(), Answer, bytes_max=MESSAGE_BYTES_MAX)
+            if not isinstance(answer, Attached):
+                raise StreamClosed(answer.reason if isinstance(answer, Refusal) else "no answer")
+            check(peer, answer)
+        except (Unreachable, StreamClosed, trio.TooSlowError, RemoteProtocolError) as error:
+            if stream is not None:
+                await _close(stream)
+            return str(error) or "no answer in time"
+        self._streams[stage] = stream
+        mates = dict.fromkeys((peer, *(PeerId(mate) for mate in answer.mates)))
+        self.mates[stage] = dict(list({**mates, **self.mates[stage]}.items())[:MATES_MAX])
+        return ""
+
+    async def call(self, request: object) -> object:
+        """See `node.seams.Stage`: what concerns the whole model goes to all stages. Raises ColumnBroken."""
+        match request:
+            case api.Forward():
+                return await self._pass(request)
+            case api.Norm():
+                normed = await self._all(request)
+                return api.Normed(sum(each.squared_norm for each in normed if isinstance(each, api.Normed)))
+            case api.Apply() | api.Discard():
+                return (await self._all(request))[0]
+            case _:
+                return await self._own.call(request)
+
+    async def exports(self) -> list[bytes]:
+        """The parameters of all stages but the first. Raises ColumnBroken."""
+        found = []
+        for stage in range(1, self._count):
+            answer = await self._ask(stage, api.Export(), seconds=EXPORT_SECONDS_MAX)
+            if not isinstance(answer, api.Exported):
+                await self._break(stage)
+            else:
+                found.append(answer.data)
+        return found
+
+    async def _pass(self, request: api.Forward) -> api.Forwarded:
+        """A micro-batch through all stages, and its gradient back."""
+        step, number, last = request.step, request.microbatch, self._count - 1
+        flowing, labels = request.input, request.labels
+        found: object = None
+        for stage in range(self._count):
+            forward = api.Forward(step, number, request.train, flowing, labels if stage == last else None)
+            found = await self._ask(stage, forward)
+            if not isinstance(found, api.Forwarded) or (stage < last and found.output is None):
+                await self._break(stage)
+                raise ColumnBroken("an answer that is none")
+            if stage < last:
+                assert found.output is not None
+                flowing = found.output
+        assert isinstance(found, api.Forwarded)
+        if len(found.metrics) != self._metrics or not 0 <= found.samples <= api.SAMPLES_MAX:
+            await self._break(last)
+            raise ColumnBroken("an answer that is none")
+        if request.train:
+            await self._back(step, number, found.gradient)
+        return found
+
+    async def _back(self, step: int, number: int, gradient: Payload | None) -> None:
+        for stage in range(self._count - 2, -1, -1):
+            if gradient is None:
+                await self._break(stage + 1)
+                raise ColumnBroken("a gradient that is none")
+            done = await self._ask(stage, api.Backward(step, number, gradient))
+            if not isinstance(done, api.BackwardDone):
+                await self._break(stage)
+                raise ColumnBroken("an answer that is none")
+            gradient = done.gradient
+
+    async def _all(self, request: api.Norm | api.Apply | api.Discard) -> list[object]:
+        """Ask all stages at once; their answers in order. All are asked, also where one is gone."""
+        answers: dict[int, object] = {}
+        broken: list[str] = []
+
+        async def ask(stage: int) -> None:
+            try:
+                answers[stage] = await self._ask(stage, request)
+            except ColumnBroken as error:
+                broken.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            for stage in range(self._count):
+                nursery.start_soon(ask, stage)
+        if broken and not isinstance(request, api.Discard):
+            raise ColumnBroken(broken[0])
+        return [answers[stage] for stage in sorted(answers)]
+
+    async def _ask(self, stage: int, request: Work, *, seconds: float = CALL_SECONDS_MAX) -> object:
+        """One request to one stage. Raises ColumnBroken, StageDiverged, or StageFailed of the own one."""
+        if not stage:
+            try:
+                return await self._own.call(request)
+            except PayloadRefused as error:
+                if not isinstance(request, api.Backward):
+                    raise
+                await self._break(1)  # its gradient cannot be used
+                raise ColumnBroken(str(error)) from None
+        stream = self._streams.get(stage)
+        if stream is None:
+            raise ColumnBroken(f"nobody holds stage {stage + 1}")
+        try:
+            with trio.fail_after(seconds):
+                await stream.send(encode(Do()), encode(request))
+                message, data = await stream.receive_with_payload(self._payload_bytes_max)
+            answer: Answer = decode(message, Answer, bytes_max=MESSAGE_BYTES_MAX)
+            if isinstance(answer, Refusal) and answer.is_diverged:
+                raise StageDiverged(answer.reason)
+            if not isinstance(answer, Did):
+                raise StreamClosed(answer.reason if isinstance(answer, Refusal) else "no answer")
+            worked: Worked = decode(bytes(data), Worked, bytes_max=self._payload_bytes_max)
+        except (StreamClosed, trio.TooSlowError, RemoteProtocolError) as error:
+            await self._break(stage)
+            raise ColumnBroken(f"stage {stage + 1}: {error or 'no answer in time'}") from None
+        return worked
+
+    async def _break(self, stage: int) -> None:
+        stream = self._streams.pop(stage, None)
+        if stream is not None:
+            self.mates[stage].pop(stream.peer, None)
+            await _close(stream)
+
+    async def let_go(self) -> None:
+        """Let all holders go: each drops what it had of a step."""
+        for stage in list(self._streams):
+            await self._break(stage)
+
+    def vector(self, name: str) -> memoryview:
+        """Of the head's own stage."""
+        return self._own.vector(name)
+
+    async def aclose(self) -> None:
+        """Let the holders go, and close the own stage."""
+        await self.let_go()
+        await self._own.aclose()
+
+
+async def _close(stream: Stream) -> None:
+    with trio.CancelScope(shield=True), trio.move_on_after(1):
+        await stream.aclose()
+
+
+class StageServer:
+    """A member's stage that works for a head, one at a time. `stage` is opened, and nobody else's.
+
+    `between` is called after each step of the head, before it is told: the numbers may change there. While
+    there is no head, `lock` keeps one from beginning.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        *,
+        accept: Callable[[PeerId, Attach], Attached | Refusal],
+        apply: Callable[[int, int], None],
+        payload_bytes_max: int,
+    ) -> None:
+        """`accept` raises RemoteProtocolError for whoever is no member; `apply` hears how many
+        steps its head has made, and the samples of the last."""
+        self.number = number
+        self.head: PeerId | None = None
+        self.failure = ""
+        """Why the stage can do no more, where it has failed."""
+        self.lock = trio.Lock()
+        self._stage = stage
+        self._accept = accept
+        self._apply = apply
+        self._payload_bytes_max = payload_bytes_max
+        self._scope = trio.CancelScope()
+        self.between: Callable[[], Awaitable[None]] | None = None
+
+    async def serve(self, stream: Stream, attach: Attach) -> None:
+        """Work for the head on the other side of `stream`, until it ends."""
+        if self.head is not None and self.head != stream.peer:
+            await stream.send(encode(Refusal("busy: it works for another head")))
+            return
+        if attach.stage != self.number:
+            await stream.send(encode(Refusal("another stage is held here")))
+            return
+        attached = self._accept(stream.peer, attach)
+        if isinstance(attached, Refusal):
+            await stream.send(encode(attached))
+            return
+        self._scope.cancel()  # an earlier stream of the same head
+        with trio.CancelScope() as scope:
+            self._scope, self.head = scope, stream.peer
+            try:
+                async with self.lock:
+                    await self._stage.call(api.Discard())
+                    await self._stage.call(api.Restore(attach.step))
+                    self._apply(attach.step, 0)
+                await stream.send(encode(attached))
+                while True:
+                    await self._answer(stream)
+            except StageFailed as error:
+                self.failure = str(error)
+            finally:
+                if scope is self._scope:
+                    self.head = None
+                    with trio.CancelScope(shield=True), suppress(StageFailed):
+                        async with self.lock:
+                            await self._stage.call(api.Discard())
+
+    async def _answer(self, stream: Stream) -> None:
+        message, data = await stream.receive_with_payload(self._payload_bytes_max)
+        question: Question = decode(message, Question, bytes_max=MESSAGE_BYTES_MAX)
+        if not isinstance(question, Do):
+            raise RemoteProtocolError("a head that attaches twice")
+        request: Work = decode(bytes(data), Work, bytes_max=self._payload_bytes_max)
+        try:
+            async with self.lock:
+                worked = await self._do(request)
+        except PayloadRefused as error:  # what came cannot be used: the head, or one before it, is at fault
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            raise StreamClosed("a payload that cannot be used") from None
+        except StageDiverged as error:
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX], is_diverged=True)))
+            return
+        except StageFailed as error:
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            raise
+        await stream.send(encode(Did()), encode(worked))
+
+    def close(self) -> None:
+        """Work for nobody any more."""
+        self._scope.cancel()
+
+    async def _do(self, request: Work) -> object:
+        if isinstance(request, api.Norm):
+            totals, gradients = self._stage.vector("totals"), self._stage.vector("gradients")
+            totals[:] = gradients
+        worked = await self._stage.call(request)
+        if isinstance(request, api.Apply):
+            self._apply(request.step + 1, request.samples)
+            if self.between is not None:
+                await self.between()
+        return worked

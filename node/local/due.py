@@ -1,0 +1,18 @@
+"""For how long something has been due."""
+
+import trio
+
+
+class Due:
+    """What is due, by name."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def waited(self, what: str, is_due: bool) -> float:
+        """Return for how long something has been due, in seconds; -1 where it is not."""
+        if not is_due:
+            self._since.pop(what, None)
+            return -1.0
+        now = trio.current_time()
+        return now - self._since.setdefault(what, now)

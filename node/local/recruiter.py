@@ -1,0 +1,82 @@
+"""Which nodes a member of a run in local mode asks to take part, and for which stage."""
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import trio
+
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.local.context import Service
+from node.local.door import Door
+from node.protocols.manifest import Run
+from node.protocols.runs import Done, Join
+
+RECRUIT_SECONDS = 3.0
+"""Between two looks for nodes that could take part."""
+DECLINED_SECONDS = 30.0
+"""A node that declined is asked again after so long."""
+COMING_SECONDS = 20.0
+"""So long a node has that agreed to hold a stage, to open it and to take over the state of others."""
+JOIN_SECONDS_MAX = 30.0
+
+
+class Asker(Protocol):
+    """The member. `missing` are the stages that its own column lacks; `wanted` says how many heads more the
+    run can use, so many nodes being free, 0 where another member sees to that; `known` are nodes that need
+    not be asked. `joined` hears of a node that will hold a stage."""
+
+    @property
+    def missing(self) -> Sequence[int]: ...
+    @property
+    def known(self) -> Collection[PeerId]: ...
+    def wanted(self, free: int) -> int: ...
+    def joined(self, stage: int, peer: PeerId) -> None: ...
+
+
+class Recruiter:
+    """Of one member."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        door: Door,
+        member: Asker,
+        stages: int,
+    ) -> None:
+        self._member = member
+        self._coming: dict[int, float] = {}
+        self._service = service
+        self._run = run
+        self._door = door
+        self._stages = stages
+        self._declined: dict[PeerId, float] = {}
+
+    async def run(self) -> None:
+        """Ask nodes with a free slot to take part, until cancelled."""
+        while True:
+            for stage, peer in self.candidates():
+                self._declined[peer] = trio.current_time() + DECLINED_SECONDS
+                chain = self._door.chain_for(peer)
+                if chain is None:
+                    continue
+                with suppress(Unreachable):
+                    request = Join(self._run.fact, chain, stage)
+                    answer = await self._service.ask(peer, request, JOIN_SECONDS_MAX)
+                    if isinstance(answer, Done):
+                        self._coming[stage] = trio.current_time() + COMING_SECONDS
+                        self._member.joined(stage, peer)
+            await trio.sleep(RECRUIT_SECONDS)
+
+    def candidates(self) -> list[tuple[int, PeerId]]:
+        """The nodes to ask now: first for the own column, then for further ones, as many as can be whole."""
+        now, known = trio.current_time(), set(self._member.known)
+        free = [each.peer for each in self._service.offers() if each.has_slot and each.peer not in known]
+        free = [peer for peer in free if self._declined.get(peer, 0.0) <= now]
+        if missing := self._member.missing:
+            asked = [stage for stage in missing if self._coming.get(stage, 0.0) <= now]
+            return list(zip(asked, free, strict=False))
+        heads = min(self._member.wanted(len(free)), len(free) // self._stages)
+        return [(0, peer) for peer in free[: max(0, heads)]]

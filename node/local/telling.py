@@ -1,0 +1,62 @@
+"""What a member of a run in local mode says on screens: its steps, evaluations, and how the run is."""
+
+from collections.abc import Callable
+
+from node.events import RunChanged, RunEvaluated, StepCommitted
+from node.local.trainer import Stepped
+from node.pipeline.committer import CORRECT
+from node.protocols.manifest import Run
+from node.runs.progress import Shown
+from node.seams import Clock
+from partition.run.messages import REASON_LENGTH_MAX
+
+TOLD_STEPS = 10
+"""A step is an event once in so many, and one on a screen."""
+
+
+class Teller:
+    """Of one run. `shown` is what was said last."""
+
+    def __init__(self, run: Run, clock: Clock, publish: Callable[..., None]) -> None:
+        self.shown = Shown()
+        self._run = run
+        self._clock = clock
+        self._publish = publish
+
+    def running(self, reason: str = "") -> None:
+        """The run goes on; `reason` says what is wrong, if anything."""
+        event = RunChanged(
+            at=self._clock.wall(), run=self._run.text, state="running", reason=reason[:REASON_LENGTH_MAX]
+        )
+        self._publish(event)
+
+    def evaluated(self, samples: int, loss: float, metrics: tuple[float, ...]) -> None:
+        """An evaluation, here or of another member."""
+        named = dict(zip(self._run.manifest.metrics, metrics, strict=True))
+        accuracy = named[CORRECT] / samples if CORRECT in named and samples else None
+        event = RunEvaluated(
+            at=self._clock.wall(),
+            run=self._run.text,
+            accuracy=accuracy,
+            loss=loss,
+            samples=samples,
+            metrics=metrics,
+        )
+        self.shown.evaluated = event
+        self._publish(event)
+
+    def stepped(self, step: int, stepped: Stepped, seconds: float, replicas: int) -> None:
+        """A step was made here; `step` counts them, this one too."""
+        event = StepCommitted(
+            at=self._clock.wall(),
+            run=self._run.text,
+            step=step - 1,
+            loss=stepped.loss,
+            samples=stepped.samples,
+            seconds=seconds,
+            replicas=replicas,
+            diverged=stepped.diverged[:REASON_LENGTH_MAX],
+        )
+        self.shown.committed = event
+        if step % TOLD_STEPS == 1 or stepped.diverged or step == self._run.manifest.steps:
+            self._publish(event)

@@ -1,0 +1,198 @@
+"""Runs in local mode in several stages: columns of members train, and the holders of each stage average."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from node.events import AveragingEnded, Event, StepCommitted
+from node.local import member, trainer
+from node.local.shard import Shard
+from node.local.stages import stage_ranges
+from node.protocols.manifest import Run
+from partition.run.local_settings import LocalSettings
+from sim.worlds.scheduling import run_virtually
+from tests import stack
+from tests.node.local.test_runs import ADAM, SLOW, ends
+from tests.stack import Swarm, swarm
+
+STEPS = 30
+LOCAL = LocalSettings(local_steps=3)
+
+
+async def begin(group: Swarm, *, stages: int = 2, replicas: int = 2, steps: int = STEPS) -> Run:
+    """Ask for a run in columns."""
+    wanted = stack.manifest(
+        stages=stages,
+        replicas=replicas,
+        microbatches=2,
+        microbatch=16,
+        test_samples=32,
+        dtype="float32",
+        optimizer=ADAM,
+        local=LOCAL,
+        steps=steps,
+        save_every=0,
+    )
+    node = group.nodes["a"]
+    run = stack.prepare(node, wanted)
+    await node.runs.submit(run, wait_seconds=60.0)
+    return run
+
+
+def steps_of(events: list[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, StepCommitted)]
+
+
+def stages_of(group: Swarm) -> dict[str, int]:
+    """Which stage each living node holds."""
+    found = {}
+    for name, node in group.nodes.items():
+        for each in node.runs.local.members.values():
+            found[name] = each._stage
+    return found
+
+
+async def reached(group: Swarm, step: int) -> None:
+    """Wait until the first node has made so many steps."""
+    with trio.fail_after(120):
+        while True:
+            members = list(group.nodes["a"].runs.local.members.values())
+            if not members or members[0].step >= step:
+                return
+            await trio.sleep(0.2)
+
+
+async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
+    """The holder of the last stage by the head of each column, once there are so many whole ones."""
+    with trio.fail_after(120):
+        while True:
+            found = {}
+            for name in names:
+                for each in group.nodes[name].runs.local.members.values():
+                    if each._column is not None and not each._column.missing and each.has_state:
+                        found[name] = group.name_of(each._column.peers[-1])
+            if len(found) >= count:
+                return found
+            await trio.sleep(0.2)
+
+
+def test_two_columns_of_two_stages_average_stage_by_stage_and_end_with_one_model() -> None:
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            run = await begin(group)
+            await columns(group, 2, "abcd")
+            assert sorted(stages_of(group).values()) == [0, 0, 1, 1]
+            found = await ends(group, "abcd", 400.0)
+            assert {event.outcome for event in found} == {"done"}
+            assert len({event.weights for event in found}) == 1
+            assert all(event.is_here for event in found)
+            averaged = {
+                name: [e for e in group.events[name] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
+                for name in "abcd"
+            }
+            assert all(averaged.values()), "each stage averages"
+            assert {event.run.count(":") for events in averaged.values() for event in events} == {2}
+            result = stack.weights(group, "d", run)
+            first = stack.MODELS[run.manifest.graph]
+            assert len(result) >= len(first.graph.parameters)
+
+    run_virtually(play)
+
+
+class _SameDraws(trainer.LocalTrainer):
+    """Random operators draw by micro-batch, whose numbers follow from the run's id."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first = 0
+
+
+def test_one_column_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a step goes through both stages: the loss falls as with the whole model."""
+
+    async def play(stages: int, names: str, losses: list[float]) -> None:
+        async with swarm(names, stage_seconds=SLOW) as group:
+            await begin(group, stages=stages, replicas=1, steps=12)
+            await ends(group, names, 400.0)
+            losses += [e.loss for e in group.events["a"] if isinstance(e, StepCommitted)]
+
+    # The samples are drawn by the run's id, which is another for another number of stages.
+    monkeypatch.setattr(trainer, "Shard", lambda _, *rest: Shard(bytes(32), *rest))
+    monkeypatch.setattr(member, "LocalTrainer", _SameDraws)
+    one: list[float] = []
+    two: list[float] = []
+    run_virtually(lambda: play(1, "a", one))
+    run_virtually(lambda: play(2, "ab", two))
+    assert len(one) == len(two)
+    assert np.allclose(one, two, rtol=1e-4), (one, two)
+
+
+@pytest.mark.parametrize("dies", ["holder", "head"])
+def test_a_death_stops_only_its_own_column(dies: str) -> None:
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            await begin(group, steps=60)
+            whole = await columns(group, 2, "abcd")
+            head = next(name for name in whole if name != "a")
+            victim = whole[head] if dies == "holder" else head
+            left = "".join(name for name in "abcd" if name != victim)
+            await reached(group, 10)
+            group.kill(victim)
+            (end,) = await ends(group, "a", 400.0)
+            assert (end.outcome, end.is_here) == ("done", True)
+            assert max(steps_of(group.events["a"])) == 59
+            others = await ends(group, left, 400.0)
+            assert {event.weights for event in others} == {end.weights}
+
+    run_virtually(play)
+
+
+def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
+    async def play() -> None:
+        async with swarm("abcd", stage_seconds=SLOW) as group:
+            await begin(group, steps=200)
+            whole = await columns(group, 2, "abcd")
+            other = next(name for name in whole if name != "a")
+            await reached(group, 10)
+            group.kill(whole["a"])  # the holder of a's column
+            group.kill(other)  # and the head of the other
+            with trio.fail_after(120):
+                while await columns(group, 1, "a") != {"a": whole[other]}:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.2)
+            before = next(iter(group.nodes["a"].runs.local.members.values())).step
+            assert before < 200
+            await reached(group, before + 10)
+
+    run_virtually(play)
+
+
+def test_a_free_node_takes_the_place_of_a_dead_holder() -> None:
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+            await begin(group, replicas=1, steps=60)
+            await columns(group, 1, "a")
+            await reached(group, 10)
+            group.kill("b")
+            await nursery.start(stack._live, group, "c", "a", 1, SLOW)
+            found = await ends(group, "ac", 400.0)
+            assert {event.outcome for event in found} == {"done"}
+            assert len({event.weights for event in found}) == 1
+            nursery.cancel_scope.cancel()
+
+    run_virtually(play)
+
+
+def test_stages_are_cut_alike_and_each_has_a_layer() -> None:
+    node_run = stack.manifest(stages=2, local=LOCAL)
+    model = stack.MODELS[node_run.graph]
+
+    class _Run:
+        manifest = node_run
+
+    ranges = stage_ranges(_Run(), model.graph)  # type: ignore[arg-type]  # all that is asked of it
+    assert ranges[0][0] == 0
+    assert ranges[0][1] == ranges[1][0]
+    assert ranges[1][1] == len(model.graph.layers)
+    assert all(first < last for first, last in ranges)
