@@ -57,9 +57,13 @@ class Process:
         pipe.flush()
 
     def end(self) -> None:
-        """Let it end."""
+        """Let it end; hivemind's processes do not always."""
         self.tell(do="end")
-        self._process.wait(30)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self) -> Any:
         line = self._pipe(self._process.stdout).readline()
