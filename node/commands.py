@@ -21,16 +21,19 @@ from node.checkpoints.service import Checkpoints
 from node.checkpoints.store import document
 from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weights, weights_name
 from node.content import datasets as datasets
+from node.content.datasets import Dataset
 from node.control import CommandHandler, Emit
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
-from node.events import Event, RunEnded
+from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
 from node.library.directory import Directory
 from node.placement.leases import PlacementFailed
+from node.planning.choices import choose, has_open
+from node.planning.peers import live_peers
 from node.protocols.manifest import Run, RunFile, check_run_file, make_run, run_text
 from node.protocols.revision import check_changes
 from node.runs.data_check import check_values
-from node.runs.manifest_builder import make_manifest, window_of
+from node.runs.manifest_builder import bind_data, make_manifest, window_of
 from node.runs.metrics import metric_rows
 from node.runs.runs import Runs
 from node.runs.traces import STEPS_ASKED_MAX, trace_document
@@ -39,6 +42,9 @@ from node.services.discovery import Discovery
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.storage.drafts import draft_beside
+from partition.model.graph import Graph
+from partition.plan.problem import Infeasible
+from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.states import OVER
 
 RUN_PURPOSE = "run"
@@ -107,6 +113,7 @@ class Commands:
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
+        self._chosen: dict[bytes, str] = {}
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
@@ -211,6 +218,9 @@ class Commands:
     async def submit(self, run: Run, wait_seconds: float) -> None:
         """Place a run and have it begin. Raises RunFailed: it was not placed, within `wait_seconds`."""
         node = self._node
+        if chosen := self._chosen.pop(run.id, ""):
+            # It runs when placing first waits, and then the run is known.
+            node.runs.start_task(self._tell_choice, run, chosen, of=None)
         try:
             await node.runs.submit(run, wait_seconds=wait_seconds)
         except PlacementFailed as error:
@@ -235,6 +245,9 @@ class Commands:
         else:
             path = datasets.path_of(run_file.data, base)
             dataset = await node.runs.data.learn(path, window=window)
+        chosen = ""
+        if has_open(run_file):
+            run_file, chosen = await self._choose(run_file, graph, dataset, name)
         created = node.seams.clock.wall()
         manifest = make_manifest(run_file, graph, graph_hash, dataset, name=name, created=created)
         check = partial(check_values, graph, dataset, manifest.sizes_max, name, shown)
@@ -246,9 +259,35 @@ class Commands:
             except OSError as error:
                 raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
         try:
-            return make_run(node.signer, manifest)
+            run = make_run(node.signer, manifest)
         except RemoteProtocolError as error:  # no other node would take it either
             raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
+        if chosen:
+            self._chosen[run.id] = chosen
+        return run
+
+    async def _choose(
+        self, run_file: RunFile, graph: Graph, dataset: Dataset, name: str
+    ) -> tuple[RunFile, str]:
+        """Fill in what the person left open; and why it is so. Raises UsageError, RunFailed."""
+        node, now = self._node, self._node.seams.clock.wall()
+        measured = await node.measurements.document(node.membership.live)
+        status = views.status_document(node.state, now, {})
+        peers = live_peers(status, views.peers_document(node.state, now), measured)
+        least = graph.symbols[0].minimum if graph.symbols else 1
+        sizes = bind_data(graph, dataset, max(1, least), name)[1:]
+        try:
+            work = partial(choose, run_file, graph, sizes, peers)
+            found, reasons = await node.seams.executor.run(work, apart=True)
+        except Infeasible as infeasible:
+            raise RunFailed(f"{name}: {infeasible}", infeasible.do or None) from None
+        return found, f"chosen: {'; '.join(reasons)}"[:REASON_LENGTH_MAX]
+
+    async def _tell_choice(self, run: Run, chosen: str) -> None:
+        """Say why what was left open is as it is, once the run is known."""
+        at = self._node.seams.clock.wall()
+        self._node.runs.publish(RunChanged(at=at, run=run.text, state="placing", reason=chosen))
+        await trio.lowlevel.checkpoint()
 
     async def _dht_get(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         dht, key = self._node.dht, str(arguments.get("key", ""))

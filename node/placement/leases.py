@@ -227,7 +227,8 @@ def _cost(offer: Offer, operations: Sequence[Operations], calibration: Calibrati
     else:
         device = calibration.scaled(rate * 1000 // equivalent_rate(calibration, operations))
     forward, backward = device.model_nanoseconds(operations)
-    return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward)
+    node = device.node_nanoseconds
+    return PeerCost(offer.peer.hex(), offer.memory_bytes, forward, backward, node_nanoseconds=node)
 
 
 def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:

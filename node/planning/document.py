@@ -23,6 +23,8 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "microbatch": report.microbatch,
         "microbatches": problem.microbatches,
         "recompute": problem.recompute,
+        "frames": report.frames,
+        "mode": report.mode,
         "pipeline": problem.pipeline,
         "optimizer": report.wanted.optimizer,
         "stages": [

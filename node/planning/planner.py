@@ -8,6 +8,7 @@ single change would help most. Torch is not needed: a captured graph is.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 from crypto.errors import RemoteProtocolError
 from node.errors import UsageError
@@ -29,11 +30,14 @@ from partition.plan.problem import (
     Split,
 )
 from partition.plan.solver import solve
+from partition.plan.tables import IMPOSSIBLE, Tables
 
 MICROBATCHES_MAX = 64
 """As many as a stage of a run may hold at once."""
 MICROBATCHES_TRIED = 7
 FRAME_BYTES_MAX = 63 << 26
+LOCAL_GAIN_MIN = 0.5
+"""Local steps learn less from a sample than exact ones: so much more of them must be gained."""
 GAIN_MIN = 0.05
 """Smaller improvements are not worth a word."""
 BFLOAT16_PERMILLE = 307
@@ -54,6 +58,11 @@ class Wanted:
     optimizer_moments: int = 2
     optimizer: str = "adam"
     constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
+    sizes: tuple[int, ...] = ()
+    """Of the graph's symbols after the batch; none: as the graph was captured."""
+    frames: Literal["exact", "auto"] = "exact"
+    mode: Literal["exact", "auto"] = "exact"
+    local_steps: int = 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class LeftOut:
 @dataclass(frozen=True)
 class PlanReport:
     """A plan with all that there is to say of it. `samples_per_second` is of training, or of passes one after
-    another where latency is the objective; `tokens` is how many tokens make a sample, 0 for other data."""
+    another where latency is the objective; `tokens` is how many tokens make a sample, 0 for other data.
+    `frames` and `mode` are what was chosen where that was left open."""
 
     model: str
     problem: Problem
@@ -80,6 +90,8 @@ class PlanReport:
     reasons: tuple[str, ...]
     alone: tuple[str, float] | None
     help: tuple[str, float] | None
+    frames: Literal["exact", "bfloat16"] = "exact"
+    mode: Literal["exact", "local"] = "exact"
 
     @property
     def samples_per_second(self) -> float:
@@ -103,6 +115,8 @@ def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") ->
     """
     planner = _Planner(graph, peers, wanted)
     problem, split, reasons = planner.best()
+    problem, split, frames, why = planner.frames_of(problem, split)
+    mode, other = planner.mode_of(problem, split)
     played = forecast(problem, split)
     report = PlanReport(
         model=name or graph.name,
@@ -113,7 +127,9 @@ def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") ->
         microbatch=planner.microbatch_of(problem),
         tokens=planner.tokens,
         left_out=tuple(planner.left_out(problem, split)),
-        reasons=tuple(reasons),
+        reasons=(*reasons, *why, *other),
+        frames=frames,
+        mode=mode,
         alone=planner.alone(problem),
         help=None,
     )
@@ -125,7 +141,7 @@ class _Planner:
         self._graph = graph
         self._peers = peers
         self._wanted = wanted
-        self._sizes = reference_sizes(graph)
+        self._sizes = (0, *wanted.sizes) if wanted.sizes else reference_sizes(graph)
         self.tokens = self._tokens()
 
     def _tokens(self) -> int:
@@ -195,7 +211,8 @@ class _Planner:
             if wanted.batch % size == 0 and wanted.batch // size <= MICROBATCHES_MAX
         ]
         most = self._graph.symbols[0].maximum if self._graph.symbols else wanted.batch
-        fitting = [size for size in divisors if size <= most] or divisors[-1:]
+        least = self._graph.symbols[0].minimum if self._graph.symbols else 1
+        fitting = [size for size in divisors if least <= size <= most] or divisors[-1:]
         step = -(-len(fitting) // MICROBATCHES_TRIED)
         return fitting[::step] if len(fitting) > MICROBATCHES_TRIED else fitting
 
@@ -251,20 +268,54 @@ class _Planner:
             yield "recomputing: what is kept for the backward pass would not fit otherwise"
         if stages > 1:
             yield "links as measured" if self._peers.is_measured else "links as assumed or written"
-        if stages > 1 and problem.trains:
-            lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
-            gain = value / self._value(lean, solve(lean)) - 1
-            yield (
-                f"frames exact; bfloat16 would give {gain * 100:+.0f} %"
-                if gain > GAIN_MIN
-                else "frames exact: links are no bottleneck"
-            )
-        played = forecast(problem, split)
-        reduce = max((row.reduce_nanoseconds for row in played.stages), default=0)
-        if reduce:
-            share = reduce / played.step_nanoseconds
-            told = "exact steps" if share < 0.3 else "local steps with averaging would pay"
-            yield f"{told}: replicas sum gradients for {share * 100:.0f} % of a step"
+
+    def frames_of(
+        self, problem: Problem, split: Split
+    ) -> tuple[Problem, Split, Literal["exact", "bfloat16"], tuple[str, ...]]:
+        """The codec of frames, by what a smaller one would gain, and the plan with it."""
+        if len(split.groups) < 2 or not problem.trains:
+            return problem, split, "exact", ()
+        lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
+        leaner = solve(lean)
+        gain = self._value(problem, split) / self._value(lean, leaner) - 1
+        if gain <= GAIN_MIN:
+            return problem, split, "exact", ("frames exact: links are no bottleneck",)
+        if self._wanted.frames == "exact":
+            return problem, split, "exact", (f"frames exact; bfloat16 would give {gain * 100:+.0f} %",)
+        return lean, leaner, "bfloat16", (f"frames bfloat16: {gain * 100:+.0f} % against exact ones",)
+
+    def mode_of(self, problem: Problem, split: Split) -> tuple[Literal["exact", "local"], tuple[str, ...]]:
+        """Exact steps, or local ones with averages between, by the samples a second of both."""
+        if not problem.trains or self._wanted.objective != "throughput":
+            return "exact", ()
+        rate, peers = self._local_rate(problem)
+        step = forecast(problem, split).step_nanoseconds
+        gain = rate * step / problem.microbatches - 1
+        told = f"{gain * 100:+.0f} % samples a second on {_count(peers, 'peer')}"
+        if peers < 2 or gain <= GAIN_MIN:
+            return "exact", ("exact steps: local ones would not be faster",) if peers > 1 else ()
+        if self._wanted.mode == "auto" and gain >= LOCAL_GAIN_MIN and self._wanted.constraints.stages < 2:
+            return "local", (f"local steps with averages: {told}",)
+        return "exact", (f"exact steps; local ones with averages would give {told}",)
+
+    def _local_rate(self, problem: Problem) -> tuple[float, int]:
+        """Micro-batches a nanosecond where each peer trains the whole model, and how many can. Every so many
+        steps they wait for an average over the slowest of their links."""
+        whole = replace(problem, constraints=Constraints(), microbatches=1)
+        tables = Tables(whole)
+        layers = len(problem.layers)
+        able = [
+            place
+            for place in range(len(problem.peers))
+            if int(tables.stage((place,), 1)[0, layers]) < IMPOSSIBLE
+        ]
+        if not able:
+            return 0.0, 0
+        rate = sum(1.0 / int(tables.segment(place)[0, layers]) for place in able)
+        steps = self._wanted.local_steps * problem.microbatches / (rate * len(able))
+        average = int(tables.reduction(tuple(able))[0, layers])
+        # Members go on while they average; what the links do not carry in time is waited for.
+        return rate * min(1.0, steps * len(able) / max(1.0, average)), len(able)
 
     # What else there is to say
 
@@ -357,6 +408,7 @@ def _cost(peer: PeerSpecification, operations: Sequence[Operations]) -> PeerCost
         backward=backward,
         baseline_bytes=peer.calibration.baseline_bytes,
         step_nanoseconds_per_mebibyte=peer.calibration.step.mebibyte // 1000,
+        node_nanoseconds=peer.calibration.node_nanoseconds,
         busy_milliwatts=peer.busy_milliwatts,
         idle_milliwatts=peer.idle_milliwatts,
     )

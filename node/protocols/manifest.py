@@ -56,6 +56,10 @@ class GroupTable(msgspec.Struct, frozen=True):
     rate_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
 
+Auto = Literal["auto"]
+"""Where a run is placed, the planner chooses, and says why."""
+
+
 class TrainTable(msgspec.Struct, frozen=True):
     """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
 
@@ -65,6 +69,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
     whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
     and is counted as skipped ("continue"); more than ten such steps in a row end it too.
+
+    `microbatch`, `recompute`, `frames` and `mode` may be "auto": `node.planning.choices` chooses.
 
     `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
     whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
@@ -77,7 +83,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
     epochs: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
-    microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
+    microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | Auto = 16
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.002
@@ -87,13 +93,13 @@ class TrainTable(msgspec.Struct, frozen=True):
     warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
     clip_norm: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     autocast: Literal["off", "bfloat16"] = "off"
-    recompute: bool = False
+    recompute: bool | Auto = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     dtype: Literal["float32", "float64"] = "float32"
-    frames: Frames = "exact"
+    frames: Frames | Auto = "exact"
     on_divergence: Literal["stop", "continue"] = "stop"
     groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
-    mode: Literal["exact", "local"] = "exact"
+    mode: Literal["exact", "local", "auto"] = "exact"
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
     strategy: StrategyName = "average"
     codec: CodecName = "float32"
@@ -170,7 +176,7 @@ class RunFile(msgspec.Struct, frozen=True):
     def local(self) -> LocalSettings | None:
         """How members train in local mode; None in exact mode."""
         train = self.train
-        if train.mode == "exact":
+        if train.mode != "local":
             return None
         return LocalSettings(
             train.local_steps,
@@ -195,16 +201,8 @@ class RunFile(msgspec.Struct, frozen=True):
 def check_run_file(run: RunFile, where: str) -> None:
     """What no single key's range can say. Raises UsageError."""
     train = run.train
-    if train.batch % train.microbatch:
-        raise UsageError(
-            f"{where}: train.batch {train.batch} is not a multiple of train.microbatch {train.microbatch}"
-        )
-    if train.batch // train.microbatch > IN_FLIGHT_MAX:
-        raise UsageError(
-            f"{where}: train.batch {train.batch} is {train.batch // train.microbatch} micro-batches of "
-            f"{train.microbatch}; at most {IN_FLIGHT_MAX}",
-            f"a train.microbatch of at least {-(-train.batch // IN_FLIGHT_MAX)}",
-        )
+    if isinstance(train.microbatch, int):
+        _check_batch(train.batch, train.microbatch, where)
     for part in ("validation", "test"):
         if getattr(run.splits, part) and getattr(run.splits, f"{part}_share"):
             raise UsageError(f"{where}: splits.{part} and splits.{part}_share: give one of the two")
@@ -215,9 +213,20 @@ def check_run_file(run: RunFile, where: str) -> None:
     _check_local(run, where)
 
 
+def _check_batch(batch: int, microbatch: int, where: str) -> None:
+    if batch % microbatch:
+        raise UsageError(f"{where}: train.batch {batch} is not a multiple of train.microbatch {microbatch}")
+    if batch // microbatch > IN_FLIGHT_MAX:
+        raise UsageError(
+            f"{where}: train.batch {batch} is {batch // microbatch} micro-batches of "
+            f"{microbatch}; at most {IN_FLIGHT_MAX}",
+            f"a train.microbatch of at least {-(-batch // IN_FLIGHT_MAX)}",
+        )
+
+
 def _check_local(run: RunFile, where: str) -> None:
     train = run.train
-    if train.mode == "exact":
+    if train.mode != "local":
         if run.splits.validation or run.splits.validation_share:
             raise UsageError(
                 f"{where}: splits.validation: a run in exact mode is judged at its end, by the test samples",

@@ -46,23 +46,26 @@ def make_manifest(
     """The manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds. Raises UsageError."""
     run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
-    sizes = bind_data(graph, dataset, train.microbatch, name)
+    microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
+    if microbatch == "auto" or recompute == "auto" or frames == "auto" or train.mode == "auto":
+        raise UsageError(f'{name}: what is "auto" has to be chosen before a manifest is made')
+    sizes = bind_data(graph, dataset, microbatch, name)
     entry = train_entry(graph)
     manifest = Manifest(
         model=word(graph.name),
         graph=graph_name.hex(),
         data=dataset.digest,
-        test_samples=_held_out(dataset.test_samples, graph, train.microbatch),
+        test_samples=_held_out(dataset.test_samples, graph, microbatch),
         steps=train.steps,
-        microbatch=train.microbatch,
-        microbatches=train.batch // train.microbatch,
+        microbatch=microbatch,
+        microbatches=train.batch // microbatch,
         sizes=tuple(sizes[1:]),
         metrics=tuple(metric.name for metric in entry.metrics),
         optimizer=run_file.optimizer,
         autocast=train.autocast,
-        recompute=train.recompute,
+        recompute=recompute,
         seed=train.seed,
-        frames=train.frames,
+        frames=frames,
         stages=run_file.plan.stages,
         replicas=run_file.plan.replicas,
         created_milliseconds=int(created * 1000),
@@ -73,7 +76,7 @@ def make_manifest(
         on_lost_quorum=run_file.plan.on_lost_quorum,
         on_divergence=run_file.train.on_divergence,
         local=run_file.local,
-        validation_samples=_validated(dataset, graph, train.microbatch) if run_file.local else 0,
+        validation_samples=_validated(dataset, graph, microbatch) if run_file.local else 0,
     )
     try:
         check_model(manifest, graph)

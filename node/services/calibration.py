@@ -25,6 +25,8 @@ from partition.plan.rates import Calibration, decode_calibration, encode_calibra
 
 CALIBRATION_PURPOSE = "calibration"
 """Of the signed record in the DHT."""
+FORMAT = "2"
+"""Of what is kept: 2 has the node's own work."""
 CALIBRATION_SECONDS = 8.0
 SHARE_SECONDS = 2.0
 """For how much of a processor is at hand, and the start of the process."""
@@ -48,6 +50,7 @@ class Wanted:
     def key(self) -> str:
         """The name of the file that keeps it: of hardware, torch and all that is wanted."""
         parts = (
+            FORMAT,
             _processor(),
             importlib.metadata.version("torch"),
             self.device,

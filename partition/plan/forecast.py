@@ -221,6 +221,8 @@ class _Play:
             time += sum(peer.backward[first:last])  # the last stage goes back at once
         elif is_backward and self.problem.recompute:
             time += sum(peer.forward[first:last])
+        ways = 2 if is_last or not self.problem.trains else 1
+        time += int(self.tables.node_time(place)[first, last]) * ways // 2
         self._free[place] = False
         self.busy[place] += time
         kind: Pass = "backward" if is_backward else "forward"

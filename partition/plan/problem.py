@@ -46,7 +46,8 @@ class PeerCost:
     """What one peer offers for this model: `forward` and `backward` nanoseconds of each layer.
 
     `baseline_bytes` is what its stage process takes before it holds a model. `step_nanoseconds_per_mebibyte`
-    is what its optimizer takes for a MiB of parameters.
+    is what its optimizer takes for a MiB of parameters; `node_nanoseconds` what its node does beside the
+    stage's process, for a micro-batch and for a MiB of its frames.
     """
 
     name: str
@@ -55,6 +56,7 @@ class PeerCost:
     backward: tuple[int, ...]
     baseline_bytes: int = STAGE_BASELINE_BYTES
     step_nanoseconds_per_mebibyte: int = 0
+    node_nanoseconds: tuple[int, int] = (0, 0)
     busy_milliwatts: int = BUSY_MILLIWATTS
     idle_milliwatts: int = IDLE_MILLIWATTS
 

@@ -55,8 +55,9 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is what a stage's process
     takes before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
-    bytes), `step` that of the optimizer's bytes. The paces are those of a processor that does nothing else;
-    `share_permille` is how much of one a stage gets here.
+    bytes), `step` that of the optimizer's bytes. `node` is what the node itself takes for a micro-batch, for
+    which its stage waits: a call for both passes, and the bytes of frames that come and go. The paces are
+    those of a processor that does nothing else; `share_permille` is how much of one a stage gets here.
     """
 
     hardware: Word
@@ -69,6 +70,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     frame: Pace
     step: Pace
     share_permille: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1_000
+    node: Pace = Pace(0, 0, 0)
 
     def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
         """(forward, backward) of one layer for one micro-batch."""
@@ -83,6 +85,11 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
                     total += (row.forward if is_forward else row.backward).picoseconds(amount)
             found.append(total // share)
         return found[0], found[1]
+
+    @property
+    def node_nanoseconds(self) -> tuple[int, int]:
+        """Of the node's own work: for a micro-batch, and for a MiB of its frames."""
+        return self.node.call // self.share_permille, self.node.mebibyte // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Forward and backward of every layer."""
@@ -104,6 +111,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
             kinds=tuple(KindPace(row.kind, slower(row.forward), slower(row.backward)) for row in self.kinds),
             frame=slower(self.frame),
             step=slower(self.step),
+            node=slower(self.node),
         )
 
     @property

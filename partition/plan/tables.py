@@ -59,8 +59,16 @@ class Tables:
         """Nanoseconds of one micro-batch on one peer, for every stage."""
         if place not in self._segments:
             prefix = self._prefixes[place]
-            self._segments[place] = np.clip(prefix[None, :] - prefix[:, None], 1, TIME_MAX)
+            time = prefix[None, :] - prefix[:, None] + self.node_time(place)
+            self._segments[place] = np.clip(time, 1, TIME_MAX)
         return self._segments[place]
+
+    def node_time(self, place: int) -> Times:
+        """Nanoseconds of one micro-batch that a peer's node takes beside computing, for every stage."""
+        call, mebibyte = self.problem.peers[place].node_nanoseconds
+        ways = 2 if self.problem.trains else 1
+        frames = (self._inputs[:, None] + self._outputs[None, :]) * self.problem.wire_permille // 1000
+        return _times(ways * frames, mebibyte) + call * ways // 2
 
     def prefix(self, place: int) -> Times:
         """Nanoseconds of one micro-batch on one peer before each layer."""

@@ -1,5 +1,7 @@
 """Prices of operators: what they are fitted to, what a layer takes by them, and what strangers may send."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,10 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from partition.calibrate import fit
 from partition.model.layers import with_layers
+from partition.plan.cost import LayerCost
+from partition.plan.forecast import forecast
 from partition.plan.operations import KINDS, Amount, layer_operations
+from partition.plan.problem import Constraints, Problem, uniform_peers
 from partition.plan.rates import (
     REFERENCE,
     Calibration,
@@ -19,6 +24,7 @@ from partition.plan.rates import (
     decode_calibration,
     encode_calibration,
 )
+from partition.plan.solver import solve
 from tests.partition.test_layers import transformer
 
 pieces = st.integers(0, 10**9)
@@ -80,3 +86,45 @@ def test_every_layer_of_a_graph_has_work_in_both_passes() -> None:
         forward, backward = REFERENCE.layer_nanoseconds(layer)
         assert forward > 0
         assert backward > 0
+
+
+def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
+    layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 1 << 20) for _ in range(6))
+    (peer,) = uniform_peers(layers, [("a", 10**10, 8 << 30)])
+    plain = Problem(layers, (peer,), microbatches=8)
+    busy = replace(plain, peers=(replace(peer, node_nanoseconds=(3_000_000, 0)),))
+    split = solve(plain)
+    assert solve(busy).ranges == split.ranges
+    more = forecast(busy, split).step_nanoseconds - forecast(plain, split).step_nanoseconds
+    assert more == 8 * 3_000_000
+
+
+def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
+    layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 1 << 10) for _ in range(12))
+    peers = uniform_peers(layers, [("a", 10**10, 8 << 30), ("b", 4 * 10**10, 8 << 30)])
+    rules = Constraints(stages=2, replicas=1)
+    plain = Problem(layers, peers, microbatches=64, constraints=rules)
+    slow, fast = (
+        replace(peer, node_nanoseconds=(call, 0))
+        for peer, call in zip(peers, (40_000_000, 10_000_000), strict=True)
+    )
+    busy = replace(plain, peers=(slow, fast))
+
+    def share(problem: Problem) -> int:
+        split = solve(problem)
+        return next(
+            last - first
+            for (first, last), group in zip(split.ranges, split.groups, strict=True)
+            if problem.peers[group[0]].name == "b"
+        )
+
+    assert share(busy) > share(plain)
+
+
+def test_a_calibration_without_own_work_is_still_read() -> None:
+    given = msgspec.structs.replace(REFERENCE, node=Pace(1, 2, 3))
+    assert decode_calibration(encode_calibration(given)) == given
+    old = msgspec.msgpack.encode(msgspec.to_builtins(given)[:-1])
+    assert decode_calibration(old).node == Pace(0, 0, 0)
+    half = msgspec.structs.replace(given, share_permille=500, node=Pace(10**9, 0, 10**9))
+    assert half.node_nanoseconds == (2 * 10**6, 2 * 10**6)

@@ -1,0 +1,56 @@
+"""What a person left open in RUN.toml with "auto": chosen by the planner over the peers there are, and why.
+
+Pure: the same run file, graph, sizes and peers give the same choice on every machine.
+"""
+
+from msgspec.structs import replace
+
+from node.planning.peers import Peers
+from node.planning.planner import FRAME_BYTES_MAX, Wanted, plan_model
+from node.protocols.manifest import RunFile
+from partition.model.graph import Graph
+from partition.plan.problem import Constraints
+
+
+def has_open(run_file: RunFile) -> bool:
+    """Return whether anything is to be chosen."""
+    train = run_file.train
+    return "auto" in (train.microbatch, train.recompute, train.frames, train.mode)
+
+
+def choose(
+    run_file: RunFile, graph: Graph, sizes: tuple[int, ...], peers: Peers
+) -> tuple[RunFile, tuple[str, ...]]:
+    """Return the run file with all that was "auto" filled in, and why it is so.
+
+    `sizes` are those of the graph's symbols after the batch, as the data has them.
+
+    Raises:
+        Infeasible: nothing fits, with what is needed and what to do.
+        UsageError: a batch that the model does not take.
+    """
+    train, rules = run_file.train, run_file.plan
+    wanted = Wanted(
+        batch=train.batch,
+        microbatch=train.microbatch if isinstance(train.microbatch, int) else 0,
+        recompute=train.recompute if isinstance(train.recompute, bool) else None,
+        pipeline=rules.pipeline,
+        optimizer=train.optimizer,
+        optimizer_moments=run_file.optimizer.moments,
+        constraints=Constraints(
+            stages=rules.stages, replicas=rules.replicas, frame_bytes_max=FRAME_BYTES_MAX
+        ),
+        sizes=sizes,
+        frames="auto" if train.frames == "auto" else "exact",
+        mode="auto" if train.mode == "auto" else "exact",
+        local_steps=train.local_steps,
+    )
+    report = plan_model(graph, peers, wanted)
+    chosen = replace(
+        train,
+        microbatch=report.microbatch,
+        recompute=report.problem.recompute,
+        frames=report.frames if train.frames == "auto" else train.frames,
+        mode=report.mode if train.mode == "auto" else train.mode,
+    )
+    return replace(run_file, train=chosen), report.reasons

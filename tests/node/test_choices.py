@@ -1,0 +1,155 @@
+"""What RUN.toml leaves open is chosen by the planner, with reasons, and the same everywhere."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as changed
+
+from node.commands import Commands
+from node.errors import UsageError
+from node.planning.choices import choose, has_open
+from node.planning.peers import Peers, PeerSpecification
+from node.protocols.manifest import PlanTable, RunFile, TrainTable, check_run_file
+from node.runs.manifest_builder import make_manifest
+from partition.model.graph import Graph
+from partition.model.layers import with_layers
+from partition.plan.problem import Infeasible, Link
+from partition.plan.rates import assumed
+from tests.partition.test_layers import transformer
+from tests.source import ROOT
+from tests.stack import simple_cnn, simulate, swarm
+
+GIB = 1 << 30
+USUAL = Link()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return with_layers(transformer(blocks=6))
+
+
+def peers(count: int, *, memory: int = 8 * GIB, link: Link = USUAL) -> Peers:
+    return Peers(
+        tuple(PeerSpecification(f"p{number}", memory, assumed(60 * 10**9), link) for number in range(count))
+    )
+
+
+def asked(*, stages: int = 0, replicas: int = 0, batch: int = 64, **train: Any) -> RunFile:
+    return RunFile(
+        model="m", train=TrainTable(batch=batch, **train), plan=PlanTable(stages=stages, replicas=replicas)
+    )
+
+
+def test_only_what_is_open_is_chosen(graph: Graph) -> None:
+    wanted = asked(microbatch="auto", frames="int8", mode="exact", recompute=False)
+    assert has_open(wanted)
+    found, reasons = choose(wanted, graph, (), peers(2))
+    assert isinstance(found.train.microbatch, int)
+    assert 64 % found.train.microbatch == 0
+    assert (found.train.frames, found.train.mode, found.train.recompute) == ("int8", "exact", False)
+    assert any(reason.startswith(f"micro-batch {found.train.microbatch}:") for reason in reasons)
+    assert not has_open(found)
+    assert found == changed(wanted, train=found.train)
+
+
+def test_frames_shrink_where_links_are_slow_and_stay_exact_where_they_are_fast(graph: Graph) -> None:
+    for link, expected in ((Link(125_000_000, 100_000), "exact"), (Link(125_000, 100_000), "bfloat16")):
+        wanted = asked(frames="auto", stages=2, replicas=1)
+        found, reasons = choose(wanted, graph, (), peers(2, link=link))
+        assert found.train.frames == expected
+        assert any(f"frames {expected}" in reason for reason in reasons)
+
+
+def test_local_steps_are_chosen_where_sums_of_gradients_cost_far_more(graph: Graph) -> None:
+    slow = Link(2_500_000, 5_000_000)
+    for link, expected in ((Link(12_500_000_000, 10_000), "exact"), (slow, "local")):
+        found, reasons = choose(asked(mode="auto", local_steps=1_000), graph, (), peers(4, link=link))
+        assert found.train.mode == expected
+        assert any(expected in reason for reason in reasons)
+    found, _ = choose(asked(mode="auto", local_steps=1_000, stages=2), graph, (), peers(4, link=slow))
+    assert found.train.mode == "exact"
+
+
+def test_recomputation_is_chosen_only_where_nothing_else_fits(graph: Graph) -> None:
+    wanted = asked(recompute="auto", batch=16_384, microbatch=2_048, stages=2, replicas=1)
+    assert choose(wanted, graph, (), peers(2))[0].train.recompute is False
+    outcomes: list[bool | str | None] = []
+    for memory in range(400 << 20, 800 << 20, 4 << 20):
+        try:
+            found, reasons = choose(wanted, graph, (), peers(2, memory=memory))
+        except Infeasible:
+            outcomes.append(None)
+            continue
+        outcomes.append(found.train.recompute)
+        if found.train.recompute:
+            assert any(reason.startswith("recomputing") for reason in reasons)
+    # The more memory there is, the less has to be given for it.
+    assert list(dict.fromkeys(outcomes)) == [None, True, False]
+
+
+def test_the_choice_does_not_depend_on_hash_seeds_or_the_order_of_peers(graph: Graph) -> None:
+    wanted = asked(microbatch="auto", frames="auto", mode="auto", recompute="auto")
+    unequal = tuple(
+        replace(peer, calibration=assumed((number + 1) * 10**10), link=Link((number + 1) * 10**6, 10**6))
+        for number, peer in enumerate(peers(5).peers)
+    )
+    here = choose(wanted, graph, (), Peers(unequal))
+    assert choose(wanted, graph, (), Peers(unequal[::-1])) == here
+    code = (
+        "from tests.node.test_choices import *\n"
+        "from dataclasses import replace\n"
+        "graph = with_layers(transformer(blocks=6))\n"
+        "wanted = asked(microbatch='auto', frames='auto', mode='auto', recompute='auto')\n"
+        "unequal = tuple(replace(peer, calibration=assumed((number + 1) * 10**10), "
+        "link=Link((number + 1) * 10**6, 10**6)) for number, peer in enumerate(peers(5).peers))\n"
+        "print(choose(wanted, graph, (), Peers(unequal)))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
+    ).stdout
+    assert told.strip() == str(here)
+
+
+def test_what_is_still_open_makes_no_manifest(graph: Graph) -> None:
+    check_run_file(asked(microbatch="auto"), "RUN.toml")
+    with pytest.raises(UsageError, match="has to be chosen"):
+        make_manifest(asked(microbatch="auto"), graph, bytes(32), None, name="RUN.toml", created=0)  # type: ignore[arg-type]  # refused before data is looked at
+
+
+def test_a_run_is_made_of_what_was_left_open_and_says_why(tmp_path: Path) -> None:
+    model = simple_cnn("float32")
+    file = tmp_path / "model.peerloom"
+    file.write_bytes(model.data)
+    text = (
+        "model = 'model.peerloom'\n[train]\nsteps = 1\nbatch = 16\n"
+        "microbatch = 'auto'\nframes = 'auto'\nrecompute = 'auto'\nmode = 'auto'\n"
+    )
+    events: list[Any] = []
+
+    async def scenario() -> None:
+        async with swarm("ab") as group:
+            node = group.nodes["a"]
+            arguments = {
+                "text": text,
+                "name": "RUN.toml",
+                "path": str(tmp_path / "RUN.toml"),
+                "graph": str(file),
+            }
+
+            async def emit(event: object) -> None:
+                events.append(event)
+
+            await Commands(node).handlers["train"](arguments, emit)
+
+    simulate(scenario)
+    reasons = [event["reason"] for event in events if "reason" in event]
+    assert any(reason.startswith("chosen: micro-batch ") for reason in reasons), reasons

@@ -1,0 +1,57 @@
+"""Nodes tell what they measured, and plan with what others told: whole nodes in virtual time."""
+
+from contextlib import AsyncExitStack
+
+import trio
+from trio.testing import MockClock
+
+from partition.plan.problem import LINK_BYTES_PER_SECOND
+from partition.plan.rates import REFERENCE
+from sim.network.links import Links
+from sim.network.model import Access, NetworkModel
+from sim.seams import SimNetworkFabric
+from tests.node.simulated import simulated_node
+from tests.stack import simple_cnn
+
+MBIT = 20.0
+
+
+def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
+    medium = SimNetworkFabric(
+        Links(
+            NetworkModel(
+                nearest_seconds=0.001,
+                farthest_seconds=0.001,
+                jitter_seconds=0.0,
+                access=(Access(share=1.0, up_mbit_per_second=MBIT, down_mbit_per_second=MBIT),),
+            ),
+            1,
+        )
+    )
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(simulated_node(medium, 1))
+            join = first.network.addresses[0].short
+            others = [await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]
+            nodes = [first, *others]
+            await trio.sleep(10)
+            async with trio.open_nursery() as nursery:
+                for node in nodes[:2]:
+                    nursery.start_soon(node.measurements.run, REFERENCE)
+                await trio.sleep(100)
+                nursery.cancel_scope.cancel()
+            one, other, third = (node.peer for node in nodes)
+            known = await nodes[2].measurements.learn([one, other, third])
+            assert known.calibrations == {one: REFERENCE, other: REFERENCE}
+            links = known.links([one, other, third])
+            for pair in ((one, other), (other, one)):
+                assert 0.8 < links[pair].bytes_per_second / (MBIT * 125_000) <= 1.05
+                assert links[pair].nanoseconds > 500_000
+            # Nobody measured a link of the third, which tells nothing of itself.
+            assert (one, third) not in links
+            planned = (await nodes[2].plan(simple_cnn().graph)).problem.links
+            assert LINK_BYTES_PER_SECOND in {link.bytes_per_second for link in planned.values()}
+            assert len({link.bytes_per_second for link in planned.values()}) >= 2
+
+    trio.run(scenario, clock=MockClock(autojump_threshold=0))
