@@ -64,6 +64,7 @@ soak: $(READY)
 	$(BIN)/python benchmarks/swim.py
 	$(BIN)/python benchmarks/dht_churn.py
 	$(BIN)/python benchmarks/survival.py
+	$(BIN)/python benchmarks/small.py --full
 	$(BIN)/python benchmarks/hostile.py --minutes 10
 	$(BIN)/python benchmarks/hostile.py --member --minutes 10
 	$(BIN)/python benchmarks/gossip_digits.py
