@@ -38,6 +38,8 @@ ELSEWHERE = {
     "node.runs.chain": "this node's own disk",
     "node.content.graphs": "this node's own disk",
     "node.local.column": "requests to a stage, and answers, in payloads: tests.partition.hostile_stage",
+    "node.content.data_cache": "this node's own disk",
+    "node.content.dataset_store": "a data set's manifest: tests.node.test_shards",
     "node.local.saved": "a run in local mode, from this node's own disk: tests.node.local.test_restart",
     "node.stages.host": "answers of a stage's process: tests.partition.hostile_stage",
     "node.stages.process": "requests to a stage's process, by its own node",
