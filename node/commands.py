@@ -23,6 +23,7 @@ from node.checkpoints.weights import HASHED_BYTES, WEIGHTS_PURPOSE, fetch_weight
 from node.content import datasets as datasets
 from node.content.datasets import Dataset
 from node.control import CommandHandler, Emit
+from node.documents import offer_document
 from node.errors import PeerloomError, RunFailed, Unreachable, UsageError
 from node.events import Event, RunChanged, RunEnded
 from node.history import EventHistory
@@ -75,6 +76,7 @@ class LocalNode(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
     def watch(self) -> Any: ...
+    def set(self, name: str, text: str) -> None: ...
 
 
 WAIT_SECONDS_MAX = 7 * 24 * 3600.0
@@ -125,6 +127,7 @@ class Commands:
             "events": self._events,
             "leave": self._leave,
             "train": self._train,
+            "config.set": self._set,
             "runs.show": self._show,
             "runs.revise": self._revise,
             "runs.metrics": self._metrics,
@@ -212,6 +215,7 @@ class Commands:
         run_file = toml.parse(text, RunFile, name=name).value
         check_run_file(run_file, name)
         run = await self._make_run(run_file, arguments, name)
+        self._node.runs.revising.ask_for(run, run_file.plan.priority, run_file.plan.deadline_minutes)
         self._node.runs.start_task(self._publish_run, run, of=None)
         return run
 
@@ -320,6 +324,13 @@ class Commands:
 
     async def _dht_stat(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.dht.stat(str(arguments.get("key", "")))
+
+    async def _set(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        """Change one rule by which this node serves others, until it ends."""
+        name, value = str(arguments.get("name", "")), str(arguments.get("value", ""))
+        self._node.set(name, value)
+        offer = self._node.state.offer
+        return {"name": name, "value": value, "offer": offer_document(offer)}
 
     async def _show(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """How a run is: as this node knows it, or else as its members say."""

@@ -23,6 +23,15 @@ from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_addres
 from dht.work import WORK_BITS_MAX
 from node import eventlog, toml
 from node.errors import UsageError
+from node.offering import (
+    Offering,
+    OfferTable,
+    read_hours,
+    read_peer_id,
+    read_percent,
+    read_run_id,
+    read_slots,
+)
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
 from node.suggest import did_you_mean, nearest
 
@@ -38,7 +47,7 @@ SCRATCH_BYTES = 16 << 30
 
 Preset = Literal["lan", "wan", "host", "local"]
 Scope = Literal["all", "neighbourhood"]
-AcceptRuns = Literal["swarm", "never"]
+AcceptRuns = Literal["swarm", "listed", "invited", "never"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,7 @@ class Config:
     listen: Listen = Listen()
     swarm: Swarm = Swarm()
     resources: Resources = Resources()
+    offer: Offering = field(default_factory=Offering)
     web: Web = Web()
     alerts: Alerts = Alerts()
     log: Log = Log()
@@ -218,6 +228,7 @@ class _File(msgspec.Struct, frozen=True):
     listen: _ListenTable = _ListenTable()
     swarm: _SwarmTable = _SwarmTable()
     resources: _ResourcesTable = _ResourcesTable()
+    offer: OfferTable = OfferTable()
     web: _WebTable = _WebTable()
     alerts: _AlertsTable = _AlertsTable()
     log: _LogTable = _LogTable()
@@ -388,7 +399,14 @@ RULES = (
     Rule("scratch", ("resources", "scratch"), read_memory),
     Rule("cores", ("resources", "cores"), _read_cores),
     Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
-    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "never")),
+    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "listed", "invited", "never")),
+    Rule("slots", ("offer", "slots"), read_slots),
+    Rule("hours", ("offer", "hours"), read_hours),
+    Rule("idle", ("offer", "idle"), read_duration),
+    Rule("load", ("offer", "load"), read_percent),
+    Rule("mains_only", ("offer", "mains_only"), _read_switch),
+    Rule("peers", ("offer", "peers"), read_peer_id, many=True),
+    Rule("runs", ("offer", "runs"), read_run_id, many=True),
     Rule("web", ("web", "address"), read_web),
     Rule("log", ("log", "format"), _one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),
@@ -397,6 +415,13 @@ RULES = (
     Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
     Rule("calibrate", ("resources", "calibrate"), _read_switch),
 )
+
+
+def rule_of(name: str) -> Rule:
+    """Return the setting of this name."""
+    return next(rule for rule in RULES if rule.name == name)
+
+
 _CONFIG_RULE = Rule("config", (), _read_path)
 
 
@@ -545,6 +570,19 @@ def _build(values: Mapping[str, Any]) -> Config:
                     accept_runs="accept_runs",
                     allow_unfenced="allow_unfenced",
                     calibrate="calibrate",
+                )
+            )
+        ),
+        offer=Offering(
+            **dict(
+                section(
+                    slots="slots",
+                    hours="hours",
+                    idle_seconds="idle",
+                    load_percent="load",
+                    mains_only="mains_only",
+                    peers="peers",
+                    runs="runs",
                 )
             )
         ),

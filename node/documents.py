@@ -114,3 +114,10 @@ def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | Non
         "priority": revised.priority,
         "is_paused": revised.is_paused,
     }
+
+
+def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
+    """Whether this machine serves others now; None where no rule of its owner has said otherwise."""
+    if offer is None:
+        return None
+    return {"may_serve": offer.may_serve, "reason": offer.reason, "unread": list(offer.unread)}

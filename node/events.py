@@ -205,6 +205,15 @@ class RunResumed(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class OfferChanged(Event, frozen=True, kw_only=True):
+    """Whether this machine serves others from now on; `reason` is why not. `unread` are rules of its owner
+    that the machine cannot measure, and which so are not kept."""
+
+    may_serve: bool
+    reason: str
+    unread: tuple[str, ...] = ()
+
+
 class RunRevised(Event, frozen=True, kw_only=True):
     """The requester's newest word on a run that goes on: its last step, learning rate (None: as it was asked
     for), priority, and whether it pauses. `number` grows with each."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Literal
 
 import trio
 
@@ -33,7 +32,7 @@ from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.commands import CheckpointCommands, Commands
-from node.config import Config
+from node.config import AcceptRuns, Config
 from node.containment import cancelled_at_exit, contain, failures, keep_running, note
 from node.content.blobs import BlobServer
 from node.control import CommandHandler, ControlServer
@@ -43,8 +42,8 @@ from node.events import (
     MemberJoined,
     MemberRefuted,
     MemberSuspected,
-    NodeStarted,
     NodeStopped,
+    OfferChanged,
     ReachabilityFound,
     StrangerRefused,
 )
@@ -52,14 +51,15 @@ from node.executor import RealExecutor
 from node.history import EventHistory
 from node.library.directory import Directory
 from node.library.surface import Surface
-from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.offers import offers_of
+from node.placement.permission import Permission
+from node.placement.provider import Provider
 from node.placement.searching import search_providers
-from node.protocols.manifest import Run
 from node.recording.recorder import Recorder
 from node.runs.held import standing_of
 from node.runs.runs import Runs
+from node.runs.vacating import of_others, vacate
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
 from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
@@ -70,11 +70,13 @@ from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.lan_discovery import Neighbours
 from node.services.links import LinkMeasuring
+from node.services.machine_state import MachineState
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import Membership
 from node.services.metadata import Standing, encode_metadata
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
+from node.services.started import node_started
 from node.stages.fences import try_here
 from node.storage.blobs import Blobs
 from node.storage.budget import ScratchBudget
@@ -138,7 +140,7 @@ class Node(Surface):
         self._entropy = entropy
         self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
         self._executor = executor or RealExecutor(scratch=self._scratch)
-        self._unfenced: tuple[str, ...] = ()
+        self.provider = Provider(config, self._clock)
         self._storage = storage
         self._capacity = capacity
         self._report = report
@@ -187,7 +189,8 @@ class Node(Surface):
         if recorder is not None:
             recorder.begin(peer_text(self.peer), self.config, self._clock)
             nursery.start_soon(keep_running, "recording", recorder.run, self._executor)
-        self._publish(self._started(keys))
+        at, is_new = self._clock.wall(), keys.is_new
+        self._publish(node_started(at, self.config, self.peer, self.network, is_new=is_new))
         self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
@@ -222,6 +225,9 @@ class Node(Surface):
         nursery.start_soon(keep_running, "telling of checkpoints", self._tell_of_checkpoints)
         if self._capacity is None and isinstance(self._executor, RealExecutor):
             nursery.start_soon(keep_running, "calibration", self._calibrate)
+            self.provider.read = MachineState().read
+        self.provider.changed = self._permitted
+        nursery.start_soon(keep_running, "permission", self.provider.watch, self._executor)
         nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
@@ -266,7 +272,7 @@ class Node(Surface):
 
     async def _calibrate(self) -> None:
         """Find out in the background what a stage's process does here, and tell it instead of the guess."""
-        if not (self.config.resources.calibrate and self._takes_stages):
+        if not (self.config.resources.calibrate and self.provider.takes_stages):
             return
         wanted = Wanted(self.capacity.device, "float32", self.capacity.cores)
         await self.measurements.measure(wanted, cache_folder(os.environ), self._calibrated, self._is_met)
@@ -279,29 +285,13 @@ class Node(Surface):
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
         tried = await self._executor.run(partial(try_here, self.config.resources, self._clock.wall()))
-        self._unfenced = tried.unfenced
+        self.provider.unfenced = tried.unfenced
         self._publish(tried)
 
-    def _started(self, keys: NodeKeys) -> NodeStarted:
-        wanted = self.config.listen.addresses[0].port
-        return NodeStarted(
-            at=self._clock.wall(),
-            peer=self.peer,
-            name=self.config.name,
-            swarm=self.config.swarm.name,
-            is_private=self.config.swarm.key_file is not None,
-            addresses=tuple(address.short for address in self.network.addresses),
-            identity_is_new=keys.is_new,
-            data_dir=str(self.config.data_dir),
-            port_wanted=wanted,
-            port=self.network.addresses[0].port if self.network.addresses else wanted,
-            moved=self.network.moved if isinstance(self.network, RealNetwork) else (),
-            is_open=isinstance(self.network, RealNetwork) and self.config.listen.is_open,
-        )
-
     def _profile(self) -> Profile:
-        accepts, standing = self._takes_stages_of_others, self._standing.told
-        metadata = encode_metadata(self.capacity, accepts_runs=accepts, standing=standing)
+        accepts, standing = self.provider.takes_stages_of_others, self._standing.told
+        offered = self.provider.of_a_slot(self.capacity)
+        metadata = encode_metadata(offered, accepts_runs=accepts, standing=standing)
         return Profile(self.config.name, self.network.addresses, metadata)
 
     def _make_standing(self) -> StandingKeeper:
@@ -387,7 +377,7 @@ class Node(Surface):
             search=partial(search_providers, self.discovery, self.membership),
             live=lambda: self.membership.live,
             gone=lambda: self.membership.gone,
-            accepts=self._accepts,
+            accepts=lambda run: self.provider.refusal(run, self.peer),
             publish=self._publish,
             refuse=self._refuse,
             suspect=self.membership.suspect,
@@ -397,12 +387,8 @@ class Node(Surface):
             copies=self.copies,
             guests=self._guests,
             averaging=self.averaging,
-            machine=Machine(
-                self.capacity.cores,
-                self.capacity.device,
-                self.capacity.memory_free_bytes,
-                allow_unfenced=self.config.resources.allow_unfenced,
-            ),
+            machine=self.provider.machine(self.capacity),
+            slots=self.provider.rules.slots,
         )
 
     def _make_measurements(self) -> Measurements:
@@ -439,11 +425,25 @@ class Node(Surface):
 
     # Events
 
-    def limit(self, *, accept_runs: Literal["swarm", "never"]) -> None:
-        """Take stages of others (`swarm`) or no more of them (`never`), until this node ends."""
-        resources = replace(self.config.resources, accept_runs=accept_runs)
-        self.config = replace(self.config, resources=resources)
+    def limit(self, *, accept_runs: AcceptRuns) -> None:
+        """Take stages of these others, or of nobody (`never`), until this node ends."""
+        self.set("accept_runs", accept_runs)
+
+    def set(self, name: str, text: str) -> None:
+        """Change a rule by which this node serves others, until it ends. Raises UsageError."""
+        self.provider.set(name, text)
+        self.config = self.provider.config
+        if self.provider.read is not None:
+            self.provider.look(self.provider.read())
+        self._permitted(self.provider.permission)
+
+    def _permitted(self, permission: Permission) -> None:
+        """Others may be served from now on, or may not: then what they have here is handed over."""
+        at, told = self._clock.wall(), permission.may_serve
+        self._publish(OfferChanged(at=at, may_serve=told, reason=permission.reason, unread=permission.unread))
         self.membership.update(self._profile())
+        if not told:
+            self.runs.start_task(vacate, self.runs, permission.reason, of_others(self.peer), of=None)
 
     @contextmanager
     def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
@@ -517,36 +517,24 @@ class Node(Surface):
         self.membership.join(peers)
         self.discovery.join(peers)
 
-    @property
-    def _takes_stages(self) -> bool:
-        return not self.config.observer and self.config.resources.accept_runs == "swarm"
-
-    @property
-    def _takes_stages_of_others(self) -> bool:
-        return self._takes_stages and (not self._unfenced or self.config.resources.allow_unfenced)
-
-    def _accepts(self, run: Run) -> str | None:
-        if not self._takes_stages:
-            return "takes no stages"
-        if self._takes_stages_of_others or run.requester == self.peer:
-            return None
-        return f"takes no stages of others, for it cannot fence them in: {'; '.join(self._unfenced)}"
-
     def _admits_copies(self, peer: PeerId, run: bytes) -> str | None:
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
         """Return what every live member says it offers, this node included."""
-        has_slot = self._takes_stages and self.runs.has_slot and self.capacity.flops_per_second > 0
-        own = Offer(self.peer, self.capacity.flops_per_second, self.capacity.memory_free_bytes, has_slot)
+        offered = self.provider.of_a_slot(self.capacity)
+        has_slot = self.provider.takes_stages and self.runs.has_slot and offered.flops_per_second > 0
+        own = Offer(self.peer, offered.flops_per_second, offered.memory_free_bytes, has_slot)
         return offers_of(own, self.membership.members, self.measurements.knowledge)
 
     def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
-        is_calibrated = runs is not None and self.measurements.calibration is not None
-        words = {"stages": self._takes_stages, "fenced": not self._unfenced, CALIBRATED: is_calibrated}
+        provider, calibrated = self.provider, runs is not None and self.measurements.calibration is not None
+        words = {"stages": provider.takes_stages, "fenced": not provider.unfenced, CALIBRATED: calibrated}
         is_measured = self._capacity is None and isinstance(self._executor, RealExecutor)
-        return standing_of(told, self.capacity, words, runs, self.peer, is_measured=is_measured)
+        return standing_of(
+            told, self.capacity, words, runs, self.peer, slots=provider.rules.slots, is_measured=is_measured
+        )
 
     async def _provide(self, run: str, digest: str) -> None:
         """Say in the DHT that this node keeps a run's weights."""
@@ -593,8 +581,8 @@ class Node(Surface):
         await self._is_met.wait()  # alone, there is nobody to tell
         await keep_advertised(
             self.discovery,
-            self.capacity,
+            self.provider.of_a_slot(self.capacity),
             self.network,
-            lambda: self._takes_stages_of_others and self.runs.has_slot,
+            lambda: self.provider.takes_stages_of_others and self.runs.has_slot,
             self.membership.coordinates,
         )

@@ -18,6 +18,7 @@ from node.documents import (
     degraded_document,
     fences_document,
     join_document,
+    offer_document,
     reachability_document,
     revision_document,
     rfc3339,
@@ -110,6 +111,7 @@ class State:
     averaging: Mapping[str, AveragingView] = field(default_factory=lambda: MappingProxyType({}))
     reachability: events.ReachabilityFound | None = None
     page: events.PageOpened | None = None
+    offer: events.OfferChanged | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
     table: events.TableMeasured | None = None
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -152,6 +154,11 @@ def _(event: events.FencesTried, state: State) -> State:
 @_fold.register
 def _(event: events.PageOpened, state: State) -> State:
     return replace(state, page=event)
+
+
+@_fold.register
+def _(event: events.OfferChanged, state: State) -> State:
+    return replace(state, offer=event)
 
 
 @_fold.register
@@ -445,6 +452,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "capacity": capacity_document(state.capacity),
         "fences": fences_document(state.fences),
         "reachability": reachability_document(state.reachability),
+        "offer": offer_document(state.offer),
         "page": state.page.address if state.page is not None else None,
         "alerts": [
             {"kind": raised.alert, "about": raised.about, "level": raised.level, "text": raised.text}

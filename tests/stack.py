@@ -24,6 +24,7 @@ from node.checkpoints.weights import weights_name
 from node.content.datasets import Dataset, load_digits
 from node.content.graphs import graph_name, values_name
 from node.events import Event, RunEnded
+from node.offering import Offering
 from node.placement.admission import Machine, make_specification
 from node.protocols.manifest import Manifest, Run, make_run
 from node.recording.recorder import Recorder
@@ -86,16 +87,18 @@ async def swarm(
     storages: Mapping[str, MemoryStorage] | None = None,
     recorders: Mapping[str, Recorder] | None = None,
     executors: Mapping[str, SimExecutor] | None = None,
+    offer: Offering | None = None,
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
-    their earlier lives, `recorders` write down what they do, `executors` compute in their place."""
+    their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
+    what each gives to others."""
     group = Swarm(medium=SimNetworkFabric(Links(NetworkModel(), seed)))
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
             disk, recorder = (storages or {}).get(name), (recorders or {}).get(name)
             own = (executors or {}).get(name)
-            await nursery.start(_live, group, name, before, seed, stage_seconds, disk, recorder, own)
+            await nursery.start(_live, group, name, before, seed, stage_seconds, disk, recorder, own, offer)
             before = name
         with trio.fail_after(60):
             while any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -115,6 +118,7 @@ async def _live(
     storage: MemoryStorage | None = None,
     recorder: Recorder | None = None,
     executor: SimExecutor | None = None,
+    offer: Offering | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`storage` is that of an earlier life, None for an empty disk."""
@@ -125,7 +129,12 @@ async def _live(
     events = group.events.setdefault(name, [])
     join = [group.nodes[before].network.addresses[0].short] if before else []
     node = Node(
-        config.Config(name=name, swarm=config.Swarm(preset="local"), data_dir=Path("/simulated")),
+        config.Config(
+            name=name,
+            swarm=config.Swarm(preset="local"),
+            data_dir=Path("/simulated"),
+            offer=offer or Offering(),
+        ),
         join=join,
         network=group.medium.attach(identity.peer),
         clock=SimClock(),

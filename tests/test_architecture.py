@@ -28,6 +28,7 @@ FLOORS = (
         "eventlog",
         "history",
         "config",
+        "offering",
         "containment",
         "seams",
         "locks",

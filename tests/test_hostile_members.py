@@ -40,7 +40,7 @@ def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 def accuse(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the stage of this node says that it can use nothing."""
     (member,) = node.runs.members.values()
-    replica = member._hosting.replica
+    replica = member.hosting.replica
     assert replica is not None
     call = replica._stage.call
 
@@ -97,7 +97,7 @@ def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the stage of this node ends no step."""
     (member,) = node.runs.members.values()
-    replica = member._hosting.replica
+    replica = member.hosting.replica
     assert replica is not None
     call = replica._stage.call
 
@@ -112,8 +112,8 @@ def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this node adds nothing to any sum."""
     (member,) = node.runs.members.values()
-    assert member._hosting.replica is not None
-    monkeypatch.setattr(member._hosting.replica, "_send_parts", lambda sends: None)
+    assert member.hosting.replica is not None
+    monkeypatch.setattr(member.hosting.replica, "_send_parts", lambda sends: None)
 
 
 @pytest.mark.parametrize("disturb", [hang, withhold])

@@ -183,7 +183,7 @@ def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
                         (replica, stage)
                         for node in group.nodes.values()
                         for member in node.runs.members.values()
-                        if (replica := member._hosting.replica) and (stage := replica.core.stage) == 1
+                        if (replica := member.hosting.replica) and (stage := replica.core.stage) == 1
                     ]
                     first._stage.vector("parameters")[-8:] = np.float64("nan").tobytes()
                     first.core._save = first.core.step  # due now, whatever else there is to do

@@ -182,7 +182,7 @@ def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_n
 def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_where_it_fails() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
-        shell = world.group.nodes[other(world, "c")].runs.members[world.run.id]._hosting.replica
+        shell = world.group.nodes[other(world, "c")].runs.members[world.run.id].hosting.replica
         assert shell is not None
         shell._failure = StageFailed("its disk is full")
         shell._more.set()

@@ -21,6 +21,7 @@ from node.cli import (
     predict,
     report,
     runs,
+    settings,
     sim,
     status,
     top,
@@ -53,6 +54,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(dht.app, name="dht")
+app.add_typer(settings.app, name="config")
 app.command("leave")(leave.leave)
 app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 

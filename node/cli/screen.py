@@ -298,6 +298,14 @@ class EventScreen:
         line = f"averaging {event['run']}  step {step:>5}  {event['samples']} samples  {rate:.0f} samples/s"
         return [f"{line}  {with_us}"]
 
+    def _offer_changed(self, event: Event) -> list[str]:
+        said = "serves others" if event["may_serve"] else f"serves no others now: {event['reason']}"
+        lines = [_at(event, said)]
+        if event["unread"]:
+            rules = ", ".join(event["unread"])
+            lines.append(_at(event, f"this machine cannot measure, so does not keep: {rules}"))
+        return lines
+
     def _revised(self, event: Event) -> list[str]:
         rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"
         paused = ", paused" if event["is_paused"] else ""
@@ -341,6 +349,7 @@ _RENDERERS = {
     "RunPlanned": EventScreen._planned,
     "RunChanged": EventScreen._changed,
     "RunRevised": EventScreen._revised,
+    "OfferChanged": EventScreen._offer_changed,
     "RunResumed": EventScreen._resumed,
     "CheckpointKept": EventScreen._checkpoint_kept,
     "CheckpointFailed": EventScreen._checkpoint_failed,

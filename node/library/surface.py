@@ -67,6 +67,7 @@ class Surface:
     discovery: Discovery
     signer: Any
     handed_over: trio.Event
+    set: Callable[[str, str], None]
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, short_peer
 from node.errors import Unreachable
 from node.placement.admission import check_model, input_frame_bytes
@@ -269,6 +269,7 @@ async def place(
     monotonic: Callable[[], float],
     knowledge: Knowledge = NOTHING,
     may_reduce: bool = False,
+    revision: Fact | None = None,
 ) -> Plan:
     """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
     who are asked again only where the others are too few. `knowledge`, `may_reduce`: as `make_plan` has them.
@@ -287,7 +288,7 @@ async def place(
             raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
         rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)
         rows |= {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
-        refused = await lease_all(run, plan, rows, signer, ask)
+        refused = await lease_all(run, plan, rows, signer, ask, revision=revision)
         if refused is None:
             return plan
         peer, reason = refused
@@ -319,13 +320,15 @@ async def lease_all(
     signer: Signer,
     ask: Ask,
     history: History | None = None,
+    revision: Fact | None = None,
 ) -> tuple[PeerId, str] | None:
     """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; None, or who
     declined and why."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
-        reason = await lease(peer, LeaseRequest(run.fact, data, stage, history), run, plan, signer, ask)
+        request = LeaseRequest(run.fact, data, stage, history, revision)
+        reason = await lease(peer, request, run, plan, signer, ask)
         if reason is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
             await release(run, plan, [*taken, peer], ask)

@@ -117,7 +117,9 @@ class PlanTable(msgspec.Struct, frozen=True):
     steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
     its last replica; in mode "local" each member puts its own state away on its disk. When fewer than a
     majority are left, a run waits for the others, or goes on as a `fork`; with `requester` half of the voters
-    are enough where the requester is one of them, so of two members it goes on alone.
+    are enough where the requester is one of them, so of two members it goes on alone. Where providers are
+    busy, a higher `priority` goes first, and what is used at it counts for more of the requester's share; of
+    equals that whose `deadline_minutes` end first. Both are not in the manifest: they may be revised.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -126,6 +128,8 @@ class PlanTable(msgspec.Struct, frozen=True):
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
     on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
+    priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
+    deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
 
 
 class SplitsTable(msgspec.Struct, frozen=True):

@@ -27,7 +27,8 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
     """The requester's word on its run; of two the one with the higher `number` counts.
 
     `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is where the
-    run ends; both are None for what the manifest says.
+    run ends; both are None for what the manifest says. `deadline_milliseconds` (unix) is by when it should
+    have a slot before others of its priority and share, 0 for no time.
     """
 
     run: Hash
@@ -36,12 +37,13 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = PRIORITY
     is_paused: bool = False
+    deadline_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
 
 
 def check_changes(changes: Mapping[str, object]) -> None:
     """Check what a person wants to change: fields of RevisionBody by name. Raises ValueError."""
     whole = {"run": bytes(32), "number": 1, "learning_rate": None, "steps": None, "priority": PRIORITY}
-    row = [*(whole | {"is_paused": False} | dict(changes)).values()]
+    row = [*(whole | {"is_paused": False, "deadline_milliseconds": 0} | dict(changes)).values()]
     try:
         msgspec.convert(row, RevisionBody)
     except msgspec.ValidationError as error:

@@ -65,13 +65,14 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
     """Planner to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
 
     A witness is asked for no stage and needs no slot. The first plan has no `history` yet: it is signed once
-    it is in force.
+    it is in force. `revision` is the requester's word on the run's priority and deadline, where it said any.
     """
 
     manifest: Fact
     plan: PlanBytes
     stage: StageNumber | None
     history: History | None = None
+    revision: Fact | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -33,7 +33,7 @@ def stage_leased(at: float, run: Run, plan: Plan, stage: int) -> StageLeased:
 
 
 def run_accepted(at: float, run: Run) -> RunAccepted:
-    """This node takes part in a run, or asks for it."""
+    """Return the event of a run that this node takes part in, or asks for."""
     manifest = run.manifest
     return RunAccepted(
         at=at,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
 from node.errors import Unreachable
 from node.placement.leases import lease
 from node.protocols import runs as wire
@@ -29,10 +30,13 @@ from partition.run.asks import (
 class AskShell:
     """Puts what one member of a run asks; `chain` tells newcomers how their plan came about."""
 
-    def __init__(self, service: Service, run: Run, chain: ChainShell) -> None:
+    def __init__(
+        self, service: Service, run: Run, chain: ChainShell, revision: Callable[[], Fact | None]
+    ) -> None:
         self._service = service
         self._run = run
         self._chain = chain
+        self._revision = revision
 
     def put(self, asks: Asks, replied: Callable[[float, int, Reply], None]) -> None:
         """Put all that is new, side by side; `replied` takes the time, an ask's number and its answer."""
@@ -54,7 +58,8 @@ class AskShell:
         match wanted:
             case HoldStage():
                 history = self._chain.history(wanted.plan, wanted.change)
-                request = wire.LeaseRequest(run.fact, encode_plan(wanted.plan), wanted.stage, history)
+                data, said = encode_plan(wanted.plan), self._revision()
+                request = wire.LeaseRequest(run.fact, data, wanted.stage, history, said)
                 reason = await lease(ask.peer, request, run, wanted.plan, service.signer, service.ask)
                 return Done() if reason is None else Declined(reason)
             case OpenStage():

@@ -17,10 +17,12 @@ def standing_of(
     runs: Runs | None,
     me: PeerId,
     *,
+    slots: int,
     is_measured: bool,
 ) -> Standing:
-    """Return how a node is; before there are `runs` it holds nothing."""
-    slots_free = int(words["stages"] and (runs is None or runs.has_slot))
+    """Return how a node is; before there are `runs` it holds nothing, and all its `slots`
+    are free."""
+    slots_free = (slots if runs is None else runs.slots.free) if words["stages"] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
     return look_at(told, capacity, words, slots_free, held, is_measured=is_measured)
 

@@ -85,11 +85,11 @@ class RunMember:
         self._keeping = Keeping(
             service, run, self._living, lambda: self._committer, learned=self._checkpointed
         )
-        self._hosting = Hosting(
+        self.hosting = Hosting(
             service,
             run,
             holders=self._holders,
-            failed=self._fail_stage,
+            failed=self.fail_stage,
             abandoned=self._abandoned,
             save=self._keeping.save,
             restore=self._keeping.restore,
@@ -105,10 +105,10 @@ class RunMember:
         self.is_over_for_all = False
         self._telling = Telling(service, run, self.core, self._stall)
         self.shown = self._telling.shown
-        self.export, self.read_state = self._hosting.export, self._hosting.read_state
-        self.prepare, self.unprepare = self._hosting.prepare, self._hosting.unprepare
-        self.planner_lost = self._hosting.planner_lost
-        self.keep, self.close_stage = self._hosting.keep, self._hosting.end
+        self.export, self.read_state = self.hosting.export, self.hosting.read_state
+        self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
+        self.planner_lost = self.hosting.planner_lost
+        self.keep, self.close_stage = self.hosting.keep, self.hosting.end
         self._decided = trio.Event()
         self._again = trio.Event()
         self._is_acting = False
@@ -119,12 +119,12 @@ class RunMember:
     @property
     def hosts(self) -> bool:
         """Whether a stage of this run is open here, or being opened."""
-        return self._hosting.is_opening or self._hosting.replica is not None
+        return self.hosting.is_opening or self.hosting.replica is not None
 
     @property
     def is_opening(self) -> bool:
         """Whether a stage is being opened."""
-        return self._hosting.is_opening
+        return self.hosting.is_opening
 
     @property
     def committed(self) -> int | None:
@@ -209,7 +209,7 @@ class RunMember:
             tie_breaker=self.run.tie_breaker,
             on_event=self._on_chain_event,
         )
-        self._asking = AskShell(self._service, self.run, chain)
+        self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
         wanted = tuple(len(stage.replicas) for stage in plan.stages)
         self.core.begin(self._now, chain.core, wanted, is_restart=bool(durable))
         self._start_task(self._live)
@@ -308,7 +308,7 @@ class RunMember:
         """Host, feed and commit as the plan says."""
         plan = event.plan
         self._stall.entered(self._now, None if event.change is None else event.change.lost)
-        self._hosting.adopt(plan)
+        self.hosting.adopt(plan)
         self._rebalancing.begin(plan)
         past, self._past = self._past, None
         if past is not None and plan.committer == self._me:
@@ -363,7 +363,7 @@ class RunMember:
         self.core.training_over(reason)
         self._act()
         if reason is None:
-            run, replica = self.steering.run, self._hosting.replica
+            run, replica = self.steering.run, self.hosting.replica
             digest, reason = await collect_result(self._service, run, plan, replica)
         if reason is None:
             self._finish("done", "", digest)
@@ -384,7 +384,7 @@ class RunMember:
         with suppress(Unreachable, PeerloomError):
             await self._service.load_data(self.run, self._holders())
 
-    def _fail_stage(self, reason: str) -> None:
+    def fail_stage(self, reason: str) -> None:
         """Say that this node cannot hold its stage: the next plan does without it."""
         plan = self.plan
         if plan is not None and not self.core.is_over:
@@ -428,7 +428,7 @@ class RunMember:
             self._service.released(self)
 
     async def _let_go(self) -> None:
-        await self._hosting.end()
+        await self.hosting.end()
         self._service.forgotten(self)
         self._decided.set()
         self._life.cancel()
@@ -450,7 +450,7 @@ class RunMember:
         self.is_over_for_all = self.core.is_finishing or source is not None or self.stopped_by is not None
         if outcome == "done" and source is not None:
             detail = await fetch_result(self._service, self.run, source, weights)
-        await self._hosting.end()
+        await self.hosting.end()
         self.core.ended(outcome)
         await self._service.ended(self, outcome, detail, weights)
         self._decided.set()
@@ -485,7 +485,7 @@ class RunMember:
         self.core.is_dropped = True
         self._stop_training()
         self._committer = None
-        await self._hosting.end()
+        await self.hosting.end()
         self.absent(self._me, "it dropped the run")
         self._start_task(self._go, reason)
 
@@ -554,8 +554,8 @@ class RunMember:
     def _to_roles(self, now: float, sender: PeerId, message: Any) -> None:
         if isinstance(message, Open) and self._training is not None:
             self._training.open(sender, message)
-        if self._hosting.replica is not None:
-            self._hosting.replica.receive(now, sender, message)
+        if self.hosting.replica is not None:
+            self.hosting.replica.receive(now, sender, message)
 
     def renewed(self, sender: PeerId, plan: bytes) -> Done | Declined:
         """Answer whether this node is still in the run."""
@@ -582,8 +582,8 @@ class RunMember:
         """A link to `peer` was opened anew."""
         if self.plan is not None and peer in self.plan.roster:
             self.catch_up([peer])
-        if self._hosting.replica is not None:
-            self._hosting.replica.reconnected(peer)
+        if self.hosting.replica is not None:
+            self.hosting.replica.reconnected(peer)
         if self._training is not None:
             self._training.reconnected(peer)
         if self.plan is not None and self.plan.committer == self._me:

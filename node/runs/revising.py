@@ -19,7 +19,7 @@ from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
 from node.local.service import LocalRuns
 from node.protocols.manifest import Run
-from node.protocols.revision import RevisionBody, check_revision, make_revision, read_revision
+from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
 from node.protocols.runs import Declined, Describe, Described, Done, Reply, Request, Revise
 from node.runs.archive import ArchiveShell
 from node.runs.member import RunMember
@@ -93,6 +93,16 @@ class Revising:
             "told": telling.told,
             "left": len(telling.left),
         }
+
+    def ask_for(self, run: Run, priority: int, deadline_minutes: int) -> None:
+        """Sign with what priority and by when a new run of this node is wanted, if it is unusual."""
+        if (priority, deadline_minutes) == (PRIORITY, 0):
+            return
+        now = int(self._runs.seams.clock.wall() * 1000)
+        deadline = now + deadline_minutes * 60_000 if deadline_minutes else 0
+        body = RevisionBody(run.id, 1, priority=priority, deadline_milliseconds=deadline)
+        fact = make_revision(self._runs.signer, body)
+        self._runs.seams.storage.write(revision_name(run.text), encode(fact))
 
     def _known(self, run: Run) -> RevisionBody:
         """Return what was said last, also before this node was restarted."""

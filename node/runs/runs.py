@@ -16,7 +16,7 @@ import trio
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Signer
+from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
 from node.averaging.service import Averaging
@@ -39,7 +39,7 @@ from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
-from node.placement.slots import Slot
+from node.placement.slots import Slots
 from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
@@ -52,6 +52,7 @@ from node.runs.context import Membership
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
 from node.runs.outside import OwnRunsOutside
+from node.runs.queue import Queue
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
 from node.runs.server import Requests
@@ -97,12 +98,14 @@ class Runs:
         provide: Callable[[str, str], Awaitable[None]],
         observe: Callable[[object], None],
         machine: Machine,
+        slots: int = 1,
         checkpoints: Checkpoints,
         copies: CheckpointReplicator,
         guests: Guests,
         averaging: Averaging,
     ) -> None:
-        """`observe` is told of every message of a run that this node sends."""
+        """`observe` is told of every message of a run that this node sends; `machine` is what each of `slots`
+        gives to a stage."""
         self.seams = seams
         self.signer = signer
         self.live = live
@@ -118,7 +121,8 @@ class Runs:
         self.accepts = accepts
         self.refuse = refuse
         self.models = Models(seams, self._graphs_needed, guests)
-        self.slot = Slot(seams)
+        self.slots = Slots(seams, slots, self._hosted)
+        self.queue = Queue(self, slots)
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, refuse)
         self.members: dict[bytes, RunMember] = {}
@@ -205,8 +209,12 @@ class Runs:
     @property
     def has_slot(self) -> bool:
         """Whether a stage may be placed here."""
-        is_hosting = self.local.hosts or any(member.hosts for member in self.members.values())
-        return self.slot.is_free and not is_hosting
+        return self.slots.free > 0
+
+    def _hosted(self) -> list[bytes]:
+        """Return the runs that have a slot here."""
+        exact = [run for run, member in self.members.items() if member.hosting.occupies()]
+        return exact + [run for run, member in self.local.members.items() if member.is_training]
 
     # The requester's side
 
@@ -232,7 +240,7 @@ class Runs:
         self.stopping.asked(run)
         member.place()
         try:
-            plan = await self._place(run, wait_seconds)
+            plan = await self._place(run, wait_seconds, member.steering.fact)
         except PlacementFailed as error:
             await member.end("failed", str(error), "")
             raise
@@ -245,7 +253,7 @@ class Runs:
         for peer, reason in failures.items():
             member.absent(peer, reason)
 
-    async def _place(self, run: Run, wait_seconds: float) -> Plan:
+    async def _place(self, run: Run, wait_seconds: float, revision: Fact | None) -> Plan:
         """Place a run, again while it waits for others. Raises PlacementFailed."""
         try:
             graph = await self.models.get(run.manifest.graph_hash, [])
@@ -257,6 +265,7 @@ class Runs:
         clock, ask, executor, asked = self.seams.clock, self.ask, self.seams.executor, self._decliners
         change = partial(RunChanged, run=run.text, state="placing")
         attempt = partial(place, run, graph, self.signer, decliners=asked, monotonic=clock.monotonic)
+        attempt = partial(attempt, revision=revision)
 
         async def try_once(offers: Sequence[Offer], is_last: bool) -> Plan:
             knowledge = await self.measurements.learn([offer.peer for offer in offers])
@@ -353,7 +362,7 @@ class Runs:
 
     def member_lost(self, peer: PeerId) -> None:
         """A member is dead or has left."""
-        self.slot.release_all(peer)
+        self.slots.release_all(peer)
         for member in list(self.members.values()):
             self.start_task(member.planner_lost, peer, of=member.run)
         self.members_changed()
@@ -497,7 +506,7 @@ class Runs:
             return
         self._plans[plan] = known
         # Also what was promised for another plan after the last one: that one cannot come about any more.
-        self.slot.release_run(member.run.id)
+        self.slots.release_run(member.run.id)
         self._keep_ready()
         late = [row for row in self._early if row[1] == plan]
         if late:

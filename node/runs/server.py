@@ -23,7 +23,7 @@ from node.errors import StageFailed, StreamClosed, Unreachable
 from node.local.service import LocalRuns
 from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
-from node.placement.slots import Slot
+from node.placement.slots import Slots
 from node.placement.witnesses import WITNESSED_MAX, WitnessPromises
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
@@ -31,6 +31,7 @@ from node.protocols.permits import Permits
 from node.protocols.uploads import Body, send_blob, whole
 from node.runs.member import RunMember
 from node.runs.outside import OwnRunsOutside
+from node.runs.queue import Queue
 from node.runs.revising import Revising
 from node.runs.stopping import Stopping
 from node.seams import Seams, Stream
@@ -69,7 +70,8 @@ class Service(Protocol):
     seams: Seams
     signer: Signer
     models: Models
-    slot: Slot
+    slots: Slots
+    queue: Queue
     machine: Machine
     members: dict[bytes, RunMember]
     stopping: Stopping
@@ -80,8 +82,6 @@ class Service(Protocol):
     accepts: Callable[[Run], str | None]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
-    @property
-    def has_slot(self) -> bool: ...
     def is_over(self, run: bytes) -> bool: ...
     def following(self, plan: bytes) -> RunMember | None: ...
     def accept(self, run: Run) -> RunMember: ...
@@ -187,8 +187,9 @@ class Requests:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if runs.is_over(run.id):
             return wire.Declined("the run is over")
-        if not (runs.has_slot or request.stage is None):
-            return wire.Declined("busy")
+        waits = None if request.stage is None else runs.queue.ask(run, request.revision)
+        if waits is not None or not (request.stage is None or runs.slots.is_free_for(run.id)):
+            return wire.Declined(waits or "busy")
         if self._is_behind(run.id, plan, peer):
             return wire.Declined("it does not know yet how the run went on")
         if request.stage is None:
@@ -205,10 +206,11 @@ class Requests:
         reason = await self._checks.rejection_reason(peer, run, graph, plan, request.stage)
         if reason is not None:
             return wire.Declined(reason[:REASON_LENGTH_MAX])
-        if not runs.has_slot or self._released.count(name) != before:
+        if not runs.slots.is_free_for(run.id) or self._released.count(name) != before:
             return wire.Declined("busy")  # somebody else was given it meanwhile, or nobody waits any more
         body = wire.LeaseBody(run.id, name, request.stage, int(timeouts.SILENCE_SECONDS_MAX))
-        await runs.slot.promise(body, peer)
+        await runs.slots.promise(body, peer)
+        runs.queue.begin(run, request.revision)
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 
     def _agree_to_witness(self, peer: PeerId, run: Run, plan: Plan) -> wire.Reply:
@@ -234,7 +236,7 @@ class Requests:
         return runs.signer.peer == run.requester or self._witnessed.holds(now, run.id, plan_hash(plan))
 
     async def _on_release(self, peer: PeerId, request: wire.Release) -> wire.Reply:
-        self._runs.slot.release(request.plan, peer)
+        self._runs.slots.release(request.plan, peer)
         self._witnessed.release(request.plan, peer)
         self._released.append(request.plan)
         member = self._runs.members.get(request.run)
@@ -253,7 +255,7 @@ class Requests:
         if answer is not None:
             return _on_the_wire(answer)
         stage = plan.stage_of(runs.signer.peer)
-        if stage is not None and not runs.slot.holds(run.id, plan_hash(plan), stage):
+        if stage is not None and not runs.slots.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
         if stage is None and member is None and not self._has_agreed(run, plan):
             return wire.Declined("no part in this run was asked of this node")
@@ -287,7 +289,7 @@ class Requests:
             return wire.Declined("it does not know yet how the run went on")
         if stage is None and self._has_agreed(run, plan):
             return wire.Done()
-        if stage is None or not runs.slot.holds(run.id, plan_hash(plan), stage):
+        if stage is None or not runs.slots.holds(run.id, plan_hash(plan), stage):
             return wire.Declined("no lease for this stage")
         reason = await runs.accept(run).prepare(plan, peer)
         return wire.Done() if reason is None else wire.Declined(reason[:REASON_LENGTH_MAX])

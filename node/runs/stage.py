@@ -59,6 +59,7 @@ class Hosting:
         """`holders` may hand over what the run is made of; for `save` and `restore` see ReplicaShell."""
         self.replica: ReplicaShell | None = None
         self.is_opening = False
+        self._is_due = False
         self._service = service
         self._run = run
         self._holders = holders
@@ -86,8 +87,13 @@ class Hosting:
             if self.is_opening or stage is None:
                 return  # once open it takes the newest plan
         self._held = stage
+        self._is_due = stage is not None
         # Only the first plan finds everybody at the beginning; whoever comes later has nothing yet.
         self._service.start_task(self._change, plan, stage, None if plan.height else 0, of=self._run)
+
+    def occupies(self) -> bool:
+        """Return whether a slot is taken by this run: a stage is open, is being opened, or is to be."""
+        return self.replica is not None or self.is_opening or (self._is_due and not self._is_over)
 
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
@@ -147,7 +153,7 @@ class Hosting:
             await self.close()
             if stage is None or self._is_over or stage != self._held:
                 return
-            self.is_opening = True
+            self.is_opening, self._is_due = True, False
             self._service.publish_lease(self._run, plan, stage.number)
             try:
                 await self._open(plan, stage, step)
@@ -225,6 +231,11 @@ class Hosting:
             self._scope.cancel()
             with trio.CancelScope(shield=True):
                 await shell.aclose()
+
+    async def vacate(self) -> None:
+        """Close the stage, though the plan still gives it to this node: it may be given to it again later."""
+        self._held, self._is_due = None, False
+        await self.close()
 
     async def end(self) -> None:
         """The run is over: close the stage, and open none again."""

@@ -296,7 +296,7 @@ def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.Monk
                     if isinstance(event, StepCommitted):
                         break
             member = node.runs.members[run.id]
-            replica = member._hosting.replica
+            replica = member.hosting.replica
             assert replica is not None
             close = replica.aclose
 

@@ -183,7 +183,7 @@ def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and
 
 def test_a_node_that_cannot_fence_a_stage_in_takes_none_but_of_its_own_runs() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
-        a._unfenced = ("files: no landlock",)
+        a.provider.unfenced = ("files: no landlock",)
         run = run_of(b)
         reply = await lease(b, a, run, plan_of(run, a.peer))
         assert isinstance(reply, wire.Declined)

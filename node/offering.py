@@ -1,0 +1,119 @@
+"""`[offer]` of the configuration: under which conditions this machine serves others, and how many at once.
+
+A frozen value and the readers of its settings; no measurement. Whether it may serve at a moment is for
+`node.placement.permission`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from crypto.identity import PeerId, parse_peer
+
+SLOTS_MAX = 64
+LISTED_MAX = 256
+DAY_MINUTES = 24 * 60
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Times of the day at which a machine serves, in minutes since midnight; none is always. A span that ends
+    before it begins goes over midnight."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def holds(self, minute: int) -> bool:
+        """Return whether this minute of the day is one of them."""
+        if not self.spans:
+            return True
+        return any(
+            first <= minute < end if first <= end else minute >= first or minute < end
+            for first, end in self.spans
+        )
+
+    def __str__(self) -> str:
+        return ",".join(
+            f"{first // 60:02d}:{first % 60:02d}-{end // 60:02d}:{end % 60:02d}" for first, end in self.spans
+        )
+
+
+@dataclass(frozen=True)
+class Offering:
+    """What a provider's owner allows; the defaults allow all.
+
+    `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it serves only when
+    nobody has used keyboard or mouse for so long, with `load_percent` only while other programs take no more
+    of all cores, with `mains_only` not on battery. `peers` are those it serves where `accept_runs` is
+    "listed", `runs` those (by id) where it is "invited".
+    """
+
+    slots: int = 1
+    hours: Hours = Hours()
+    idle_seconds: float = 0.0
+    load_percent: int = 0
+    mains_only: bool = False
+    peers: tuple[PeerId, ...] = ()
+    runs: tuple[str, ...] = ()
+
+
+class OfferTable(msgspec.Struct, frozen=True):
+    """`[offer]` as it stands in a file."""
+
+    slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_MAX)] | None = None
+    hours: str | None = None
+    idle: str | None = None
+    load: str | None = None
+    mains_only: bool | None = None
+    peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
+    runs: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
+
+
+# Readers: one text as a person writes it to a value, or ValueError with the reason.
+
+
+def read_slots(text: str) -> int:
+    """How many stages at once."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= SLOTS_MAX):
+        raise ValueError(f"want a whole number, 1 to {SLOTS_MAX}")
+    return int(text)
+
+
+def read_hours(text: str) -> Hours:
+    """`22:00-07:00`, several with commas; empty or `always` is always."""
+    if text in ("", "always"):
+        return Hours()
+    spans = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?", part.strip())
+        numbers = [int(group or 0) for group in match.groups()] if match else [99]
+        first, end = numbers[0] * 60 + sum(numbers[1:2]), sum(numbers[2:3]) * 60 + sum(numbers[3:4])
+        is_time = match is not None and numbers[1] < 60 and numbers[3] < 60
+        if not is_time or first >= DAY_MINUTES or end > DAY_MINUTES or first == end:
+            raise ValueError("want times of the day such as 22:00-07:00, several with commas, or always")
+        spans.append((first, end))
+    return Hours(tuple(spans))
+
+
+def read_percent(text: str) -> int:
+    """`30%`; 0 is no bound."""
+    match = re.fullmatch(r"(\d{1,3}) ?%?", text)
+    if match is None or int(match[1]) > 100:
+        raise ValueError("want a share such as 30%, or 0 for any")
+    return int(match[1])
+
+
+def read_peer_id(text: str) -> PeerId:
+    """A peer id as `python -m node id` prints it."""
+    try:
+        return parse_peer(text)
+    except ValueError:
+        raise ValueError("want a peer id such as 12D3KooW...: python -m node id") from None
+
+
+def read_run_id(text: str) -> str:
+    """A run's id, or its first eight digits."""
+    if not re.fullmatch(r"[0-9a-f]{8,16}", text):
+        raise ValueError("want a run's id, or its first eight hexadecimal digits")
+    return text

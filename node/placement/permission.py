@@ -1,0 +1,87 @@
+"""Whether this machine may serve others now, and why not: a pure function of readings and of what its owner
+allows, with a memory that keeps it from going to and fro.
+
+Readings that a machine cannot give are None: a rule that needs one is not kept, which is said, and does not
+hold anything up. It says no at once, and yes again only after it has been so for CALM_SECONDS.
+"""
+
+from dataclasses import dataclass
+
+from node.offering import Offering
+
+CALM_SECONDS = 60.0
+"""A pause between two keystrokes, or a program that waits, is no leave to serve again."""
+LOOK_SECONDS = 2.0
+"""How often a machine is looked at: its owner has it back in ten seconds, of which leaving takes eight."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a machine is now. `minute` is of its owner's day; `idle_seconds` since the last input of a person;
+    `load_percent` of all cores that programs other than this node take; `on_mains` whether it has power."""
+
+    minute: int
+    idle_seconds: float | None = None
+    load_percent: float | None = None
+    on_mains: bool | None = None
+
+
+@dataclass(frozen=True)
+class Permission:
+    """Whether the machine serves others; `reason` is why not, for a person, and `unread` are rules that
+    cannot be kept here."""
+
+    may_serve: bool = True
+    reason: str = ""
+    unread: tuple[str, ...] = ()
+
+
+class Permit:
+    """The permission of one machine over time."""
+
+    def __init__(self) -> None:
+        self.now = Permission()
+        self._fine_since: float | None = None
+        self._has_looked = False
+
+    def look(self, now: float, rules: Offering, reading: Reading) -> Permission:
+        """Take a reading at monotonic time `now`; return what holds from now on."""
+        reason, unread = refusal(rules, reading), unread_rules(rules, reading)
+        if reason:
+            self._fine_since = None
+            self.now = Permission(may_serve=False, reason=reason, unread=unread)
+        elif self.now.may_serve or not self._has_looked:
+            self.now = Permission(unread=unread)
+        else:
+            self._fine_since = now if self._fine_since is None else self._fine_since
+            if now - self._fine_since >= CALM_SECONDS:
+                self.now = Permission(unread=unread)
+        self._has_looked = True
+        return self.now
+
+    def reset(self) -> None:
+        """The owner has changed the rules: what held under others counts for nothing."""
+        self.now, self._fine_since, self._has_looked = Permission(), None, False
+
+
+def refusal(rules: Offering, reading: Reading) -> str:
+    """Return why the rules forbid to serve at this reading; "" where they allow it."""
+    if not rules.hours.holds(reading.minute):
+        return f"serves at {rules.hours} only"
+    if rules.mains_only and reading.on_mains is False:
+        return "on battery"
+    if rules.idle_seconds and reading.idle_seconds is not None and reading.idle_seconds < rules.idle_seconds:
+        return "its owner uses it"
+    if rules.load_percent and reading.load_percent is not None and reading.load_percent > rules.load_percent:
+        return f"other programs take more than {rules.load_percent} % of it"
+    return ""
+
+
+def unread_rules(rules: Offering, reading: Reading) -> tuple[str, ...]:
+    """Return the rules that the owner set and this machine cannot measure."""
+    wanted = (
+        ("idle", rules.idle_seconds > 0, reading.idle_seconds is None),
+        ("load", rules.load_percent > 0, reading.load_percent is None),
+        ("mains_only", rules.mains_only, reading.on_mains is None),
+    )
+    return tuple(name for name, is_set, is_unread in wanted if is_set and is_unread)

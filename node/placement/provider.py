@@ -1,0 +1,140 @@
+"""What this node gives to others: to whom, when, and how much in each slot.
+
+It joins what the owner wants (`Config`), what the machine can be held to (fences) and how it is used now
+(`permission`). `watch` looks at the machine; whoever is to hear of a change is called back.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import trio
+
+from crypto.identity import PeerId
+from node.config import AcceptRuns, Config, read_setting, rule_of
+from node.errors import UsageError
+from node.offering import Offering
+from node.placement.admission import Machine
+from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
+from node.placement.slots import share
+from node.protocols.manifest import Run
+from node.seams import Clock, Executor
+from node.services.capacity import Capacity
+from node.suggest import did_you_mean
+
+CHANGEABLE = {
+    "accept_runs": ("resources", "accept_runs"),
+    "hours": ("offer", "hours"),
+    "idle": ("offer", "idle_seconds"),
+    "load": ("offer", "load_percent"),
+    "mains_only": ("offer", "mains_only"),
+    "peers": ("offer", "peers"),
+    "runs": ("offer", "runs"),
+}
+"""Settings that a node takes while it runs: by the name of their rule, where they stand in a Config."""
+
+
+class Provider:
+    """One node's. `unfenced` is what a stage's process cannot be held to here; `read` says how the machine
+    is, None where that is not looked at."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self.config = config
+        self.unfenced: tuple[str, ...] = ()
+        self.read: Callable[[], Reading] | None = None
+        self.changed: Callable[[Permission], None] = lambda _permission: None
+        self._clock = clock
+        self._permit = Permit()
+
+    @property
+    def rules(self) -> Offering:
+        """What the owner allows."""
+        return self.config.offer
+
+    @property
+    def permission(self) -> Permission:
+        """Whether the machine serves others now."""
+        return self._permit.now
+
+    @property
+    def takes_stages(self) -> bool:
+        """Whether this node computes stages at all, be it of its own runs alone."""
+        return not self.config.observer and self.config.resources.accept_runs != "never"
+
+    @property
+    def takes_stages_of_others(self) -> bool:
+        """Whether others may ask for a slot now."""
+        is_fenced = not self.unfenced or self.config.resources.allow_unfenced
+        return self.takes_stages and is_fenced and self.permission.may_serve
+
+    def refusal(self, run: Run, me: PeerId) -> str | None:
+        """Return why no stage of this run is taken, for a person; None where one is."""
+        if not self.takes_stages:
+            return "takes no stages"
+        if run.requester == me:
+            return None
+        accepts, rules = self.config.resources.accept_runs, self.rules
+        if accepts == "listed" and run.requester not in rules.peers:
+            return "takes stages of listed peers only"
+        if accepts == "invited" and not any(run.text.startswith(each) for each in rules.runs):
+            return "takes stages of invited runs only"
+        if not self.permission.may_serve:
+            return f"takes no stages of others now: {self.permission.reason}"
+        if self.takes_stages_of_others:
+            return None
+        return f"takes no stages of others, for it cannot fence them in: {'; '.join(self.unfenced)}"
+
+    def machine(self, capacity: Capacity) -> Machine:
+        """Return what each slot gives to a stage."""
+        whole = Machine(
+            capacity.cores,
+            capacity.device,
+            capacity.memory_free_bytes,
+            allow_unfenced=self.config.resources.allow_unfenced,
+        )
+        return share(whole, self.rules.slots)
+
+    def of_a_slot(self, capacity: Capacity) -> Capacity:
+        """Return what each slot has of a machine: what others are told, and plans are made with."""
+        slots = self.rules.slots
+        return replace(
+            capacity,
+            cores=max(1, capacity.cores // slots),
+            memory_free_bytes=capacity.memory_free_bytes // slots,
+            flops_per_second=capacity.flops_per_second / slots,
+        )
+
+    def accept(self, accept_runs: AcceptRuns) -> None:
+        """Serve these from now on, until this node ends."""
+        resources = replace(self.config.resources, accept_runs=accept_runs)
+        self.config = replace(self.config, resources=resources)
+
+    def set(self, name: str, text: str) -> Any:
+        """Change one setting until this node ends; its value. Raises UsageError."""
+        place = CHANGEABLE.get(name)
+        if place is None:
+            raise UsageError(
+                f"{name[:40]} cannot be changed while the node runs{did_you_mean(name, sorted(CHANGEABLE))}",
+                f"these can: {', '.join(sorted(CHANGEABLE))}",
+            )
+        rule, (table, key) = rule_of(name), place
+        items = [item for item in text.replace(",", " ").split() if item] if rule.many else [text]
+        read = [read_setting(f"{name}:", item, rule.read) for item in items]
+        value = tuple(read) if rule.many else read[0]
+        self.config = replace(self.config, **{table: replace(getattr(self.config, table), **{key: value})})
+        self._permit.reset()
+        return value
+
+    def look(self, reading: Reading) -> None:
+        """Take a reading of the machine, and say so where it changes what others may ask for."""
+        before = self.permission
+        found = self._permit.look(self._clock.monotonic(), self.rules, reading)
+        if found != before:
+            self.changed(found)
+
+    async def watch(self, executor: Executor) -> None:
+        """Look at the machine again and again, as long as there is a rule that needs it."""
+        while True:
+            if self.read is not None and self.rules != replace(Offering(), slots=self.rules.slots):
+                self.look(await executor.run(self.read))
+            await trio.sleep(LOOK_SECONDS)

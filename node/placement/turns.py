@@ -1,0 +1,215 @@
+"""Whose turn it is at one provider's slots: a sans-IO core.
+
+A requester that finds all slots taken waits: it asks again, and is told how many are before it and when a
+slot may be free. A slot that becomes free is kept for a moment for whoever is next. Next is the run with the
+highest priority; among equals that of the requester who has used the least for its weight, then the one with
+the earliest deadline, then the one that has waited longest. What is used at a high priority counts for more,
+so it is bought with one's own share; and a run that waits rises, so none waits for ever.
+
+It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import inf
+
+AGE_SECONDS = 3_600.0
+"""A run that waits rises by one priority in so long: above all that came after it within ten hours. Among
+equals it is the shares that let nobody wait for ever; a shorter time would override them."""
+FORGET_SECONDS = 120.0
+"""A run that has not asked again for so long waits no more."""
+HOLD_SECONDS_MAX = 35.0
+"""A free slot is kept so long at most for whoever is next: requesters ask again within half a minute."""
+HOLD_FACTOR = 1.5
+"""Of the time between two of its askings."""
+HALF_LIFE_SECONDS = 24 * 3600.0
+"""What was used counts half after a day: an absence is not saved up, nor is a feast held against one for
+ever."""
+WAITING_MAX = 1_024
+REQUESTERS_MAX = 4_096
+PRIORITY = 5
+PRIORITY_MAX = 9
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a run wants: one slot. `deadline` is in the clock of the caller, inf for none."""
+
+    run: bytes
+    requester: bytes
+    priority: int = PRIORITY
+    deadline: float = inf
+
+
+@dataclass(frozen=True)
+class Wait:
+    """No slot now: `ahead` are before it, and one may be free in `seconds`, None where nobody knows."""
+
+    ahead: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """Have this run's stage handed over: a run of higher priority waits."""
+
+    run: bytes
+
+
+@dataclass
+class _Waiting:
+    wish: Wish
+    since: float
+    asked: float
+    interval: float = 0.0
+
+
+@dataclass
+class _Serving:
+    wish: Wish
+    charged: float
+    seconds_left: float | None = None
+    is_preempted: bool = False
+
+
+@dataclass
+class _Account:
+    used: float = 0.0
+    weight: float = 1.0
+    at: float = 0.0
+
+
+@dataclass
+class Turns:
+    """One provider's, with `slots` of them."""
+
+    slots: int
+    events: list[Preempt] = field(default_factory=list)
+    _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
+    _serving: dict[bytes, _Serving] = field(default_factory=dict)
+    _accounts: dict[bytes, _Account] = field(default_factory=dict)
+
+    # What a provider is asked
+
+    def ask(self, now: float, wish: Wish) -> Wait | None:
+        """Return None where the run may have a slot now: `begin` follows, or `drop`; else how it waits."""
+        self._settle(now)
+        if wish.run in self._serving:
+            return None
+        row = self._waiting.get(wish.run)
+        if row is None:
+            if len(self._waiting) >= WAITING_MAX:
+                return Wait(len(self._waiting), None)
+            row = self._waiting[wish.run] = _Waiting(wish, now, now)
+        else:
+            row.interval, row.asked, row.wish = now - row.asked, now, wish
+        order = self._order(now)
+        place = order.index(wish.run)
+        free = self.slots - len(self._serving)
+        ahead = [run for run in order[:place] if self._is_held(now, run)]
+        if len(ahead) < free:
+            return None
+        self._preempt(wish)
+        return Wait(place, self._estimate(place))
+
+    def begin(self, now: float, wish: Wish) -> None:
+        """The run has a slot from now on."""
+        self._settle(now)
+        self._waiting.pop(wish.run, None)
+        self._serving.setdefault(wish.run, _Serving(wish, now))
+
+    def end(self, now: float, run: bytes) -> None:
+        """The run has given its slot back."""
+        self._settle(now)
+        self._serving.pop(run, None)
+
+    def keep(self, now: float, running: Collection[bytes]) -> None:
+        """End all runs but these: what the provider's slots say counts."""
+        for run in [run for run in self._serving if run not in running]:
+            self.end(now, run)
+
+    def drop(self, run: bytes) -> None:
+        """The run wants no slot here any more."""
+        self._waiting.pop(run, None)
+
+    def progress(self, run: bytes, seconds_left: float | None) -> None:
+        """Note how long a run will still need its slot, as its steps go; None for not known."""
+        if run in self._serving:
+            self._serving[run].seconds_left = seconds_left
+
+    def weigh(self, requester: bytes, weight: float) -> None:
+        """Give a requester a share of so many times another's, for what it has done for this provider."""
+        self._account(requester).weight = max(1e-6, weight)
+
+    # Shares
+
+    def used(self, now: float, requester: bytes) -> float:
+        """Return the slot-seconds that count for a requester, for its weight."""
+        self._settle(now)
+        account = self._account(requester)
+        return account.used / account.weight
+
+    def _settle(self, now: float) -> None:
+        """Charge what was used until now, and forget who waits no more."""
+        for row in self._serving.values():
+            seconds = max(0.0, now - row.charged)
+            row.charged = max(row.charged, now)
+            self._charge(now, row.wish, seconds)
+        for run in [run for run, row in self._waiting.items() if now - row.asked > FORGET_SECONDS]:
+            del self._waiting[run]
+
+    def _charge(self, now: float, wish: Wish, seconds: float) -> None:
+        account = self._account(wish.requester)
+        account.used *= 0.5 ** (max(0.0, now - account.at) / HALF_LIFE_SECONDS)
+        account.at = max(account.at, now)
+        account.used += seconds * 2.0 ** (wish.priority - PRIORITY)
+
+    def _account(self, requester: bytes) -> _Account:
+        if requester not in self._accounts:
+            while len(self._accounts) >= REQUESTERS_MAX:
+                del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].used)]
+            self._accounts[requester] = _Account()
+        return self._accounts[requester]
+
+    # Order
+
+    def _order(self, now: float) -> list[bytes]:
+        rows = self._waiting
+        return sorted(rows, key=lambda run: self._rank(now, rows[run]))
+
+    def _rank(self, now: float, row: _Waiting) -> tuple[float, float, float, float, bytes]:
+        wish, account = row.wish, self._account(row.wish.requester)
+        risen = wish.priority + (now - row.since) // AGE_SECONDS
+        return (-risen, account.used / account.weight, wish.deadline, row.since, wish.run)
+
+    def _is_held(self, now: float, run: bytes) -> bool:
+        """Return whether a free slot is kept for this run, which is before another that asks."""
+        return self._is_patient(now, self._waiting[run])
+
+    @staticmethod
+    def _is_patient(now: float, row: _Waiting) -> bool:
+        """Whether it is to be expected that the run asks again soon: it has done so before."""
+        return row.interval > 0 and now - row.asked <= min(HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval)
+
+    def _estimate(self, place: int) -> float | None:
+        """Return when the waiting run at this place may have a slot, if each takes what is known to be
+        left."""
+        left = [row.seconds_left for row in self._serving.values()]
+        known = sorted(seconds for seconds in left if seconds is not None)
+        if len(known) < len(left) or place >= len(known):
+            return None
+        return known[place]
+
+    def _preempt(self, wish: Wish) -> None:
+        """Where a run of lower priority is served, have it make room; once for each slot that is needed."""
+        if any(row.is_preempted for row in self._serving.values()):
+            return
+        lower = [row for row in self._serving.values() if row.wish.priority < wish.priority]
+        if lower:
+            row = min(lower, key=lambda each: (each.wish.priority, -self._share(each), each.wish.run))
+            row.is_preempted = True
+            self.events.append(Preempt(row.wish.run))
+
+    def _share(self, row: _Serving) -> float:
+        account = self._account(row.wish.requester)
+        return account.used / account.weight

@@ -1,0 +1,104 @@
+"""How this machine is used by others than the node: input, load, power and the time of day, as the system
+tells. What it does not tell is None."""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from node.placement.permission import Reading
+
+INPUTS = "/dev/input"
+TERMINALS = "/dev/pts"
+POWER = "/sys/class/power_supply"
+
+
+class MachineState:
+    """Reads one machine; `root` is another folder in tests. Call `read` in a thread."""
+
+    def __init__(self, *, root: Path = Path("/"), wall: Callable[[], float] = time.time) -> None:
+        self._root = root
+        self._wall = wall
+        self._busy_before: tuple[float, float, float] | None = None
+
+    def read(self) -> Reading:
+        """Return how the machine is now; the load is that since the reading before."""
+        at = time.localtime(self._wall())
+        return Reading(
+            minute=at.tm_hour * 60 + at.tm_min,
+            idle_seconds=self._idle_seconds(),
+            load_percent=self._load_percent(),
+            on_mains=self._on_mains(),
+        )
+
+    def _idle_seconds(self) -> float | None:
+        """Seconds since a person did something: the newest access to a terminal or input device."""
+        newest = None
+        for folder in (TERMINALS, INPUTS):
+            for path in self._names(folder):
+                try:
+                    at = path.stat().st_atime
+                except OSError:
+                    continue
+                newest = at if newest is None else max(newest, at)
+        return None if newest is None else max(0.0, self._wall() - newest)
+
+    def _names(self, folder: str) -> Iterable[Path]:
+        place = self._root / folder.lstrip("/")
+        try:
+            return [path for path in place.iterdir() if path.name != "ptmx" and not path.is_dir()]
+        except OSError:
+            return []
+
+    def _load_percent(self) -> float | None:
+        """The share of all cores that is taken by processes other than this node and those it has started."""
+        try:
+            times = psutil.cpu_times()
+            busy = times.user + times.system + getattr(times, "nice", 0.0)
+            own = self._own_seconds()
+        except (psutil.Error, OSError):
+            return None
+        before, self._busy_before = self._busy_before, (time.monotonic(), busy, own)
+        if before is None:
+            return None
+        seconds = self._busy_before[0] - before[0]
+        others = (busy - before[1]) - max(0.0, own - before[2])
+        return max(0.0, min(100.0, 100 * others / max(1e-3, seconds * (psutil.cpu_count() or 1))))
+
+    @staticmethod
+    def _own_seconds() -> float:
+        me, total = psutil.Process(), 0.0
+        for process in (me, *me.children(recursive=True)):
+            try:
+                spent = process.cpu_times()
+            except psutil.Error:
+                continue
+            total += spent.user + spent.system
+        return total
+
+    def _on_mains(self) -> bool | None:
+        """Whether an adapter is online; None where the machine has neither adapter nor battery."""
+        found: bool | None = None
+        for supply in self._names_of_supplies():
+            kind = _text(supply / "type")
+            if kind == "Mains" or kind.startswith("USB"):
+                if _text(supply / "online") == "1":
+                    return True
+                found = False
+            elif kind == "Battery" and found is None and _text(supply / "status") == "Discharging":
+                found = False
+        return found
+
+    def _names_of_supplies(self) -> list[Path]:
+        try:
+            return sorted((self._root / POWER.lstrip("/")).iterdir())
+        except OSError:
+            return []
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

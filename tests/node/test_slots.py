@@ -1,0 +1,182 @@
+"""Several stages at once on one node: each has a slot of its own, and no slot is promised twice."""
+
+from collections.abc import Sequence
+
+import pytest
+import trio
+
+from crypto.identity import Identity
+from node.offering import Offering
+from node.placement.admission import Machine
+from node.placement.leases import PlacementFailed
+from node.placement.slots import Slots, share
+from node.protocols.manifest import Run
+from node.protocols.runs import LeaseBody
+from node.runtime import Node
+from node.seams import Seams
+from sim.storage import MemoryStorage
+from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
+from tests.test_runs_end import all_ended
+
+PLANNER = Identity(bytes(32)).peer
+OTHER = Identity(bytes([1]) * 32).peer
+
+
+def body(run: int, plan: int = 0) -> LeaseBody:
+    return LeaseBody(bytes([run]) * 32, bytes([plan]) * 32, 0, 240)
+
+
+def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> Slots:
+    seams = Seams.__new__(Seams)  # of which slots need three
+    for name, seam in (
+        ("clock", _Clock()),
+        ("executor", _Threads()),
+        ("storage", storage or MemoryStorage()),
+    ):
+        object.__setattr__(seams, name, seam)
+    return Slots(seams, count, lambda: hosted)
+
+
+class _Clock:
+    @staticmethod
+    def wall() -> float:
+        return trio.current_time()
+
+
+class _Threads:
+    @staticmethod
+    async def run(work: object) -> object:
+        await trio.sleep(0.01)
+        return work()  # type: ignore[operator]
+
+
+def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
+    async def scenario() -> None:
+        disk = MemoryStorage()
+        slots = with_slots(2, storage=disk)
+        await slots.promise(body(1), PLANNER)
+        assert slots.free == 1
+        assert not slots.is_free_for(body(1).run), "a run has one slot of a node"
+        assert slots.is_free_for(body(2).run)
+        await slots.promise(body(2), OTHER)
+        assert (slots.free, slots.is_free_for(body(3).run)) == (0, False)
+        assert with_slots(2, storage=disk).free == 0, "also after a restart"
+        slots.release(body(1).plan, OTHER)
+        assert slots.free == 1, "by its plan and whom it was promised to"
+        slots.release_all(PLANNER)
+        assert with_slots(2, storage=disk).free == 2
+        await slots.promise(body(4), PLANNER)
+        await trio.sleep(241)
+        assert slots.free == 2, "nobody has come"
+
+    simulate(scenario)
+
+
+def test_a_slot_that_is_hosted_is_taken_and_a_promise_for_its_run_takes_no_other() -> None:
+    async def scenario() -> None:
+        slots = with_slots(2, hosted=[body(1).run])
+        await slots.promise(body(1), PLANNER)
+        assert slots.free == 1
+
+    simulate(scenario)
+
+
+def test_promises_made_at_once_are_all_on_the_disk() -> None:
+    async def scenario() -> None:
+        disk = MemoryStorage()
+        slots = with_slots(3, storage=disk)
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(slots.promise, body(number), PLANNER)
+        assert with_slots(3, storage=disk).free == 0
+
+    simulate(scenario)
+
+
+def test_a_slot_has_its_share_of_the_machine() -> None:
+    assert share(Machine(8, "cpu", 12), 3) == Machine(2, "cpu", 4)
+    assert share(Machine(1, "cpu", 12), 2).threads == 1
+
+
+def only(group: Swarm, *providers: str) -> None:
+    for name, node in group.nodes.items():
+        if name not in providers:
+            node.limit(accept_runs="never")
+
+
+def asked(node: Node, number: int) -> Run:
+    return prepare(node, manifest(stages=1, replicas=1, microbatches=2, created_milliseconds=number))
+
+
+def test_two_runs_go_on_at_once_on_one_node_and_a_third_is_told_that_it_is_busy() -> None:
+    async def scenario() -> None:
+        async with swarm("abc", offer=Offering(slots=2)) as group:
+            only(group, "c")
+            await trio.sleep(5)
+            a, b, c = (group.nodes[name] for name in "abc")
+            runs = [asked(a, 1), asked(b, 2)]
+            await a.runs.submit(runs[0])
+            await b.runs.submit(runs[1])
+            assert sorted(c.runs.members) == sorted(run.id for run in runs)
+            assert (c.runs.slots.free, c.runs.has_slot) == (0, False)
+            with pytest.raises(PlacementFailed, match="busy"):
+                await a.runs.submit(asked(a, 3))
+            await all_ended(group)
+            assert c.runs.slots.free == 2
+            for name, run in zip("ab", runs, strict=True):
+                assert_equal(weights(group, name, run), reference(run), "float64")
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(("providers", "winners"), [("c", 1), ("cd", 2)])
+def test_of_two_requesters_that_race_for_one_provider_one_gets_it(providers: str, winners: int) -> None:
+    """The other is told, and takes another where there is one."""
+
+    async def scenario() -> None:
+        async with swarm("abcd") as group:
+            only(group, *providers)
+            await trio.sleep(5)
+            failures: list[str] = []
+
+            async def submit(name: str, number: int) -> None:
+                node = group.nodes[name]
+                try:
+                    await node.runs.submit(asked(node, number))
+                except PlacementFailed as error:
+                    failures.append(str(error))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(submit, "a", 1)
+                nursery.start_soon(submit, "b", 2)
+            assert {group.nodes[name].runs.slots.free for name in providers} == {0}
+            assert len(failures) == 2 - winners
+            assert all("busy" in failure for failure in failures)
+
+    simulate(scenario)
+
+
+def test_a_run_of_higher_priority_is_made_room_for_and_the_other_is_told_how_it_waits() -> None:
+    """One provider with one slot, so what is served cannot be handed over: it waits at its checkpoint."""
+
+    async def scenario() -> None:
+        async with swarm("abc") as group:
+            only(group, "c")
+            await trio.sleep(5)
+            a, b, c = (group.nodes[name] for name in "abc")
+            long = prepare(a, manifest(stages=1, replicas=1, steps=400, microbatches=2, save_every=5))
+            await a.runs.submit(long)
+            await trio.sleep(5)
+            usual = asked(b, 2)
+            with pytest.raises(PlacementFailed, match=r"busy: a slot is free in about \d+ s"):
+                await b.runs.submit(usual)
+            urgent = asked(b, 3)
+            b.runs.revising.ask_for(urgent, priority=8, deadline_minutes=0)
+            await b.runs.submit(urgent, wait_seconds=60)
+            assert urgent.id in c.runs.slots.taken()
+            assert long.id not in c.runs.slots.taken()
+            await a.runs.stopping.stop(long.text)
+            await all_ended(group)
+            assert b.state.runs[urgent.text].status == "done"
+
+    simulate(scenario)

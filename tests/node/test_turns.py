@@ -1,0 +1,234 @@
+"""Whose turn it is at a provider's slots: shares, priorities, no starvation, and many requesters at once."""
+
+import heapq
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, Preempt, Turns, Wait, Wish
+
+SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
+"""`make soak` takes 50."""
+A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def run_id(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) -> dict[bytes, float]:
+    """What each requester gets of a provider where all always want more, in slot-seconds."""
+    turns, rng, now, number = Turns(slots), Random(7), 0.0, 0
+    for requester, weight in weights.items():
+        turns.weigh(requester, weight)
+    serving: list[tuple[float, bytes, bytes]] = []
+    wanting = {requester: run_id(number := number + 1) for requester in weights}
+    got: Counter[bytes] = Counter()
+    while now < hours * 3600:
+        now += 10
+        while serving and serving[0][0] <= now:
+            turns.end(now, heapq.heappop(serving)[1])
+        for requester in rng.sample(list(weights), len(weights)):
+            wish = Wish(wanting[requester], requester)
+            if turns.ask(now, wish) is None:
+                seconds = rng.choice([300.0, 600.0, 1_200.0])
+                turns.begin(now, wish)
+                heapq.heappush(serving, (now + seconds, wish.run, requester))
+                got[requester] += int(seconds)
+                wanting[requester] = run_id(number := number + 1)
+    return dict(got)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 3)])
+def test_requesters_that_always_want_more_get_shares_by_their_weights(weights: tuple[int, ...]) -> None:
+    got = shares(dict(zip((A, B, C), map(float, weights), strict=True)))
+    total = sum(got.values())
+    for requester, weight in zip((A, B, C), weights, strict=True):
+        fair = total * weight / sum(weights)
+        assert abs(got[requester] - fair) <= 0.1 * fair
+
+
+def test_a_higher_priority_goes_first_makes_room_and_is_paid_for() -> None:
+    turns = Turns(1)
+    low = Wish(run_id(1), A, priority=3)
+    assert turns.ask(0.0, low) is None
+    turns.begin(0.0, low)
+    assert turns.ask(1.0, Wish(run_id(2), B, priority=3)) == Wait(0, None)
+    assert turns.events == [], "of its own priority nobody makes room"
+    urgent = Wish(run_id(3), C, priority=7)
+    assert turns.ask(2.0, urgent) == Wait(0, None)
+    assert turns.events == [Preempt(low.run)]
+    turns.ask(3.0, urgent)
+    assert turns.events == [Preempt(low.run)], "once"
+    turns.end(4.0, low.run)
+    assert isinstance(turns.ask(4.0, Wish(run_id(2), B, priority=3)), Wait), "kept for who is next"
+    assert turns.ask(4.1, urgent) is None
+    turns.begin(4.1, urgent)
+    turns.end(104.1, urgent.run)
+    assert turns.used(104.1, C) == pytest.approx(400, rel=0.01), "four times its time"
+
+
+def test_an_estimate_is_what_runs_say_is_left_or_none() -> None:
+    turns = Turns(2)
+    for number, left in ((1, 40.0), (2, 90.0)):
+        turns.begin(0.0, Wish(run_id(number), A))
+        turns.progress(run_id(number), left)
+    assert turns.ask(0.0, Wish(run_id(3), B)) == Wait(0, 40.0)
+    assert turns.ask(0.0, Wish(run_id(4), C)) == Wait(1, 90.0)
+    assert turns.ask(0.0, Wish(run_id(5), C)) == Wait(2, None)
+    turns.progress(run_id(1), None)
+    assert turns.ask(1.0, Wish(run_id(3), B)) == Wait(0, None)
+
+
+def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
+    turns = Turns(1)
+    turns.begin(0.0, Wish(run_id(1), A))
+    first, second = Wish(run_id(2), B), Wish(run_id(3), C)
+    turns.ask(1.0, first)
+    turns.ask(2.0, second)
+    turns.end(3.0, run_id(1))
+    assert turns.ask(3.0, second) is None, "the first has asked but once"
+    turns.ask(4.0, first)
+    assert isinstance(turns.ask(5.0, second), Wait), "now it is patient"
+    assert turns.ask(5.0 + FORGET_SECONDS, second) is None
+
+
+def test_of_equals_the_earlier_deadline_goes_first() -> None:
+    turns = Turns(1)
+    turns.begin(0.0, Wish(run_id(1), A))
+    later, sooner = Wish(run_id(2), B, deadline=900.0), Wish(run_id(3), C, deadline=800.0)
+    for now in (1.0, 2.0):
+        turns.ask(now, later)
+        assert turns.ask(now, sooner) == Wait(0, None)
+    turns.end(3.0, run_id(1))
+    assert isinstance(turns.ask(3.0, later), Wait)
+    assert turns.ask(3.0, sooner) is None
+
+
+def test_a_run_that_waits_rises_above_all_that_come_after_it() -> None:
+    turns, now, humble = Turns(1), 0.0, Wish(run_id(0), A, priority=0)
+    turns.begin(now, Wish(run_id(1), B, priority=9))
+    for number in range(2, 10_000):
+        now += 30.0
+        if turns.ask(now, humble) is None:
+            break
+        turns.end(now, run_id(number - 1))
+        urgent = Wish(run_id(number), B, priority=9)
+        turns.ask(now, urgent)
+        if turns.ask(now + 0.1, humble) is None:
+            break
+        turns.begin(now + 0.2, urgent)
+    assert now <= 10 * AGE_SECONDS + 60
+
+
+@given(
+    slots=st.integers(1, 4),
+    calls=st.lists(
+        st.tuples(st.floats(0, 100), st.sampled_from(["ask", "end", "drop"]), st.integers(0, 9)), max_size=80
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_never_more_runs_than_slots_and_no_slot_idle_while_one_asks_alone(
+    slots: int, calls: list[tuple[float, str, int]]
+) -> None:
+    turns, now, serving = Turns(slots), 0.0, set[int]()
+    for seconds, call, number in calls:
+        now += seconds
+        wish = Wish(run_id(number), bytes([number % 3]) * 32, priority=number)
+        if call == "ask":
+            if turns.ask(now, wish) is None and number not in serving:
+                turns.begin(now, wish)
+                serving.add(number)
+        elif call == "end":
+            turns.end(now, wish.run)
+            serving.discard(number)
+        else:
+            turns.drop(wish.run)
+        assert len(serving) <= slots
+    now += 1_000
+    if len(serving) < slots:
+        assert turns.ask(now, Wish(run_id(99), A)) is None, "nobody else has asked for long"
+
+
+# Many requesters and providers
+
+
+@dataclass
+class World:
+    """Requesters that each want `need` of the providers at once, all or none, and ask again until they have
+    them: the rules of `node.placement.leases` in a calendar of events."""
+
+    rng: Random
+    providers: int
+    turns: list[Turns] = field(default_factory=list)
+    leased: list[dict[bytes, float]] = field(default_factory=list)
+    waited: dict[bytes, float] = field(default_factory=dict)
+    got: Counter[bytes] = field(default_factory=Counter)
+    calendar: list[tuple[float, int, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = [Turns(1 + number % 2) for number in range(self.providers)]
+        self.leased = [{} for _ in self.turns]
+
+    def play(self, submissions: int, requesters: int) -> float:
+        """Have all submitted at once; when the last was done."""
+        wishes = {}
+        for number in range(submissions):
+            run, requester = run_id(number), bytes([number % requesters]) * 32
+            wishes[run] = Wish(run, requester)
+            heapq.heappush(self.calendar, (self.rng.random(), number, run))
+        running: dict[bytes, list[int]] = {}
+        count, now = submissions, 0.0
+        while self.calendar:
+            now, _, run = heapq.heappop(self.calendar)
+            assert now < 6 * 3600, f"{len(wishes) - len(self.waited)} wait for ever"
+            if run in running:
+                for place in running.pop(run):
+                    del self.leased[place][run]
+                    self.turns[place].end(now, run)
+                continue
+            count += 1
+            taken = self._try(now, wishes[run])
+            if taken is None:
+                heapq.heappush(self.calendar, (now + self.rng.uniform(2.0, 30.0), count, run))
+                continue
+            seconds = self.rng.uniform(20.0, 120.0)
+            self.waited[run], running[run] = now, taken
+            self.got[wishes[run].requester] += len(taken) * int(seconds)
+            heapq.heappush(self.calendar, (now + seconds, count, run))
+        return now
+
+    def _try(self, now: float, wish: Wish) -> list[int] | None:
+        need = self.rng.choice([1, 1, 2])
+        taken: list[int] = []
+        for place in self.rng.sample(range(self.providers), self.providers):
+            turns = self.turns[place]
+            if turns.ask(now, wish) is None:
+                turns.begin(now, wish)
+                self.leased[place][wish.run] = now
+                assert len(self.leased[place]) <= turns.slots, "two leases for one slot"
+                taken.append(place)
+            if len(taken) == need:
+                break
+        if len(taken) == need:
+            for turns in self.turns:
+                turns.drop(wish.run)
+            return taken
+        for place in taken:
+            del self.leased[place][wish.run]
+            self.turns[place].end(now, wish.run)
+        return None
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_of_a_hundred_submissions_to_twenty_nodes_each_has_its_turn(seed: int) -> None:
+    world = World(Random(seed), 20)
+    world.play(submissions=100, requesters=10)
+    assert len(world.waited) == 100
+    assert max(world.waited.values()) < 1_800
