@@ -1,7 +1,7 @@
 """Events that tell people of a plan: what came into force here, and what is being opened here."""
 
 from crypto.identity import PeerId
-from node.events import RunAccepted, RunPlanned, StageLeased
+from node.events import RunAccepted, RunEnded, RunPlanned, StageLeased
 from node.protocols.manifest import Run
 from partition.plan.plan import NO_HASH, Plan, committee, plan_hash
 from partition.plan.quorum import indispensable
@@ -44,3 +44,8 @@ def run_accepted(at: float, run: Run) -> RunAccepted:
         requester=run.requester,
         metrics=manifest.metrics,
     )
+
+
+def run_ended(at: float, run: Run, outcome: str, detail: str, weights: str, *, is_here: bool) -> RunEnded:
+    """Return the event that a run is over here; `is_here` is whether its result is."""
+    return RunEnded(at=at, run=run.text, outcome=outcome, detail=detail, weights=weights, is_here=is_here)

@@ -31,7 +31,6 @@ from node.events import (
     Event,
     ResultEvicted,
     RunChanged,
-    RunEnded,
     RunReleased,
 )
 from node.local.service import LocalRuns
@@ -44,7 +43,7 @@ from node.placement.waiting import place_in_time
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
 from node.protocols.uploads import Body
-from node.runs.announcements import run_accepted, run_planned, stage_leased
+from node.runs.announcements import run_accepted, run_ended, run_planned, stage_leased
 from node.runs.archive import ArchiveShell
 from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
@@ -575,16 +574,8 @@ class Runs:
             for peer in member.plan.members:
                 if peer not in needed:
                     self.links.forget(peer)
-        self.publish(
-            RunEnded(
-                at=self.seams.clock.wall(),
-                run=member.run.text,
-                outcome=outcome,
-                detail=detail,
-                weights=weights,
-                is_here=self.archive.has_result(member.run.text),
-            )
-        )
+        is_here, at = self.archive.has_result(member.run.text), self.seams.clock.wall()
+        self.publish(run_ended(at, member.run, outcome, detail, weights, is_here=is_here))
         if outcome == "done" and not detail and self.nursery is not None:
             self.start_task(self.provide, member.run.text, weights, of=None)
 
