@@ -52,6 +52,7 @@ from node.history import EventHistory
 from node.library.directory import Directory
 from node.library.surface import Surface
 from node.placement.leases import Offer
+from node.placement.machine_state import MachineState
 from node.placement.offers import offers_of
 from node.placement.permission import Permission
 from node.placement.provider import Provider
@@ -70,7 +71,6 @@ from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.lan_discovery import Neighbours
 from node.services.links import LinkMeasuring
-from node.services.machine_state import MachineState
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import Membership
 from node.services.metadata import Standing, encode_metadata

@@ -14,8 +14,8 @@ from node.config import resolve
 from node.errors import UsageError
 from node.events import OfferChanged, StepCommitted
 from node.offering import Hours, Offering, read_hours
+from node.placement.machine_state import MachineState
 from node.placement.permission import CALM_SECONDS, Permit, Reading, refusal
-from node.services.machine_state import MachineState
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 
 CALM = Reading(minute=600, idle_seconds=3_600.0, load_percent=1.0, on_mains=True)
