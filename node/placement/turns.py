@@ -61,7 +61,7 @@ class _Waiting:
     wish: Wish
     since: float
     asked: float
-    interval: float = 0.0
+    interval_seconds: float = 0.0
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Turns:
                 return Wait(len(self._waiting), None)
             row = self._waiting[wish.run] = _Waiting(wish, now, now)
         else:
-            row.interval, row.asked, row.wish = now - row.asked, now, wish
+            row.interval_seconds, row.asked, row.wish = now - row.asked, now, wish
         order = self._order(now)
         place = order.index(wish.run)
         free = self.slots - len(self._serving)
@@ -189,7 +189,9 @@ class Turns:
     @staticmethod
     def _is_patient(now: float, row: _Waiting) -> bool:
         """Whether it is to be expected that the run asks again soon: it has done so before."""
-        return row.interval > 0 and now - row.asked <= min(HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval)
+        return row.interval_seconds > 0 and now - row.asked <= min(
+            HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval_seconds
+        )
 
     def _estimate(self, place: int) -> float | None:
         """Return when the waiting run at this place may have a slot, if each takes what is known to be

@@ -23,7 +23,7 @@ FULL_SHARE_SECONDS = 3_600.0
 """Stage-seconds that a peer's node computed for this node's runs that double its share here."""
 WEIGHT_MAX = 8.0
 """A share is at most so many times a stranger's: who helps a lot does not shut all others out."""
-HELPERS_MAX = 4_096
+SERVERS_MAX = 4_096
 MADE_ROOM = "a run of higher priority waits for this slot"
 
 
@@ -82,13 +82,13 @@ class Queue:
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
         before, self._counted_at = self._counted_at, now
-        for peer, stages in self._helpers().items():
-            if peer in self._served or len(self._served) < HELPERS_MAX:
+        for peer, stages in self._stages_served().items():
+            if peer in self._served or len(self._served) < SERVERS_MAX:
                 served = self._served.get(peer, 0.0) + stages * (0.0 if before is None else now - before)
                 self._served[peer] = served
                 self._turns.weigh(peer, min(WEIGHT_MAX, 1.0 + served / FULL_SHARE_SECONDS))
 
-    def _helpers(self) -> dict[PeerId, int]:
+    def _stages_served(self) -> dict[PeerId, int]:
         """Return who holds how many stages of this node's own runs."""
         found: dict[PeerId, int] = {}
         me = self._runs.signer.peer
