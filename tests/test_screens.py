@@ -206,6 +206,7 @@ HISTORY: list[events.Event] = [
     events.RunEnded(
         at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
     ),
+    events.OfferChanged(at=NOW - 2, may_serve=False, reason="on battery"),
     events.RunRevised(
         at=NOW - 2,
         run="0123456789abcdef",
@@ -313,6 +314,7 @@ def test_the_screen_of_a_node() -> None:
         22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
+        22:13:18   serves no others now: on battery
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
