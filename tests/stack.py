@@ -4,6 +4,7 @@ Virtual time, real protocol code, real torch arithmetic. `reference` is what eve
 against: one process, the same micro-batches, seeds and rules.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Swarm:
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
     storages: dict[str, MemoryStorage] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
+    lives: Counter[str] = field(default_factory=Counter)
     medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(Links(NetworkModel(), 1)))
 
     def kill(self, name: str) -> PeerId:
@@ -127,6 +129,9 @@ async def _live(
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))
     events = group.events.setdefault(name, [])
+    # Another life draws other nonces, as a real node does.
+    life = [group.lives[name]] if group.lives[name] else []
+    group.lives[name] += 1
     join = [group.nodes[before].network.addresses[0].short] if before else []
     node = Node(
         config.Config(
@@ -138,8 +143,8 @@ async def _live(
         join=join,
         network=group.medium.attach(identity.peer),
         clock=SimClock(),
-        rng=seeded_rng(seed, identity.peer),
-        entropy=seeded_entropy(seed, identity.peer),
+        rng=seeded_rng(seed, identity.peer, *life),
+        entropy=seeded_entropy(seed, identity.peer, *life),
         executor=executor or SimExecutor(lambda request: stage_seconds if _computes(request) else 0.0),
         storage=storage,
         capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
