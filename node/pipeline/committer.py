@@ -20,7 +20,7 @@ from partition.run.failures import Failures
 from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps import committer as core
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
-from partition.steps.messages import BadFrame, Counted, Open, Progress, Synced, Work
+from partition.steps.messages import BadFrame, Counted, Open, Progress, Save, Synced, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 from partition.steps.save_interval import SaveInterval
 from partition.steps.witness import Witness
@@ -219,6 +219,11 @@ class CommitterShell:
         self.saving.checkpoint_took(step, seconds)
         self.core.saves.every = self.saving.steps
 
+    def checkpoint_ended(self) -> None:
+        """Note that nothing is copied any more: what it cost the steps is known."""
+        self.saving.ended()
+        self.core.saves.every = self.saving.steps
+
     def save(self) -> None:
         """Have every stage copied after this step."""
         self._pass_on(self.core.save(self._clock.monotonic()))
@@ -235,6 +240,8 @@ class CommitterShell:
             if isinstance(message, Open):
                 self._witness.opened(self._clock.monotonic(), message)
             self._send(peer, message)
+        if any(isinstance(message, Save) for _, message in sends):
+            self.saving.began()
 
     def dropped(self, after: Plan) -> list[ReplicaDropped]:
         """Return whom the plan `after` has lost, and how many micro-batches of the open step others compute

@@ -51,6 +51,7 @@ class Paced(Protocol):
     saving: SaveInterval
 
     def checkpoint_took(self, step: int, seconds: float) -> None: ...
+    def checkpoint_ended(self) -> None: ...
 
 
 class Keeping:
@@ -196,7 +197,8 @@ class Keeping:
         committer = self._committer()
         if committer is not None:
             committer.checkpoint_took(message.step, message.milliseconds / 1_000)
-        self._follow()
+        if self._rounds.is_spreading:
+            self._follow()  # else stages are missing yet
 
     def _follow(self) -> None:
         """Do what the rounds ask for."""
@@ -212,6 +214,9 @@ class Keeping:
                     self._service.start_task(self._tell_whole, event, of=self._run)
                 case _:
                     assert_never(event)
+        committer = self._committer()
+        if committer is not None and not self._rounds.is_spreading:
+            committer.checkpoint_ended()
 
     async def _go_on(self, wanted: SpreadWanted[StageState] | SealWanted[StageState]) -> None:
         try:

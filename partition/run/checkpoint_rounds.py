@@ -120,6 +120,11 @@ class CheckpointRounds(Generic[S]):
         """The newest checkpoint that is whole somewhere, and its step."""
         return self._newest
 
+    @property
+    def is_spreading(self) -> bool:
+        """Whether a checkpoint is copied or named now."""
+        return self._spreading is not None
+
     def saves(self, plan: Plan, stage: int) -> bool:
         """Whether it is for this member to put its copy of a stage away: one replica of each does."""
         return plan.stages[stage].replicas[0] == self._me

@@ -1,7 +1,8 @@
 """How many steps lie between two checkpoints, so that making them takes a small share of a run's time.
 
-A manifest says how often at most. What one checkpoint takes is what the slowest replica needed to copy, hash
-and store its stage; steps are timed as they are committed.
+A manifest says how often at most. What one checkpoint takes is the larger of two: what the slowest replica
+needed to copy, hash and store its stage, and by how much steps were slower than others while it was copied to
+its keepers. Steps are timed as they are committed.
 """
 
 from math import ceil, isfinite
@@ -21,8 +22,10 @@ class SaveInterval:
     def __init__(self, least: int) -> None:
         self.steps = self._least = least
         self._step = -1
-        self._cost_seconds = 0.0
+        self._stored_seconds = 0.0
         self._step_seconds = 0.0
+        self._slowdown_seconds: float | None = None
+        self._delay_seconds = 0.0
 
     @property
     def seconds(self) -> float:
@@ -31,20 +34,38 @@ class SaveInterval:
 
     def step_took(self, seconds: float) -> None:
         """Note the time of a committed step."""
+        if self._slowdown_seconds is not None and self._step_seconds:
+            self._slowdown_seconds += seconds - self._step_seconds
+            return  # what a step takes by itself is not learnt from one beside a checkpoint
         before = self._step_seconds or seconds
         self._step_seconds = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * seconds
         self._adapt()
+
+    def began(self) -> None:
+        """Note that stages are to be saved after the step that was just committed."""
+        self.ended()  # the one before has not said so: it came to nothing, or goes on still
+        self._slowdown_seconds = 0.0
+
+    def ended(self) -> None:
+        """Note that the checkpoint is whole, or came to nothing: steps are undisturbed from here on."""
+        if self._slowdown_seconds is not None:
+            newest = max(0.0, self._slowdown_seconds)
+            # Half of the newest, for one slow step may have another cause.
+            self._delay_seconds = (self._delay_seconds + newest) / 2
+            self._slowdown_seconds = None
+            self._adapt()
 
     def checkpoint_took(self, step: int, seconds: float) -> None:
         """Note what one stage needed for the checkpoint of a step; the slowest counts."""
         if not isfinite(seconds) or step < self._step:
             return
-        slowest = self._cost_seconds if step == self._step else 0.0
-        self._step, self._cost_seconds = step, max(slowest, seconds)
+        slowest = self._stored_seconds if step == self._step else 0.0
+        self._step, self._stored_seconds = step, max(slowest, seconds)
         self._adapt()
 
     def _adapt(self) -> None:
         if not self._least or self._step_seconds <= 0:
             return
-        wanted = min(self._cost_seconds / SHARE_MAX, INTERVAL_SECONDS_MAX)
+        cost = max(self._stored_seconds, self._delay_seconds)
+        wanted = min(cost / SHARE_MAX, INTERVAL_SECONDS_MAX)
         self.steps = self._least * max(1, ceil(wanted / (self._least * self._step_seconds)))

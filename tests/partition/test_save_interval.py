@@ -47,3 +47,32 @@ def test_the_slowest_stage_of_the_newest_checkpoint_counts() -> None:
 
 def test_a_run_without_checkpoints_gets_none() -> None:
     assert interval(0, 0.1, 5.0).steps == 0
+
+
+def slowed(found: SaveInterval, step_seconds: float, slow_seconds: float, times: int) -> SaveInterval:
+    """Checkpoints that are stored in no time, each while three steps take so long."""
+    for _ in range(times):
+        found.began()
+        for _ in range(3):
+            found.step_took(slow_seconds)
+        found.ended()
+        for _ in range(10):
+            found.step_took(step_seconds)
+    return found
+
+
+def test_steps_that_are_slower_while_a_checkpoint_is_copied_count() -> None:
+    found = slowed(interval(10, 0.1, 0.0), 0.1, 0.2, 12)
+    assert found.seconds == pytest.approx(0.3 / SHARE_MAX, rel=0.1)
+    slowed(found, 0.1, 0.1, 12)
+    assert found.steps == 10, "and no longer once they are as fast as others"
+
+
+def test_a_checkpoint_that_never_ends_teaches_nothing() -> None:
+    found = interval(10, 0.1, 0.0)
+    found.began()
+    for _ in range(1_000):
+        found.step_took(5.0)
+    assert found.steps == 10
+    found.ended()
+    assert found.seconds <= INTERVAL_SECONDS_MAX + 10 * 0.1
