@@ -47,7 +47,7 @@ class Rebalancing:
         self._recut = recut
         self._watch = RateWatch()
         self._slow = SlowReplicas()
-        self._base: Problem | None = None
+        self._base: tuple[Plan, Problem] | None = None
         self._cuts: tuple[int, ...] | None = None
 
     def begin(self, plan: Plan) -> None:
@@ -87,16 +87,17 @@ class Rebalancing:
             graph = await service.models.get(self._run.manifest.graph_hash, list(plan.members))
             offers = tuple(service.offers())
             run = service.seams.executor.run
-            if self._base is None:
+            if self._base is None or self._base[0] != plan:
                 knowledge = await service.measurements.learn([offer.peer for offer in offers])
                 making = partial(base_problem, self._run, graph, plan, offers, knowledge)
-                self._base = await run(making, apart=True)
-            paces = believed_paces(self._base, plan, said, seen)
-            service.measurements.stages_found(found_rates(self._base, plan, paces))
+                self._base = plan, await run(making, apart=True)
+            _, base = self._base
+            paces = believed_paces(base, plan, said, seen)
+            service.measurements.stages_found(found_rates(base, plan, paces))
             if len(plan.stages) < 2 or steps_left < 1:
                 return
             seconds = self._watch.seconds
-            work = partial(better_cuts, self._base, plan, paces, steps_left=steps_left, seconds=seconds)
+            work = partial(better_cuts, base, plan, paces, steps_left=steps_left, seconds=seconds)
             cuts = await run(work, apart=True)
         except (Unreachable, RemoteProtocolError, ValueError):
             return
