@@ -288,7 +288,7 @@ class Proposer:
         return (
             pending.plan.parent == self._chain.head_hash
             and set(pending.change.lost) == set(view.plan.roster) & view.absent
-            and all(peer in live and peer not in self.leaving for peer in pending.newcomers)
+            and all(peer in live and not self._wants_out(peer) for peer in pending.newcomers)
         )
 
     def _no_way(self, now: float, found: NoViablePlan) -> None:
@@ -326,7 +326,15 @@ class Proposer:
         last, roster = self._decliners.now(now), set(plan.roster)
         return ranked(free, first=first, trainers=plan.trainers, roster=roster, last=last)
 
+    def _wants_out(self, peer: PeerId) -> bool:
+        """Return whether it is about to go.
+
+        Once the next plan is to do without it, it has given up its stage: it may be asked again where it
+        offers a slot, as a machine does whose owner has gone again.
+        """
+        return peer in self.leaving and peer not in self.absent
+
     def _may_come(self, peer: PeerId, now: float) -> bool:
-        is_here = peer in self._around.live() and peer not in self.leaving
+        is_here = peer in self._around.live() and not self._wants_out(peer)
         refusal = self._busy.get(peer)
         return is_here and (refusal is None or refusal.until <= now)
