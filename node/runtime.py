@@ -416,7 +416,6 @@ class Node(Surface):
         """Say goodbye to the swarm; the node ends when its context does."""
         if not self.stopping.is_set():
             self.stopping.set()
-        self.provider.set("accept_runs", "never")
         with trio.CancelScope(shield=True):
             for part in (self.runs.leave, self._remembered.save, self.discovery.save, self.membership.leave):
                 with contain("leaving"):  # a full disk is no reason to go without a goodbye

@@ -117,7 +117,7 @@ def member_of(group: Swarm, name: str) -> Any:
 def look(group: Swarm) -> Sight:
     """What everybody holds now."""
     members = [member for name in group.nodes if (member := member_of(group, name)) is not None]
-    shells = [member._hosting.replica for member in members]
+    shells = [member.hosting.replica for member in members]
     (committer,) = [member._committer.core for member in members if member._committer is not None]
     assert isinstance(committer, Committer)
     return Sight(
