@@ -39,6 +39,7 @@ class Session:
         self._run = run
         self.error = ""
         """Why this session does nothing any more; empty while it works."""
+        self._to_say: Callable[[], None] | None = None
 
     @property
     def view(self) -> RunView:
@@ -57,10 +58,16 @@ class Session:
 
     def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
         """Say how far this peer is."""
-        said = partial(
+        self._to_say = partial(
             self._run.tell, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
         )
-        self._begin(_as_task(said))
+        self._begin(_as_task(self._say))
+
+    def _say(self) -> None:
+        """Say the newest: two tasks begun one after the other may run in any order."""
+        newest, self._to_say = self._to_say, None
+        if newest is not None:
+            newest()
 
     def average(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Round]":
         """Begin a round. The vector must not change before it is over."""

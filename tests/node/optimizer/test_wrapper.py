@@ -1,7 +1,6 @@
 """The optimizer wrapper, on real nodes in threads of this process."""
 
 import copy
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,10 +150,6 @@ def test_small_batches_gather_until_the_target_is_full(nodes: Callable[[int], li
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.skipif(
-    "PEERLOOM_TWO_PEERS" not in os.environ,
-    reason="under load a report of samples sometimes never comes; the cause is not found yet",
-)
 def test_two_peers_make_the_step_of_all_their_samples(nodes: Callable[[int], list[SyncNode]]) -> None:
     a, b = nodes(2)
     models = [model_of(), model_of()]
