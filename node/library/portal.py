@@ -118,6 +118,14 @@ class Portal(Generic[S]):
             self._token.run_sync_soon(self._begin, call)
         return call
 
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Run a plain function in the loop's thread soon, after all posted before it: what `begin` begins may
+        run in any order. It must not raise. Raises PortalClosed."""
+        with self._lock:
+            if self._is_over or self._token is None:
+                raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
+            self._token.run_sync_soon(function, *arguments)
+
     def cancel(self, call: "Call[Any]") -> None:
         """Cancel what `begin` has begun; nothing happens where it is over."""
         with self._lock:

@@ -4,7 +4,7 @@ The training loop stands in one thread, the node's event loop in another (`node.
 first asks is done by the second, and its outcome is looked at between two steps.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from gossip.averaging.reduction import Vector
 from gossip.averaging.strategies import Mean, Strategy
 from node.averaging.participation import Participation, Round, RunView, Wanted
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
+from node.containment import contain
 from node.library.portal import Call, Portal, PortalClosed
 
 T = TypeVar("T")
@@ -39,7 +40,6 @@ class Session:
         self._run = run
         self.error = ""
         """Why this session does nothing any more; empty while it works."""
-        self._to_say: Callable[[], None] | None = None
 
     @property
     def view(self) -> RunView:
@@ -58,16 +58,10 @@ class Session:
 
     def tell(self, *, step: int, samples: int, rounds: int, lineage: bytes, has_state: bool) -> None:
         """Say how far this peer is."""
-        self._to_say = partial(
+        said = partial(
             self._run.tell, step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=has_state
         )
-        self._begin(_as_task(self._say))
-
-    def _say(self) -> None:
-        """Say the newest: two tasks begun one after the other may run in any order."""
-        newest, self._to_say = self._to_say, None
-        if newest is not None:
-            newest()
+        self._post(said)
 
     def average(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Round]":
         """Begin a round. The vector must not change before it is over."""
@@ -112,7 +106,7 @@ class Session:
 
     def stepped(self, step: int, samples: int) -> None:
         """Tell screens of a global step."""
-        self._begin(_as_task(partial(self._run.stepped, step, samples)))
+        self._post(partial(self._run.stepped, step, samples))
 
     def fetch(self, step: int, *, bytes_max: int) -> "Pending[Snapshot]":
         """Begin to fetch the newest state at this step or later."""
@@ -132,8 +126,17 @@ class Session:
     def close(self) -> None:
         """Take no further part."""
         if not self.error:
-            self._begin(_as_task(self._run.close))
+            self._post(self._run.close)
             self.error = "closed"
+
+    def _post(self, function: Callable[[], object]) -> None:
+        """Have this done in the node's thread, in the order of the calls."""
+        if self.error:
+            return
+        try:
+            self._portal.post(_contained, function)
+        except PortalClosed as error:
+            self.error = f"the node has ended: {error}"
 
     def _begin(self, function: Callable[..., Any], *arguments: Any) -> "Call[Any] | None":
         if self.error:
@@ -179,8 +182,6 @@ class Pending(Generic[T]):
             self._portal.cancel(self._call)
 
 
-def _as_task(function: Callable[[], object]) -> Callable[[], Awaitable[None]]:
-    async def task() -> None:
+def _contained(function: Callable[[], object]) -> None:
+    with contain("optimizer's session"):
         function()
-
-    return task

@@ -230,5 +230,18 @@ def test_a_call_raises_what_it_raised_in_the_loop_and_the_loop_goes_on() -> None
     portal.close()
 
 
+def test_what_is_posted_is_done_in_order_and_refused_once_the_loop_has_ended() -> None:
+    portal = Portal(Loop)
+    portal.open()
+    done: list[int] = []
+    for number in range(200):
+        portal.post(done.append, number)
+    portal.call_sync(int)
+    assert done == list(range(200))
+    portal.close()
+    with pytest.raises(PortalClosed):
+        portal.post(done.append, 200)
+
+
 async def _call_back(portal: Portal[Loop], loop: Loop) -> None:
     portal.run(loop.fail)
