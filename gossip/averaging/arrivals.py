@@ -28,7 +28,7 @@ class Arrivals:
         self._told: dict[int, Arrived] = {}
 
     def note(self, now: float, place: int, size_bytes: int) -> None:
-        """So many bytes came from the member at `place`."""
+        """Count bytes that came from the member at `place`."""
         if size_bytes:
             before = self._came.get(place, (0, now))[0]
             self._came[place] = before + size_bytes, now

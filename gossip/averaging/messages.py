@@ -116,7 +116,7 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """So many bytes of your chunks came, the last of them so long after I began."""
+    """How many bytes of the receiver's chunks came, and how long after the sender's start the last one."""
 
     attempt: Hash
     size_bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

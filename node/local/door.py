@@ -1,4 +1,4 @@
-"""Who may take part in a run in local mode, for the averaging service and for whoever asks nodes to join."""
+"""Admission to a run in local mode, for the averaging service and for members that ask nodes to join."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

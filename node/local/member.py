@@ -529,7 +529,7 @@ class LocalMember:
 
     @property
     def admission(self) -> Admission:
-        """Who is a member, as far as this one knows."""
+        """The members that this one knows of."""
         return self._door.admission
 
     def admitted(self, peer: PeerId) -> None:

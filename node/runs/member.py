@@ -25,7 +25,7 @@ from node.runs.chain import ChainShell, Entered
 from node.runs.checkpointing import Keeping
 from node.runs.completion import collect_result, fetch_result, with_checkpoint
 from node.runs.context import Service
-from node.runs.progress import Telling
+from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
 from node.runs.stage import Hosting
 from node.runs.steering import Steering
@@ -103,8 +103,8 @@ class RunMember:
         self._stall = StallClock(self._now)
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
-        self._telling = Telling(service, run, self.core, self._stall)
-        self.shown = self._telling.shown
+        self._reports = ProgressReports(service, run, self.core, self._stall)
+        self.shown = self._reports.shown
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
@@ -313,7 +313,7 @@ class RunMember:
         past, self._past = self._past, None
         if past is not None and plan.committer == self._me:
             for dropped in past.dropped(plan):
-                self._telling.tell(plan, dropped)
+                self._reports.tell(plan, dropped)
         if event.over is not None:
             self._fail(event.over)
         elif self._me in plan.trainers:
@@ -328,7 +328,7 @@ class RunMember:
                 self._service,
                 self.steering.run,
                 plan,
-                partial(self._telling.tell, plan),
+                partial(self._reports.tell, plan),
                 absent=self.absent,
                 paused=self._paused,
                 stalled_since=self._stall.since,
@@ -544,7 +544,7 @@ class RunMember:
             return
         if isinstance(message, wire.Notice):
             check_sender(plan, sender, message)
-            self._telling.hear(message)
+            self._reports.hear(message)
             self.core.heard(self._now)
         elif plan.committer == self._me:
             self._keeping.saved(plan, sender, message)

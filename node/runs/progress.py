@@ -27,7 +27,7 @@ class Shown:
     evaluated: RunEvaluated | None = None
 
 
-class Telling:
+class ProgressReports:
     """One member's, beside its core."""
 
     def __init__(self, service: Service, run: Run, core: Member, stall: StallClock) -> None:

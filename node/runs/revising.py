@@ -79,10 +79,10 @@ class Revising:
         member = runs.members.get(run.id)
         if member is not None:
             member.revise(fact)
-        telling = runs.stopping.telling(run)
-        runs.start_task(runs.stopping.tell, Revise(fact), telling, of=None)
+        delivery = runs.stopping.delivery(run)
+        runs.start_task(runs.stopping.tell, Revise(fact), delivery, of=None)
         with trio.move_on_after(STOP_SECONDS):
-            await telling.over.wait()
+            await delivery.over.wait()
         return {
             "run": text,
             "number": body.number,
@@ -90,8 +90,8 @@ class Revising:
             "learning_rate": body.learning_rate,
             "priority": body.priority,
             "is_paused": body.is_paused,
-            "told": telling.told,
-            "left": len(telling.left),
+            "told": delivery.told,
+            "left": len(delivery.left),
         }
 
     def ask_for(self, run: Run, priority: int, deadline_minutes: int) -> None:

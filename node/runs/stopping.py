@@ -61,7 +61,7 @@ def make_stop(signer: Signer, run: Run) -> Fact:
 
 
 @dataclass
-class Telling:
+class Delivery:
     """Which members have heard of a stop, and which are still to be told."""
 
     left: set[PeerId]
@@ -120,10 +120,10 @@ class Stopping:
                 f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may stop it",
                 f"leave it: python -m node runs drop {text[:8]}",
             )
-        telling = await self._end(run, make_stop(self._runs.signer, run))
+        delivery = await self._end(run, make_stop(self._runs.signer, run))
         with trio.move_on_after(STOP_SECONDS):
-            await telling.over.wait()
-        return {"run": text, "status": "stopped", "told": telling.told, "left": len(telling.left)}
+            await delivery.over.wait()
+        return {"run": text, "status": "stopped", "told": delivery.told, "left": len(delivery.left)}
 
     async def drop(self, text: str) -> dict[str, object]:
         """Leave a stranger's run at once, for ever. Raises UsageError, RunFailed as `stop` does."""
@@ -156,11 +156,11 @@ class Stopping:
         await self._end(member.run, fact)
         return Done()
 
-    async def _end(self, run: Run, fact: Fact) -> Telling:
+    async def _end(self, run: Run, fact: Fact) -> Delivery:
         """End it here, and have the others told."""
         runs = self._runs
-        member, telling = runs.members.get(run.id), self.telling(run)
-        runs.start_task(self.tell, Stop(fact), telling, of=None)
+        member, delivery = runs.members.get(run.id), self.delivery(run)
+        runs.start_task(self.tell, Stop(fact), delivery, of=None)
         member = member or runs.outside.recall(run.id)
         if member is not None:
             member.stopped_by = fact
@@ -170,16 +170,16 @@ class Stopping:
         else:
             await runs.archive.note(run, Shown(), "stopped", STOPPED, "", stop=fact, for_all=True)
         self.over(run.text)
-        return telling
+        return delivery
 
-    def telling(self, run: Run) -> Telling:
+    def delivery(self, run: Run) -> Delivery:
         """Return whom to tell of a run, nobody told yet: where this node is no member of it any more, whoever
         is may be anybody."""
         member, live = self._runs.members.get(run.id), set(self._runs.live())
         known: Collection[PeerId] = live if member is None else member.acquainted & live
-        return Telling(set(known) - {self._runs.signer.peer})
+        return Delivery(set(known) - {self._runs.signer.peer})
 
-    async def tell(self, request: Request, telling: Telling) -> None:
+    async def tell(self, request: Request, delivery: Delivery) -> None:
         """Tell all that are left to be told; who is away hears of it when it comes back."""
         limiter = trio.CapacityLimiter(TOLD_AT_ONCE_MAX)
 
@@ -188,16 +188,16 @@ class Stopping:
                 async with limiter:
                     with suppress(Unreachable):
                         if isinstance(await self._runs.ask(peer, request, ASK_SECONDS_MAX), Done):
-                            telling.told += 1
+                            delivery.told += 1
                             break
                 await trio.sleep(RETRY_SECONDS)
-            telling.left.discard(peer)
+            delivery.left.discard(peer)
 
         with trio.move_on_after(TELL_SECONDS_MAX):
             async with trio.open_nursery() as nursery:
-                for peer in sorted(telling.left):
+                for peer in sorted(delivery.left):
                     nursery.start_soon(tell, peer)
-        telling.over.set()
+        delivery.over.set()
 
     def find(self, text: str) -> Run:
         """Return a run that goes on here, or that this node asked for. Raises RunFailed."""

@@ -134,7 +134,8 @@ class LinkProbes:
 
 
 class ProbeLimits:
-    """Whom a peer lets measure it: one at a time, a few of each and of all, nobody while it computes."""
+    """Limit the peers that may measure this one: one at a time, so many of each and of all, none while it
+    computes."""
 
     def __init__(self, now: float) -> None:
         self._peers: Buckets[PeerId] = Buckets(PEER_PROBES_PER_SECOND, PEER_PROBES_MAX, SOURCES_MAX)

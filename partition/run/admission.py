@@ -1,4 +1,4 @@
-"""Who takes part in a run in local mode: a sans-IO core, one for each run.
+"""Admission of members to a run in local mode: a sans-IO core, one for each run.
 
 The requester is a member. A member that asks a node to take part signs a `Ticket` for it, and sends it along
 with its own: a *chain* of tickets, the first by the requester, each by the one that the last was made for. A

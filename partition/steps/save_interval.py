@@ -10,8 +10,7 @@ from math import ceil, isfinite
 SHARE_MAX = 0.02
 """Of a run's time that checkpoints may take."""
 INTERVAL_SECONDS_MAX = 300.0
-"""However long a checkpoint takes: what a lost stage costs stays bounded, and a claim cannot turn saving
-off."""
+"""Even for a slow checkpoint: a lost stage costs a bounded time, and no claim can turn saving off."""
 _NEWEST_WEIGHT = 0.2
 """Of the newest step in the mean: a slow one is soon forgotten."""
 

@@ -26,7 +26,7 @@ from node.containment import (
 from node.documents import rfc3339
 from node.errors import StreamClosed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
-from node.runs.progress import Telling
+from node.runs.progress import ProgressReports
 from node.runtime import Node
 from node.seams import Stream
 from tests.node.behaviour.worlds import World, on_both_networks, running, until
@@ -149,7 +149,7 @@ def test_the_log_has_the_traceback_and_the_screen_one_line(
 def test_a_place_is_named_by_its_function() -> None:
     from functools import partial
 
-    assert place_of(partial(partial(Telling.show), 1)) == "Telling.show"
+    assert place_of(partial(partial(ProgressReports.show), 1)) == "ProgressReports.show"
 
 
 @on_both_networks

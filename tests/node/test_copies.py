@@ -43,7 +43,7 @@ from sim.seams import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks
 from tests.stack import Swarm, simulate, swarm
 
-# Who
+# The choice of keepers
 
 
 def peers(numbers: st.SearchStrategy[set[int]]) -> st.SearchStrategy[list[PeerId]]:
@@ -83,7 +83,7 @@ def test_stages_are_shared_out_over_the_roster() -> None:
     assert min(counts) >= 6
 
 
-# How
+# Keeping
 
 
 @dataclass

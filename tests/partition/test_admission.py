@@ -1,4 +1,4 @@
-"""Who counts as a member of a run in local mode: chains of tickets, and requests to join."""
+"""Admission to a run in local mode: chains of tickets, and requests to join."""
 
 from collections.abc import Callable
 from itertools import pairwise
