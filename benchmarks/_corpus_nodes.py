@@ -62,7 +62,7 @@ def _difference(wanted: Manifest, dataset: Dataset, folder: Path) -> float:
 
     async def scenario() -> None:
         async with swarm("ab") as group:
-            await group.nodes["a"].runs.learn_data(dataset.digest, folder)
+            await group.nodes["a"].runs.data.keep(dataset.digest, folder)
             run, events = await train(group, "a", wanted)
             end = events[-1]
             assert isinstance(end, RunEnded), end

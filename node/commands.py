@@ -126,6 +126,7 @@ class Commands:
             "measurements": self._measurements,
             "events": self._events,
             "leave": self._leave,
+            "receipts": self._receipts,
             "train": self._train,
             "config.set": self._set,
             "runs.show": self._show,
@@ -143,10 +144,12 @@ class Commands:
 
     async def _status(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         node = self._node
-        return views.status_document(node.state, node.seams.clock.wall(), node.counters)
+        document = views.status_document(node.state, node.seams.clock.wall(), node.counters)
+        return document | {"contribution": node.runs.receipts.summary()}
 
     async def _peers(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        return views.peers_document(self._node.state, self._node.seams.clock.wall())
+        document = views.peers_document(self._node.state, self._node.seams.clock.wall())
+        return self._node.runs.receipts.told_of(document)
 
     async def _measurements(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         return await self._node.measurements.document(self._node.membership.live)
@@ -259,7 +262,7 @@ class Commands:
         if run_file.data != datasets.DIGITS_NAME:
             try:
                 path = datasets.path_of(run_file.data, base)
-                await node.runs.learn_data(dataset.digest, path, window=dataset.window)
+                await node.runs.data.keep(dataset.digest, path, window=dataset.window)
             except OSError as error:
                 raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
         try:
@@ -334,7 +337,12 @@ class Commands:
 
     async def _show(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
         """How a run is: as this node knows it, or else as its members say."""
-        return await self.show(find_run(self._node.state.runs, str(arguments.get("run", ""))))
+        run = find_run(self._node.state.runs, str(arguments.get("run", "")))
+        found = self._node.runs.receipts.document(run)
+        return await self.show(run) | {"receipts": [*found["issued"], *found["earned"]]}
+
+    async def _receipts(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
+        return self._node.runs.receipts.document()
 
     async def show(self, run: str) -> dict[str, Any]:
         """Return how a run is, as this node knows it or else as its members say. Raises RunFailed."""

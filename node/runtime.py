@@ -387,7 +387,8 @@ class Node(Surface):
             copies=self.copies,
             guests=self._guests,
             averaging=self.averaging,
-            machine=self.provider.machine(self.capacity),
+            machine=lambda: self.provider.machine(self.capacity),
+            rate=lambda: self.provider.of_a_slot(self.capacity).flops_per_second,
             slots=self.provider.rules.slots,
         )
 

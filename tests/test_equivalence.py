@@ -227,7 +227,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(stage: int,
 
     async def scenario() -> None:
         async with swarm("abcdefg") as group:
-            await group.nodes["g"].runs.learn_data(data.digest, path, window=data.window)
+            await group.nodes["g"].runs.data.keep(data.digest, path, window=data.window)
             run, events = await train_with_a_death(group, wanted, stage)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
             assert evaluated.samples == data.test_samples * WINDOW, "a sample is a token here"

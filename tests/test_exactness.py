@@ -115,7 +115,7 @@ def trained(
     async def scenario() -> None:
         async with swarm(names) as group:
             if job.path is not None:
-                await group.nodes[requester].runs.learn_data(
+                await group.nodes[requester].runs.data.keep(
                     job.dataset.digest, job.path, window=job.dataset.window
                 )
             if death is not None:

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "partition.plan.chain": "this node's own disk",
     "node.storage.blobs": "this node's own disk",
     "node.placement.slots": "this node's own disk",
+    "node.runs.receipts_file": "this node's own disk",
     "node.runs.archive": "this node's own disk",
     "node.storage.guests": "this node's own disk",
     "node.runs.chain": "this node's own disk",

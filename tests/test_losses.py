@@ -146,7 +146,7 @@ def test_two_nodes_train_as_a_plain_loop(
 
     async def scenario() -> None:
         async with swarm("ab") as group:
-            await group.nodes["a"].runs.learn_data(dataset.digest, tmp_path)
+            await group.nodes["a"].runs.data.keep(dataset.digest, tmp_path)
             run, events = await train(group, "a", wanted)
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done", events[-1].detail

@@ -60,7 +60,7 @@ def spoil(
 async def learn(group: Swarm, folder: Path) -> str:
     """Have the requester hold this data, which nobody has looked at; its hash."""
     digest = load_folder(folder).digest
-    await group.nodes["a"].runs.learn_data(digest, folder)
+    await group.nodes["a"].runs.data.keep(digest, folder)
     return digest
 
 

@@ -19,6 +19,7 @@ from node.cli import (
     page,
     peers,
     predict,
+    receipts,
     report,
     runs,
     settings,
@@ -43,6 +44,7 @@ app.command("plan")(plan)
 app.command("doctor")(doctor)
 app.command("status")(status.status)
 app.command("peers")(peers.peers)
+app.command("receipts")(receipts.receipts)
 app.command("page")(page.page)
 app.command("events")(events.events)
 app.command("report")(report.report)

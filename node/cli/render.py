@@ -130,6 +130,14 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def flops_text(flops: float) -> str:
+    """An amount of computing, with its unit."""
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops / 1e6:.3g} MFLOP" if flops else "-"
+
+
 def seconds_text(seconds: float) -> str:
     """`0 s`, `1.2 ms`, `3.4 s`, `5 min 10 s`, `2 h 3 min`, `4 days`; whole seconds stay whole."""
     if seconds <= 0:

@@ -11,7 +11,17 @@ import typer
 from node.cli.client import ask, request
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.outputs import output_path
-from node.cli.render import bytes_text, columns_of, csv_text, data_text, short_id, show, show_json, table
+from node.cli.render import (
+    bytes_text,
+    columns_of,
+    csv_text,
+    data_text,
+    flops_text,
+    short_id,
+    show,
+    show_json,
+    table,
+)
 from node.cli.screen import EventScreen
 from node.cli.trace import chrome_trace, send_otlp
 
@@ -275,6 +285,11 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
         layers = f"layers {stage['layers'][0]}-{stage['layers'][1] - 1}"
         lines.append(f"  stage {number:<7} {layers} on {', '.join(map(short_id, stage['replicas']))}")
+    for row in run.get("receipts", ()):
+        work = f"{flops_text(row['flops'])} in {row['microbatches']} micro-batches"
+        lines.append(
+            f"  computed      {short_id(row['provider'])} {work}, measured by {short_id(row['measurer'])}"
+        )
     if run.get("result"):
         lines.append(f"  result        {run['result']}: python -m node runs fetch {run['run']} --out FILE")
     return lines

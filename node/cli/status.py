@@ -9,6 +9,7 @@ from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import (
     capacity_text,
+    flops_text,
     labelled,
     seconds_text,
     short_address,
@@ -75,6 +76,8 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     lines.append(labelled("members", f"{alive} alive" + (f" of {known} known" if known > alive else "")))
     if document.get("dht") is not None:
         lines.append(labelled("dht", table_text(document["dht"])))
+    if (given := document.get("contribution")) and (given["earned_receipts"] or given["issued_receipts"]):
+        lines.append(labelled("contributed", contribution_text(given)))
     for join in document["joins"]:
         if join["outcome"] != "ok":
             lines.append(
@@ -116,6 +119,14 @@ def table_text(document: Mapping[str, Any]) -> str:
     text += f"{document['records']} records held, {document['own_records']} own"
     if document["records_short"]:
         text += f"; {document['records_short']} stores kept by too few"
+    return text
+
+
+def contribution_text(document: Mapping[str, Any]) -> str:
+    """Of the `contribution` in a status document: what this node computed for others, and they for it."""
+    text = f"{flops_text(document['earned_flops'])} for others, by {document['earned_receipts']} receipts"
+    if document["issued_receipts"]:
+        text += f"; measured of others: {flops_text(document['issued_flops'])}"
     return text
 
 

@@ -25,7 +25,10 @@ class Service(Protocol):
     signer: Signer
     models: Models
     guests: Guests
-    machine: Machine
+
+    @property
+    def machine(self) -> Machine: ...
+
     averaging: Averaging
     live: Callable[[], Collection[PeerId]]
     offers: Callable[[], Sequence[Offer]]

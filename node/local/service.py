@@ -47,7 +47,7 @@ class LocalRuns:
         self._service = service
         self._archive = archive
         seams = service.seams
-        self._checks = LeaseChecks(service.signer.peer, seams.executor, seams.clock, service.machine)
+        self._checks = LeaseChecks(service.signer.peer, seams.executor, seams.clock, lambda: service.machine)
         self._endings = core.Endings()
         self._joins = Joins()
         self._driver = Driver(

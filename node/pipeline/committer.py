@@ -78,6 +78,7 @@ class CommitterShell:
         self._absent = absent
         self._paused = paused
         self._stepped = stepped
+        self._receipts = service.receipts
         self._witness = Witness(plan)
         self._stalled_since = stalled_since
         self._failures = failures
@@ -292,6 +293,7 @@ class CommitterShell:
         pace, stages = self.core.pace, self._plan.stages
         peers = [PeerId(peer) for stage in stages for peer in stage.replicas]
         said = {peer: pace.nanoseconds(peer) for peer in peers}
+        self._receipts.counted(self._run, self._plan, pace.take_counted())
         self._stepped(event.step, seconds, said, self._witness.nanoseconds())
         self.saving.step_took(seconds)
         self.core.saves.every = self.saving.steps

@@ -6,6 +6,7 @@ for the disk, only so often for one peer, and not again for what has been answer
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 import trio
@@ -35,9 +36,9 @@ BUSY = "busy: too many leases are looked at"
 
 
 class LeaseChecks:
-    """Those of the node `me`; `machine` is what it gives to a stage."""
+    """Those of the node `me`; `machine` is what it gives to a stage now."""
 
-    def __init__(self, me: PeerId, executor: Executor, clock: Clock, machine: Machine) -> None:
+    def __init__(self, me: PeerId, executor: Executor, clock: Clock, machine: Callable[[], Machine]) -> None:
         self._me = me
         self._executor = executor
         self._clock = clock
@@ -49,13 +50,13 @@ class LeaseChecks:
 
     def known(self, run: Run, plan: Plan, stage: int) -> str | None:
         """Why this stage cannot be here, where that has been found out before."""
-        return self._answers.get(_key(run, plan, stage))
+        return self._answers.get(_key(run, plan, stage, self._machine()))
 
     async def rejection_reason(
         self, asker: PeerId, run: Run, graph: Graph, plan: Plan, stage: int
     ) -> str | None:
         """Why this stage cannot be here, in words for a person; None if it can."""
-        key = _key(run, plan, stage)
+        key = _key(run, plan, stage, self._machine())
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
@@ -66,7 +67,7 @@ class LeaseChecks:
             if permit is None:
                 return BUSY
             async with self._turn:
-                work = partial(rejection_reason, run, graph, plan, stage, self._machine)
+                work = partial(rejection_reason, run, graph, plan, stage, self._machine())
                 answer = await self._executor.run(work, apart=True)
             self._answers[key] = answer
             while len(self._answers) > REMEMBERED_MAX:
@@ -74,9 +75,10 @@ class LeaseChecks:
         return answer
 
 
-def _key(run: Run, plan: Plan, stage: int) -> bytes:
-    """All that the answer depends on but for this machine."""
+def _key(run: Run, plan: Plan, stage: int, machine: Machine) -> bytes:
+    """All that the answer depends on."""
     manifest = run.manifest
     rows = [(row.first_layer, row.last_layer, len(row.replicas)) for row in plan.stages]
     settings = (manifest.microbatches, manifest.optimizer, manifest.autocast, manifest.recompute)
-    return encode((manifest.graph_hash, manifest.sizes_max, manifest.metrics, settings, rows, stage))
+    gives = machine.threads, machine.device, machine.memory_bytes
+    return encode((manifest.graph_hash, manifest.sizes_max, manifest.metrics, settings, rows, stage, gives))

@@ -44,6 +44,7 @@ from partition.plan.problem import Constraints, Infeasible, PeerCost, Problem, S
 from partition.plan.rates import Calibration, assumed, equivalent_rate
 from partition.plan.solver import solve
 from partition.run.decliners import Decliners
+from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.next_change import choose_witnesses
 from partition.run.timeouts import LEASE_SECONDS_MAX
 from partition.steps.frames import PAYLOAD_BYTES_MAX
@@ -91,7 +92,23 @@ def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
 
 
 class PlacementFailed(Exception):
-    """No plan came about, and why, in words for a person."""
+    """No plan came about, and why, in words for a person. `wait_seconds` is when slots may be free that were
+    busy, by what their providers say; None where that is not known."""
+
+    def __init__(self, reason: str, wait_seconds: int | None = None) -> None:
+        begins = "" if wait_seconds is None else f"; slots may be free in about {about(wait_seconds)}"
+        super().__init__(reason + begins)
+        self.reason = reason
+        self.wait_seconds = wait_seconds
+
+
+def about(seconds: float) -> str:
+    """Return a time to one or two digits, as an estimate is worth."""
+    if seconds < 55:
+        return f"{max(10, round(seconds, -1)):.0f} s"
+    if seconds < 5400:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{max(2, round(seconds / 3600))} h"
 
 
 def make_plan(
@@ -279,23 +296,35 @@ async def place(
     """
     left = list(offers)
     reasons: list[str] = []
+    waits: list[int] = []
     until = monotonic() + PLACEMENT_SECONDS_MAX
     while monotonic() < until:
         try:
             planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce)
             plan = await _plan(planning, left, decliners.now(monotonic()), executor)
         except PlacementFailed as error:
-            raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]])) from None
+            free = sum(offer.has_slot for offer in left)
+            seconds = expected_wait(run.manifest, free, waits)
+            raise PlacementFailed("; ".join([str(error), *reasons[-REASONS_MAX:]]), seconds) from None
         rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)
         rows |= {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
         refused = await lease_all(run, plan, rows, signer, ask, revision=revision)
         if refused is None:
             return plan
-        peer, reason = refused
+        peer, refusal = refused
         decliners.note(peer, monotonic())
-        reasons.append(f"{short_peer(peer)} {reason}")
+        reasons.append(f"{short_peer(peer)} {refusal.reason}")
+        if refusal.wait_seconds is not None:
+            waits.append(refusal.wait_seconds)
         left = [offer for offer in left if offer.peer != peer]
     raise PlacementFailed("; ".join(["providers kept declining", *reasons[-REASONS_MAX:]]))
+
+
+def expected_wait(manifest: Manifest, free: int, waits: Sequence[int]) -> int | None:
+    """Return when as many slots may be free as a run needs beside those that are; None where too few of the
+    busy providers say."""
+    missing = max(1, max(1, manifest.stages) * max(1, manifest.replicas) - free)
+    return sorted(waits)[missing - 1] if missing <= len(waits) else None
 
 
 async def _plan(
@@ -321,39 +350,39 @@ async def lease_all(
     ask: Ask,
     history: History | None = None,
     revision: Fact | None = None,
-) -> tuple[PeerId, str] | None:
+) -> tuple[PeerId, Declined] | None:
     """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; None, or who
     declined and why."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
         request = LeaseRequest(run.fact, data, stage, history, revision)
-        reason = await lease(peer, request, run, plan, signer, ask)
-        if reason is not None:
+        refusal = await lease(peer, request, run, plan, signer, ask)
+        if refusal is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
             await release(run, plan, [*taken, peer], ask)
-            return peer, reason
+            return peer, refusal
         taken.append(peer)
     return None
 
 
 async def lease(
     peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
-) -> str | None:
+) -> Declined | None:
     """Lease a stage of `plan`, or have `peer` agree to be a witness; None, or why that failed."""
     seconds = WITNESS_SECONDS_MAX if request.stage is None else LEASE_SECONDS_MAX
     reply = await _try(ask, peer, request, seconds)
     if isinstance(reply, Declined):
-        return reply.reason
+        return reply
     if not isinstance(reply, Leased):
-        return "gave no lease"
+        return Declined("gave no lease")
     try:
         body: LeaseBody = decode(reply.lease.body, LeaseBody, bytes_max=512)
         author = signer.check(LEASE_PURPOSE, reply.lease)
     except RemoteProtocolError as error:
-        return str(error)
+        return Declined(str(error)[:REASON_LENGTH_MAX])
     if (author, body.run, body.plan, body.stage) != (peer, run.id, plan_hash(plan), request.stage):
-        return "leased something else"
+        return Declined("leased something else")
     return None
 
 

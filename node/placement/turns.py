@@ -9,6 +9,8 @@ so it is bought with one's own share; and a run that waits rises, so none waits 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
 """
 
+import heapq
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
@@ -27,6 +29,8 @@ HALF_LIFE_SECONDS = 24 * 3600.0
 ever."""
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
+SERVED_MAX = 16
+"""Runs whose time in a slot is remembered; a run that waits is expected to take their median."""
 PRIORITY = 5
 PRIORITY_MAX = 9
 
@@ -62,12 +66,15 @@ class _Waiting:
     since: float
     asked: float
     interval_seconds: float = 0.0
+    made_room: bool = False
 
 
 @dataclass
 class _Serving:
     wish: Wish
     charged: float
+    begun: float
+    risen: float
     seconds_left: float | None = None
     is_preempted: bool = False
 
@@ -88,6 +95,7 @@ class Turns:
     _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     _serving: dict[bytes, _Serving] = field(default_factory=dict)
     _accounts: dict[bytes, _Account] = field(default_factory=dict)
+    _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
     # What a provider is asked
 
@@ -110,18 +118,21 @@ class Turns:
         if len(ahead) < free:
             return None
         self._preempt(wish)
-        return Wait(place, self._estimate(place))
+        return Wait(place, self._estimate(now, place))
 
     def begin(self, now: float, wish: Wish) -> None:
         """The run has a slot from now on."""
         self._settle(now)
-        self._waiting.pop(wish.run, None)
-        self._serving.setdefault(wish.run, _Serving(wish, now))
+        row = self._waiting.pop(wish.run, None)
+        risen = wish.priority if row is None else self._risen(now, row)
+        self._serving.setdefault(wish.run, _Serving(wish, now, now, risen))
 
     def end(self, now: float, run: bytes) -> None:
         """The run has given its slot back."""
         self._settle(now)
-        self._serving.pop(run, None)
+        row = self._serving.pop(run, None)
+        if row is not None and not row.is_preempted:
+            self._took.append(now - row.begun)
 
     def keep(self, now: float, running: Collection[bytes]) -> None:
         """End all runs but these: what the provider's slots say counts."""
@@ -179,8 +190,12 @@ class Turns:
 
     def _rank(self, now: float, row: _Waiting) -> tuple[float, float, float, float, bytes]:
         wish, account = row.wish, self._account(row.wish.requester)
-        risen = wish.priority + (now - row.since) // AGE_SECONDS
-        return (-risen, account.used / account.weight, wish.deadline, row.since, wish.run)
+        return (-self._risen(now, row), account.used / account.weight, wish.deadline, row.since, wish.run)
+
+    @staticmethod
+    def _risen(now: float, row: _Waiting) -> float:
+        """Return the priority to which a run has risen by waiting; it keeps it while it is served."""
+        return row.wish.priority + (now - row.since) // AGE_SECONDS
 
     def _is_held(self, now: float, run: bytes) -> bool:
         """Return whether a free slot is kept for this run, which is before another that asks."""
@@ -188,28 +203,42 @@ class Turns:
 
     @staticmethod
     def _is_patient(now: float, row: _Waiting) -> bool:
-        """Whether it is to be expected that the run asks again soon: it has done so before."""
+        """Whether it is to be expected that the run asks again soon: it has done so before, or another was
+        made to give its slot up for it."""
+        if row.made_room and now - row.asked <= HOLD_SECONDS_MAX:
+            return True
         return row.interval_seconds > 0 and now - row.asked <= min(
             HOLD_SECONDS_MAX, HOLD_FACTOR * row.interval_seconds
         )
 
-    def _estimate(self, place: int) -> float | None:
-        """Return when the waiting run at this place may have a slot, if each takes what is known to be
-        left."""
-        left = [row.seconds_left for row in self._serving.values()]
-        known = sorted(seconds for seconds in left if seconds is not None)
-        if len(known) < len(left) or place >= len(known):
+    def _estimate(self, now: float, place: int) -> float | None:
+        """Return when the waiting run at this place may have a slot: if what is served takes what it
+        says is left, and each before it what runs here took lately. None where one of these is not known."""
+        usual = sorted(self._took)[len(self._took) // 2] if self._took else None
+        free = [0.0] * (self.slots - len(self._serving))
+        for row in self._serving.values():
+            left = row.seconds_left
+            if left is None and usual is not None:
+                left = max(0.0, usual - (now - row.begun))
+            if left is None:
+                return None
+            free.append(left)
+        heapq.heapify(free)
+        if place >= len(free) and usual is None:
             return None
-        return known[place]
+        for _ in range(place):
+            heapq.heappush(free, heapq.heappop(free) + (inf if usual is None else usual))
+        return None if free[0] == inf else free[0]
 
     def _preempt(self, wish: Wish) -> None:
         """Where a run of lower priority is served, have it make room; once for each slot that is needed."""
         if any(row.is_preempted for row in self._serving.values()):
             return
-        lower = [row for row in self._serving.values() if row.wish.priority < wish.priority]
+        lower = [row for row in self._serving.values() if row.risen < wish.priority]
         if lower:
-            row = min(lower, key=lambda each: (each.wish.priority, -self._share(each), each.wish.run))
+            row = min(lower, key=lambda each: (each.risen, -self._share(each), each.wish.run))
             row.is_preempted = True
+            self._waiting[wish.run].made_room = True
             self.events.append(Preempt(row.wish.run))
 
     def _share(self, row: _Serving) -> float:

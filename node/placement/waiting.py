@@ -1,10 +1,11 @@
 """Placing a run again: for peers that gossip has not told of yet, or that a requester waits for."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 
 import trio
 
-from node.placement.leases import Offer, PlacementFailed
+from node.placement.leases import Offer, PlacementFailed, about
 from node.placement.searching import merge_offers
 from node.seams import Clock
 from partition.plan.plan import Plan
@@ -12,8 +13,29 @@ from partition.plan.plan import Plan
 GOSSIP_GRACE_SECONDS = 1.0
 """News of a newcomer may reach the requester so much later than a person: some rounds of gossip."""
 
+NEWS_SECONDS = 10.0
+"""Whoever waits is told why so often at most, but for the first time."""
 SEARCH_SECONDS = 60.0
 """A requester that waits looks through the swarm so often."""
+
+
+class _News:
+    """Tells why a run waits and when it may begin, where that has changed by more than the noise."""
+
+    def __init__(self, lacks: Callable[[str], None], clock: Clock) -> None:
+        self._lacks = lacks
+        self._clock = clock
+        self._said = ("", "")
+        self._at = -inf
+
+    def tell(self, reason: str, wait_seconds: int | None) -> None:
+        """Say it, if it is news; the same providers in another order are none for a while."""
+        said, now = (reason, "" if wait_seconds is None else about(wait_seconds)), self._clock.monotonic()
+        if said == self._said or (self._said[0] and now - self._at < NEWS_SECONDS):
+            return
+        self._said, self._at = said, now
+        begins = "" if wait_seconds is None else f"; it may begin in about {said[1]}"
+        self._lacks(f"waiting for peers: {reason}{begins}")
 
 
 async def place_in_time(
@@ -35,7 +57,8 @@ async def place_in_time(
     Raises:
         PlacementFailed: of the last attempt.
     """
-    until, said, search_at = clock.monotonic() + wait_seconds, "", 0.0
+    until, search_at = clock.monotonic() + wait_seconds, 0.0
+    news = _News(lacks, clock)
     found: Sequence[Offer] = ()
     while True:
         asked = merge_offers(offers(), found)
@@ -43,9 +66,8 @@ async def place_in_time(
             return await attempt(asked, False)
         except PlacementFailed as error:
             waits = clock.monotonic() < until and not is_over()
-            if waits and str(error) != said:
-                said = str(error)
-                lacks(f"waiting for peers: {said}")
+            if waits:
+                news.tell(error.reason, error.wait_seconds)
             await trio.sleep(GOSSIP_GRACE_SECONDS)
             known = {offer.peer for offer in asked}
             if any(offer.peer not in known for offer in offers()):

@@ -53,6 +53,8 @@ RANGE_BYTES_MAX = 16 * 1024 * 1024
 """Of first values in one answer: some of them fit the memory of whoever answers many."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
+WAIT_SECONDS_MAX = 30 * 24 * 3600
+"""An estimate of a queue; what is farther away is not told."""
 NUMBER_MAX = 2**53
 """What every reader of our JSON can count exactly."""
 NOTICE_SECONDS_MAX = 1e9
@@ -214,9 +216,11 @@ class Leased(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """No, and why, in words for a person."""
+    """No, and why, in words for a person. A provider whose slots are taken says in how many seconds one may
+    be this run's, where it knows."""
 
     reason: Reason
+    wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -60,8 +60,8 @@ class AskShell:
                 history = self._chain.history(wanted.plan, wanted.change)
                 data, said = encode_plan(wanted.plan), self._revision()
                 request = wire.LeaseRequest(run.fact, data, wanted.stage, history, said)
-                reason = await lease(ask.peer, request, run, wanted.plan, service.signer, service.ask)
-                return Done() if reason is None else Declined(reason)
+                refusal = await lease(ask.peer, request, run, wanted.plan, service.signer, service.ask)
+                return Done() if refusal is None else Declined(refusal.reason)
             case OpenStage():
                 history = self._chain.history(wanted.plan, wanted.change)
                 request = wire.Prepare(run.fact, encode_plan(wanted.plan), history)

@@ -18,6 +18,7 @@ from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.protocols.manifest import Run
 from node.protocols.runs import Reply, Request
+from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
@@ -37,7 +38,10 @@ class Service(Protocol):
     signer: Signer
     models: Models
     guests: Guests
-    machine: Machine
+
+    @property
+    def machine(self) -> Machine: ...
+
     live: Callable[[], Collection[PeerId]]
     gone: Callable[[], Collection[PeerId]]
     offers: Callable[[], Sequence[Offer]]
@@ -47,6 +51,7 @@ class Service(Protocol):
     copies: CheckpointReplicator
     spans: Spans
     measurements: Measurements
+    receipts: Receipts
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

@@ -1,8 +1,7 @@
 """Whose turn it is at this node's slots: the shell around `node.placement.turns.Turns`.
 
-It counts what each requester used here, and what its node did for this node's own runs, which gives it a
-larger share. It says how long a run that is served will still take, and has one that is to make room handed
-over.
+It counts what each requester used here; what its node gave, by receipts, gives it a larger share. It says how
+long a run that is served will still take, and has one that is to make room handed over.
 """
 
 from collections.abc import Callable
@@ -10,20 +9,16 @@ from math import inf
 from typing import Any, Protocol
 
 from crypto.facts import Fact, Signer
-from crypto.identity import PeerId
 from node.placement.slots import Slots
 from node.placement.turns import Turns, Wait, Wish
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
+from node.protocols.runs import WAIT_SECONDS_MAX, Declined
 from node.runs.member import RunMember
+from node.runs.receipts import Receipts
 from node.runs.vacating import of_runs, vacate
 from node.seams import Seams
 
-FULL_SHARE_SECONDS = 3_600.0
-"""Stage-seconds that a peer's node computed for this node's runs that double its share here."""
-WEIGHT_MAX = 8.0
-"""A share is at most so many times a stranger's: who helps a lot does not shut all others out."""
-SERVERS_MAX = 4_096
 MADE_ROOM = "a run of higher priority waits for this slot"
 
 
@@ -34,6 +29,7 @@ class Service(Protocol):
     signer: Signer
     members: dict[bytes, RunMember]
     slots: Slots
+    receipts: Receipts
 
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
@@ -44,24 +40,24 @@ class Queue:
     def __init__(self, runs: Service, slots: int) -> None:
         self._runs = runs
         self._turns = Turns(slots)
-        self._served: dict[PeerId, float] = {}
-        self._counted_at: float | None = None
 
-    def ask(self, run: Run, revision: Fact | None) -> str | None:
-        """Return None where the run may have a slot now, else how it waits, for a person.
+    def ask(self, run: Run, revision: Fact | None) -> Declined | None:
+        """Return None where the run may have a slot now, else how it waits.
 
         Raises RemoteProtocolError: a revision that is not its requester's.
         """
         now, wish = self._now, self._wish(run, revision)
         self._look(now)
+        self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
         found = self._turns.ask(now, wish)
         for event in self._turns.events:
             self._runs.start_task(vacate, self._runs, MADE_ROOM, of_runs({event.run}), of=None)
         self._turns.events.clear()
-        return None if found is None else wait_text(found)
+        return None if found is None else declined(found)
 
     def begin(self, run: Run, revision: Fact | None) -> None:
         """A slot is promised to the run."""
+        self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
     @property
@@ -81,24 +77,6 @@ class Queue:
         self._turns.keep(now, self._runs.slots.taken())
         for member in self._runs.members.values():
             self._turns.progress(member.run.id, _seconds_left(member))
-        before, self._counted_at = self._counted_at, now
-        for peer, stages in self._stages_served().items():
-            if peer in self._served or len(self._served) < SERVERS_MAX:
-                served = self._served.get(peer, 0.0) + stages * (0.0 if before is None else now - before)
-                self._served[peer] = served
-                self._turns.weigh(peer, min(WEIGHT_MAX, 1.0 + served / FULL_SHARE_SECONDS))
-
-    def _stages_served(self) -> dict[PeerId, int]:
-        """Return who holds how many stages of this node's own runs."""
-        found: dict[PeerId, int] = {}
-        me = self._runs.signer.peer
-        for member in self._runs.members.values():
-            if member.run.requester == me and member.plan is not None:
-                for stage in member.plan.stages:
-                    for peer in stage.replicas:
-                        if peer != me:
-                            found[PeerId(peer)] = found.get(PeerId(peer), 0) + 1
-        return found
 
 
 def _seconds_left(member: RunMember) -> float | None:
@@ -109,9 +87,8 @@ def _seconds_left(member: RunMember) -> float | None:
     return max(0, member.steering.steps - committed.step - 1) * committed.seconds
 
 
-def wait_text(wait: Wait) -> str:
+def declined(wait: Wait) -> Declined:
     """Return what a requester is told that has to wait: "busy", and what is known of how long."""
-    ahead = f"{wait.ahead} wait before it" if wait.ahead else ""
-    free = "" if wait.seconds is None else f"a slot is free in about {wait.seconds:.0f} s"
-    said = "; ".join(part for part in (ahead, free) if part)
-    return f"busy: {said}" if said else "busy"
+    ahead = f"busy: {wait.ahead} wait before it" if wait.ahead else "busy"
+    seconds = None if wait.seconds is None else min(WAIT_SECONDS_MAX, round(wait.seconds))
+    return Declined(ahead, seconds)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -22,14 +21,13 @@ from crypto.noise import Data
 from node.averaging.service import Averaging
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
-from node.containment import contain, failure_text, place_of
+from node.containment import contain, failure_text, keep_running, place_of
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
-from node.content.graphs import Models, graph_label
+from node.content.graphs import Models
 from node.errors import RunFailed, StreamClosed, Unreachable, UsageError
 from node.events import (
     Event,
-    ResultEvicted,
     RunChanged,
     RunReleased,
 )
@@ -48,10 +46,12 @@ from node.runs.archive import ArchiveShell
 from node.runs.chain import Entered, chain_name, history_name
 from node.runs.checkpointing import newest_name
 from node.runs.context import Membership
+from node.runs.kept import note_guests
 from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
 from node.runs.outside import OwnRunsOutside
 from node.runs.queue import Queue
+from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
 from node.runs.server import Requests
@@ -96,7 +96,8 @@ class Runs:
         suspect: Callable[[PeerId], None],
         provide: Callable[[str, str], Awaitable[None]],
         observe: Callable[[object], None],
-        machine: Machine,
+        machine: Callable[[], Machine],
+        rate: Callable[[], float],
         slots: int = 1,
         checkpoints: Checkpoints,
         copies: CheckpointReplicator,
@@ -104,13 +105,13 @@ class Runs:
         averaging: Averaging,
     ) -> None:
         """`observe` is told of every message of a run that this node sends; `machine` is what each of `slots`
-        gives to a stage."""
+        gives to a stage now, `rate` its FLOP/s."""
         self.seams = seams
         self.signer = signer
         self.live = live
         self.gone = gone
         self.publish = publish
-        self.machine = machine
+        self._machine = machine
         self.checkpoints = checkpoints
         self.copies = copies
         self.guests = guests
@@ -120,6 +121,7 @@ class Runs:
         self.accepts = accepts
         self.refuse = refuse
         self.models = Models(seams, self._graphs_needed, guests)
+        self.receipts = Receipts(seams, signer, self.models, rate=rate, refuse=refuse)
         self.slots = Slots(seams, slots, self._hosted)
         self.queue = Queue(self, slots)
         self.spans = Spans()
@@ -162,6 +164,7 @@ class Runs:
                 self.nursery = nursery
                 await nursery.start(self.links.run)
                 await nursery.start(self.local.run)
+                nursery.start_soon(keep_running, "receipts", self.receipts.run)
                 await self.archive.load()
                 await recover(self)
                 await self.local.resume()
@@ -179,6 +182,11 @@ class Runs:
             with trio.CancelScope(shield=True):
                 for member in list(self.members.values()):
                     await member.close_stage()
+
+    @property
+    def machine(self) -> Machine:
+        """What a slot gives to a stage that is opened now."""
+        return self._machine()
 
     def _graphs_needed(self) -> list[bytes]:
         return [*(run.manifest.graph_hash for run in self._going), *self.checkpoints.store.graphs]
@@ -216,10 +224,6 @@ class Runs:
         return exact + [run for run, member in self.local.members.items() if member.is_training]
 
     # The requester's side
-
-    async def learn_data(self, digest: str, path: Path, *, window: int = 0) -> None:
-        """Keep data of this hash, so that this node can train on it and hand it to others."""
-        await self.data.keep(digest, path, window=window)
 
     async def load_data(
         self, run: Run, holders: Sequence[PeerId], lanes: Lanes | None = None
@@ -565,6 +569,7 @@ class Runs:
             for_all=member.is_over_for_all,
         )
         forget_files(self.seams, member.run.text)
+        self.receipts.ended(member.run.id)
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
         self._plans = {plan: other for plan, other in self._plans.items() if other is not member}
@@ -581,13 +586,7 @@ class Runs:
 
     def note_guests(self) -> None:
         """What runs here need may not be driven out, and whose result was is to be said."""
-        data = [label for run in self._going for label in (run.manifest.data, f"{run.text}.state")]
-        self.guests.needed = frozenset([*map(graph_label, self._graphs_needed()), *data])
-        while self.guests.evicted:
-            run = self.guests.evicted.popleft()
-            if self.archive.has_result(run):
-                self.archive.evict(run)
-                self.publish(ResultEvicted(at=self.seams.clock.wall(), run=run))
+        note_guests(self, self._going, self._graphs_needed())
 
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Say that a plan is in force here."""

@@ -72,7 +72,10 @@ class Service(Protocol):
     models: Models
     slots: Slots
     queue: Queue
-    machine: Machine
+
+    @property
+    def machine(self) -> Machine: ...
+
     members: dict[bytes, RunMember]
     stopping: Stopping
     revising: Revising
@@ -95,7 +98,9 @@ class Requests:
     def __init__(self, runs: Service) -> None:
         self._runs = runs
         self._replaying = trio.Lock()
-        self._checks = LeaseChecks(runs.signer.peer, runs.seams.executor, runs.seams.clock, runs.machine)
+        self._checks = LeaseChecks(
+            runs.signer.peer, runs.seams.executor, runs.seams.clock, lambda: runs.machine
+        )
         files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
         self._permits: dict[type, Permits] = {
             kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange)
@@ -189,7 +194,7 @@ class Requests:
             return wire.Declined("the run is over")
         waits = None if request.stage is None else runs.queue.ask(run, request.revision)
         if waits is not None or not (request.stage is None or runs.slots.is_free_for(run.id)):
-            return wire.Declined(waits or "busy")
+            return waits or wire.Declined("busy")
         if self._is_behind(run.id, plan, peer):
             return wire.Declined("it does not know yet how the run went on")
         if request.stage is None:

@@ -1,5 +1,6 @@
 """How fast each replica is found to be within a run: for dealing, and for knowing when one has stalled."""
 
+from collections import Counter
 from collections.abc import Iterable
 from math import floor, log10
 
@@ -25,6 +26,7 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: dict[PeerId, float] = {}
         self._waiting: dict[PeerId, float] = {}
+        self._counted: Counter[PeerId] = Counter()
 
     def heard(self, peer: PeerId) -> None:
         """It has said something: it is at work."""
@@ -42,11 +44,17 @@ class Pace:
 
     def measured(self, peer: PeerId, work: Work, microbatches: int) -> None:
         """What a step took of `peer`, which counted so many micro-batches in it."""
+        self._counted[peer] += microbatches
         if not work.busy_nanoseconds or not microbatches:
             return
         seconds = work.busy_nanoseconds / 1e9 / microbatches
         before = self._seconds.get(peer, seconds)
         self._seconds[peer] = before + EWMA_SHARE * (seconds - before)
+
+    def take_counted(self) -> Counter[PeerId]:
+        """Return how many micro-batches each replica has in the steps applied since the last call."""
+        counted, self._counted = self._counted, Counter()
+        return counted
 
     def nanoseconds(self, peer: PeerId) -> int:
         """Per micro-batch, for whoever commits next; 0 where it is not known."""

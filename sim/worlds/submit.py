@@ -95,7 +95,7 @@ async def submit(
         graph_name, graph = await node.runs.models.learn(*captured.put(Path(folder)))
     dataset = datasets.load(run_file.data, Path(), window=window_of(run_file, graph, "runs"))
     if dataset.digest != datasets.DIGITS_NAME:
-        await node.runs.learn_data(
+        await node.runs.data.keep(
             dataset.digest, datasets.path_of(run_file.data, Path()), window=dataset.window
         )
     while True:

@@ -30,7 +30,7 @@ from node.local import column
 from node.protocols import checkpoint, manifest
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
-from node.runs import traces
+from node.runs import receipts, traces
 from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, metadata
@@ -41,6 +41,7 @@ from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
 from partition.run import ending
 from partition.run.admission import TICKET_PURPOSE, Ticket
+from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
@@ -79,6 +80,7 @@ PROTOCOLS = (
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
+    Protocol(receipts.RECEIPTS_PROTOCOL, receipts.Question, receipts.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
     Protocol(
         links.LINKS_PROTOCOL, links.ProbeQuestion, links.ProbeAnswer, payloads=True, limits=links.STREAMS
@@ -105,6 +107,7 @@ PURPOSES: Mapping[type, str] = {
     StopBody: STOP_PURPOSE,
     Ticket: TICKET_PURPOSE,
     RevisionBody: REVISION_PURPOSE,
+    ReceiptBody: MEASURED_PURPOSE,
 }
 """What stands in a Fact, and for what it is signed."""
 
@@ -112,6 +115,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
     dht.messages.PROTOCOL: (dht.records.RecordBody,),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
+    receipts.RECEIPTS_PROTOCOL: (ReceiptBody,),
     ending.PROTOCOL: (Ticket,),
     column.PROTOCOL: (Ticket,),
     runs.PIPELINE_PROTOCOL: (FrameHeader, RevisionBody),

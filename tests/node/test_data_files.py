@@ -61,7 +61,7 @@ def test_data_is_handed_over_whole_and_kept(tmp_path: Path) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path)
         here = load_folder(tmp_path)
-        await b.runs.learn_data(here.digest, tmp_path)
+        await b.runs.data.keep(here.digest, tmp_path)
         same(await data_of(a).load(manifest(data=here.digest), [b.peer]), here)
         assert blobs_of(a).guest_bytes > 0
         assert blobs_of(b).guest_bytes == 0  # its own
@@ -76,7 +76,7 @@ def test_text_travels_with_its_window(tmp_path: Path) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         (tmp_path / "text").write_bytes(bytes(range(256)) * 9)
         here = load_text(tmp_path / "text", window=50)
-        await b.runs.learn_data(here.digest, tmp_path / "text", window=50)
+        await b.runs.data.keep(here.digest, tmp_path / "text", window=50)
         found = await data_of(a).load(manifest(data=here.digest, window=50), [b.peer])
         same(found, here)
         assert (found.label_values, found.window) == (256, 50)
@@ -91,7 +91,7 @@ def test_several_members_share_what_they_have_and_the_source_may_die(tmp_path: P
         save(tmp_path, count=3_000, width=500)  # 12 MB, 46 pieces
         here = load_folder(tmp_path)
         source = group.nodes["a"]
-        await source.runs.learn_data(here.digest, tmp_path)
+        await source.runs.data.keep(here.digest, tmp_path)
         size = sum(array.nbytes for arrays in here.parts.values() for array in arrays.values())
         others = [group.nodes[name] for name in "bcd"]
         peers = [node.peer for node in (source, *others)]
@@ -121,7 +121,7 @@ def test_a_trainer_takes_the_shards_it_is_dealt_and_the_next(tmp_path: Path) -> 
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path, count=8_000, width=512)  # 33 MB: 16 shards
         here = load_folder(tmp_path)
-        await a.runs.learn_data(here.digest, tmp_path)
+        await a.runs.data.keep(here.digest, tmp_path)
         strangers = [bytes([number]) * 38 for number in range(6)]
         lanes = lanes_of([*strangers, b.peer], b.peer)
         own = {lane % here.shards for lane in lanes[0]}
@@ -144,7 +144,7 @@ def test_a_broken_fetch_goes_on_from_what_is_on_the_disk(tmp_path: Path) -> None
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path, count=3_000, width=500)
         here = load_folder(tmp_path)
-        await a.runs.learn_data(here.digest, tmp_path)
+        await a.runs.data.keep(here.digest, tmp_path)
         first = data_of(b)
         with trio.move_on_after(600):
             async with trio.open_nursery() as nursery:
@@ -172,7 +172,7 @@ def test_a_lying_holder_is_refused_and_the_data_comes_from_another(tmp_path: Pat
         save(tmp_path, count=1_000, width=500)
         here = load_folder(tmp_path)
         for node in (a, b):
-            await node.runs.learn_data(here.digest, tmp_path)
+            await node.runs.data.keep(here.digest, tmp_path)
         get = blobs_of(a).get
 
         def lie(name: bytes) -> bytes | None:
@@ -204,7 +204,7 @@ def test_nobody_has_the_data(tmp_path: Path) -> None:
             await data_of(a).load(manifest(data="0" * 64), [b.peer])
         save(tmp_path)
         here = load_folder(tmp_path)
-        await b.runs.learn_data(here.digest, tmp_path)
+        await b.runs.data.keep(here.digest, tmp_path)
         await data_of(a).load(manifest(data=here.digest), [b.peer])
         for piece in list(blobs_of(b)._sizes):
             if blobs_of(b)._sizes[piece] > 100:
@@ -222,7 +222,7 @@ def test_data_for_which_there_is_no_room_is_not_kept(tmp_path: Path) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path)
         here = load_folder(tmp_path)
-        await b.runs.learn_data(here.digest, tmp_path)
+        await b.runs.data.keep(here.digest, tmp_path)
         blobs_of(a).guest_bytes_max = 100
         with pytest.raises(Unreachable, match="no room for it"):
             await data_of(a).load(manifest(data=here.digest), [b.peer])
@@ -238,7 +238,7 @@ def test_the_set_used_longest_ago_makes_way(tmp_path: Path) -> None:
         for number in range(3):
             save(tmp_path / str(number), count=300, width=300, seed=number)
             here = load_folder(tmp_path / str(number))
-            await b.runs.learn_data(here.digest, tmp_path / str(number))
+            await b.runs.data.keep(here.digest, tmp_path / str(number))
             digests.append(here.digest)
         blobs_of(a).guest_bytes_max = 2_000_000  # two of them
         for digest in (digests[0], digests[1], digests[0], digests[2]):
@@ -294,7 +294,7 @@ def test_the_requester_dies_and_the_run_ends_well_on_its_own_data(tmp_path: Path
             if isinstance(event, StepCommitted) and event.step == 2:
                 group.kill("a")
 
-        await group.nodes["a"].runs.learn_data(here.digest, tmp_path)
+        await group.nodes["a"].runs.data.keep(here.digest, tmp_path)
         wanted = manifest(data=here.digest, test_samples=16, trainers=2, steps=8)
         run, events = await train(group, "a", wanted, disturb, watcher="e")
         ended = [event for event in events if isinstance(event, RunEnded)]

@@ -79,7 +79,7 @@ def test_a_peer_that_asks_for_ever_new_leases_is_slowed_down_and_no_other() -> N
 def test_a_lease_asked_for_again_is_not_computed_again() -> None:
     async def test(a: Node, _b: Node, _c: Node) -> None:
         executor = CountingExecutor()
-        checks = LeaseChecks(ALICE, executor, RealClock(), MACHINE)
+        checks = LeaseChecks(ALICE, executor, RealClock(), lambda: MACHINE)
         run = prepare(a, manifest())
         plan, graph = plan_of(run, ALICE), simple_cnn().graph
         for _ in range(3 * BURST):

@@ -127,6 +127,76 @@ def test_a_run_that_waits_rises_above_all_that_come_after_it() -> None:
     assert now <= 10 * AGE_SECONDS + 60
 
 
+def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
+    turns, humble = Turns(1), Wish(run_id(0), A, priority=0)
+    turns.begin(0.0, Wish(run_id(1), B, priority=9))
+    for hour in range(11):
+        for seconds in range(0, 3600, 60):
+            turns.ask(hour * AGE_SECONDS + seconds, humble)
+    now = 11 * AGE_SECONDS
+    turns.end(now, run_id(1))
+    assert turns.ask(now, humble) is None
+    turns.begin(now, humble)
+    assert isinstance(turns.ask(now + 1, Wish(run_id(2), B, priority=9)), Wait)
+    assert turns.events == []
+
+
+def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
+    turns = Turns(1)
+    for number in range(3):
+        turns.begin(100.0 * number, Wish(run_id(number), A))
+        turns.end(100.0 * number + 60, run_id(number))
+    turns.begin(300.0, Wish(run_id(3), A))
+    assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 50.0)
+    turns.progress(run_id(3), 20.0)
+    assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 20.0)
+    assert turns.ask(310.0, Wish(run_id(5), C)) == Wait(1, 80.0)
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 3), st.sampled_from([1, 3, 9])),
+        min_size=1,
+        max_size=25,
+    ),
+    slots=st.integers(1, 3),
+    weights=st.tuples(*[st.sampled_from([1.0, 2.0, 8.0])] * 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_run_is_served_to_its_end_however_urgent_what_comes_after_it(
+    arrivals: list[tuple[int, int, int, int]], slots: int, weights: tuple[float, ...]
+) -> None:
+    """Rounds of ten minutes; a preempted run asks again for what it has left, as the run's committer does."""
+    turns, pending, served = Turns(slots), dict[int, tuple[Wish, int]](), dict[int, int]()
+    for number, weight in enumerate(weights):
+        turns.weigh(bytes([number]) * 32, weight)
+    arrivals = sorted(arrivals)
+    work = sum(row[3] for row in arrivals)
+    last = arrivals[-1][0] + 60 + -(-work // slots) + len(arrivals)
+    for round_ in range(last + 1):
+        now = 600.0 * round_
+        for number, (at, priority, requester, rounds) in enumerate(arrivals):
+            if at == round_:
+                pending[number] = Wish(run_id(number), bytes([requester]) * 32, priority), rounds
+        for number in list(served):
+            served[number] -= 1
+            if not served[number]:
+                turns.end(now, run_id(number))
+                del served[number], pending[number]
+        for beat in range(0, 600, 30):
+            for number, (wish, _) in pending.items():
+                if number not in served and turns.ask(now + beat, wish) is None:
+                    turns.begin(now + beat, wish)
+                    served[number] = pending[number][1]
+            for event in turns.events:
+                number = int.from_bytes(event.run, "big")
+                turns.end(now + beat, event.run)
+                pending[number] = pending[number][0], served.pop(number)
+            turns.events.clear()
+            assert len(served) <= slots
+    assert not pending, f"{len(pending)} of {len(arrivals)} still wait after {last} rounds"
+
+
 @given(
     slots=st.integers(1, 4),
     calls=st.lists(

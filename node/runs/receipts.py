@@ -1,0 +1,402 @@
+"""`/peerloom/receipts/1`: signed receipts of what peers compute for each other's runs.
+
+As a committer this node measures what replicas computed, and has each provider sign it too. As a provider it
+signs what is measured of it here, keeps the receipts on disk, and shows them to whoever asks. As a provider
+with a queue it asks requesters for theirs and weighs them. What receipts count for is decided in
+`partition.run.receipts`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId, parse_peer, peer_text
+from node.containment import contain
+from node.content.graphs import Models
+from node.documents import rfc3339
+from node.errors import StreamClosed, Unreachable
+from node.protocols.manifest import Run, run_text
+from node.runs.receipts_file import EARNED_MAX, read_receipts, write_receipts
+from node.seams import Seams, Stream, StreamLimits
+from partition.model.graph import Graph
+from partition.plan.layer_costs import layer_costs
+from partition.plan.plan import Plan
+from partition.run.receipts import (
+    ACCEPTED_PURPOSE,
+    FLOPS_MAX,
+    MEASURED_PURPOSE,
+    PEERS_MAX,
+    ROWS_MAX,
+    Contribution,
+    Credits,
+    Receipt,
+    ReceiptBody,
+    Row,
+    check_measured,
+    check_receipt,
+    read_measured,
+)
+
+RECEIPTS_PROTOCOL = "/peerloom/receipts/1"
+QUESTION_BYTES_MAX = 1_024
+ANSWER_BYTES_MAX = 32 * 1024
+STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
+CALL_SECONDS_MAX = 5.0
+ISSUE_SECONDS = 60.0
+"""Between two receipts for one provider in one run: what a crash of the committer may lose."""
+FETCH_SECONDS = 600.0
+"""A requester's receipts are asked for so often, while it asks for slots."""
+FETCHING_MAX = 8
+BEGUN_MAX = 1_024
+COSTS_MAX = 64
+TRIES_MAX = 30
+"""A provider that has been away for so many rounds does not want its receipt."""
+RATE_SLACK = 4.0
+"""A committer's word on this node's work counts up to so many times what its slot was measured to compute:
+the rate is a first guess, and models differ."""
+FULL_SHARE_SECONDS = 3_600.0
+"""A peer that gave what one slot here computes in an hour has twice a stranger's share."""
+BACKWARD = 3
+"""Both passes take so many times the forward one: one product for each factor of a product."""
+
+
+class OfferReceipt(msgspec.Struct, frozen=True, tag="offer"):
+    """Committer to provider: this is what I measured of you. Answered by Accepted, or Nothing."""
+
+    measured: Fact
+
+
+class ShowReceipts(msgspec.Struct, frozen=True, tag="show"):
+    """Anybody to anybody: the receipts of your work. Answered by Shown."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The provider's fact over the same body."""
+
+    accepted: Fact
+
+
+class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
+    """This node has no part in that run."""
+
+
+class Shown(msgspec.Struct, frozen=True, tag="shown"):
+    """Receipts of the author's work, the largest first."""
+
+    receipts: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=ROWS_MAX)]
+
+
+Question = OfferReceipt | ShowReceipts
+Answer = Accepted | Nothing | Shown
+
+
+class Receipts:
+    """The service of one node. `rate` is the FLOP/s that one slot here was measured to compute."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        signer: Signer,
+        models: Models,
+        *,
+        rate: Callable[[], float],
+        refuse: Callable[[PeerId, RemoteProtocolError], None],
+    ) -> None:
+        self._seams = seams
+        self._signer = signer
+        self._models = models
+        self._rate = rate
+        self._refuse = refuse
+        self._credits = Credits(signer.peer)
+        self._earned: dict[tuple[bytes, PeerId], tuple[Row, Receipt]] = {}
+        self._issued: dict[tuple[bytes, PeerId], tuple[Row, Receipt]] = {}
+        self._counts: dict[tuple[bytes, PeerId], dict[tuple[int, int], int]] = {}
+        self._totals: dict[tuple[bytes, PeerId], tuple[int, int]] = {}
+        self._unsigned: dict[tuple[bytes, PeerId], int] = {}
+        self._runs: OrderedDict[bytes, Run] = OrderedDict()
+        self._layers: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._begun: OrderedDict[bytes, float] = OrderedDict()
+        self._asked: OrderedDict[PeerId, float] = OrderedDict()
+        self._fetching = trio.CapacityLimiter(FETCHING_MAX)
+        self._nursery: trio.Nursery | None = None
+        self._due = trio.Event()
+        self._is_changed = False
+        self._load()
+
+    # Life
+
+    async def run(self) -> None:
+        """Serve, and issue receipts now and then and when a run has ended, until cancelled."""
+        self._seams.network.handle(RECEIPTS_PROTOCOL, self._serve, STREAMS)
+        async with trio.open_nursery() as self._nursery:
+            while True:
+                self._due = trio.Event()
+                with trio.move_on_after(ISSUE_SECONDS):
+                    await self._due.wait()
+                with contain("issuing of receipts"):
+                    await self.issue()
+                    await self._save()
+
+    def _load(self) -> None:
+        found = read_receipts(self._seams.storage)
+        for kept, receipts in ((self._earned, found.earned), (self._issued, found.issued)):
+            for receipt in receipts:
+                # Its signatures were checked when they came, and are checked by whoever is shown it.
+                with suppress(RemoteProtocolError):
+                    self._keep(kept, read_measured(receipt.measured), receipt)
+        for (run, provider), (row, _) in self._issued.items():
+            self._totals[run, provider] = row.flops, row.microbatches
+        self._credits.given, self._credits.worked = found.accounts
+        self._is_changed = False
+
+    async def _save(self) -> None:
+        if not self._is_changed:
+            return
+        self._is_changed = False
+        earned, issued = ([receipt for _, receipt in kept.values()] for kept in (self._earned, self._issued))
+        accounts = dict(self._credits.given), dict(self._credits.worked)
+        write = partial(write_receipts, self._seams.storage, earned, issued, *accounts)
+        await self._seams.executor.run(write)
+
+    def _keep(
+        self, kept: dict[tuple[bytes, PeerId], tuple[Row, Receipt]], row: Row, receipt: Receipt
+    ) -> None:
+        other = row.measurer if kept is self._earned else row.provider
+        kept[row.run, other] = row, receipt
+        self._is_changed = True
+        while len(kept) > EARNED_MAX:
+            del kept[min(kept, key=lambda each: kept[each][0].flops)]
+
+    # As the committer of a run
+
+    def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None:
+        """Note how many micro-batches each replica has in a step that was committed here."""
+        self._runs[run.id] = run
+        self._runs.move_to_end(run.id)
+        while len(self._runs) > BEGUN_MAX:
+            self._runs.popitem(last=False)
+        for stage in plan.stages:
+            for peer in map(PeerId, stage.replicas):
+                if microbatches.get(peer) and peer not in (self._signer.peer, run.requester):
+                    layers = self._counts.setdefault((run.id, peer), {})
+                    range_ = stage.first_layer, stage.last_layer
+                    layers[range_] = layers.get(range_, 0) + microbatches[peer]
+
+    def ended(self, run: bytes) -> None:
+        """A run is over here: what it owes is signed at once."""
+        if any(key[0] == run for key in self._counts):
+            self._due.set()
+
+    async def issue(self) -> None:
+        """Sign what was measured since the last time, and have each provider sign it too."""
+        counts, self._counts = self._counts, {}
+        for key, layers in counts.items():
+            run = self._runs.get(key[0])
+            if run is None:
+                continue
+            try:
+                costs = await self._costs(run)
+            except Unreachable:  # the graph has gone with the run
+                continue
+            flops = sum(BACKWARD * sum(costs[slice(*range_)]) * number for range_, number in layers.items())
+            before = self._totals.get(key, (0, 0))
+            total = min(FLOPS_MAX, before[0] + flops), min(FLOPS_MAX, before[1] + sum(layers.values()))
+            self._totals[key], self._unsigned[key] = total, 0
+            if run.requester == self._signer.peer:
+                self._credits.gave(self._seams.clock.wall(), key[1], flops)
+                self._is_changed = True
+        async with trio.open_nursery() as nursery:
+            for key in list(self._unsigned):
+                nursery.start_soon(self._have_signed, *key)
+        while len(self._totals) > 2 * EARNED_MAX:
+            key = next(iter(self._totals))
+            del self._totals[key]
+            self._unsigned.pop(key, None)
+
+    async def _costs(self, run: Run) -> list[int]:
+        """Return the FLOPs of each layer's forward pass for one micro-batch. Raises Unreachable."""
+        if run.id in self._layers:
+            return self._layers[run.id]
+        graph: Graph = await self._models.get(run.manifest.graph_hash, [run.requester])
+        work = partial(layer_costs, graph, run.manifest.sizes_max)
+        found = [row.forward_flops for row in await self._seams.executor.run(work, apart=True)]
+        self._layers[run.id] = found
+        while len(self._layers) > COSTS_MAX:
+            self._layers.popitem(last=False)
+        return found
+
+    async def _have_signed(self, run_id: bytes, provider: PeerId) -> None:
+        key = run_id, provider
+        run, (flops, microbatches) = self._runs.get(run_id), self._totals[key]
+        tries = self._unsigned.pop(key)
+        if run is None or flops < 1:
+            return
+        wall = int(self._seams.clock.wall() * 1000)
+        body = encode(ReceiptBody(run_id, run.requester, provider, flops, microbatches, wall))
+        measured = self._signer.sign(MEASURED_PURPOSE, body)
+        try:
+            answer = await self._call(provider, OfferReceipt(measured))
+            if isinstance(answer, Accepted):
+                receipt = Receipt(measured, answer.accepted)
+                self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
+        except RemoteProtocolError as error:
+            self._refuse(provider, error)
+        except (Unreachable, StreamClosed):
+            if tries < TRIES_MAX:
+                self._unsigned.setdefault(key, tries + 1)
+
+    # As a provider
+
+    def begun(self, run: bytes) -> None:
+        """A slot here is promised to a run."""
+        self._begun.setdefault(run, self._seams.clock.monotonic())
+        while len(self._begun) > BEGUN_MAX:
+            self._begun.popitem(last=False)
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.move_on_after(CALL_SECONDS_MAX):
+            try:
+                question: Question = decode(await stream.receive(), Question, bytes_max=QUESTION_BYTES_MAX)
+                await stream.send(encode(self._answer(stream.peer, question)))
+            except RemoteProtocolError as error:
+                self._refuse(stream.peer, error)
+            except StreamClosed:
+                return
+
+    def _answer(self, peer: PeerId, question: Question) -> Answer:
+        if isinstance(question, ShowReceipts):
+            rows = sorted(self._earned.values(), key=lambda pair: -pair[0].flops)[:ROWS_MAX]
+            return Shown(tuple(receipt for _, receipt in rows))
+        row = check_measured(self._signer, question.measured)
+        if row.measurer != peer or row.provider != self._signer.peer:
+            raise RemoteProtocolError("a receipt of others")
+        begun, known = self._begun.get(row.run), self._earned.get((row.run, row.measurer))
+        if begun is None and known is None:
+            return Nothing()
+        accepted = self._signer.sign(ACCEPTED_PURPOSE, question.measured.body)
+        before = 0 if known is None else known[0].flops
+        if row.flops > before:
+            self._keep(self._earned, row, Receipt(question.measured, accepted))
+            if begun is not None:
+                now = self._seams.clock.monotonic()
+                self._begun[row.run] = now
+                most = RATE_SLACK * self._rate() * (now - begun)
+                self._credits.worked_for(self._seams.clock.wall(), peer, min(row.flops - before, most))
+        return Accepted(accepted)
+
+    # As a provider with a queue
+
+    def weight(self, peer: PeerId) -> float:
+        """Return the weight of a requester's share here; its receipts are asked for where they are old."""
+        now = self._seams.clock.monotonic()
+        is_due = now - self._asked.get(peer, -FETCH_SECONDS) >= FETCH_SECONDS
+        if is_due and peer != self._signer.peer and self._nursery is not None:
+            self._asked[peer] = now
+            self._asked.move_to_end(peer)
+            while len(self._asked) > PEERS_MAX:
+                self._asked.popitem(last=False)
+            if self._fetching.statistics().tasks_waiting < FETCHING_MAX:
+                self._nursery.start_soon(self._fetch, peer)
+        return self.contribution(peer).weight
+
+    def contribution(self, peer: PeerId) -> Contribution:
+        """Return what is known of a peer's contributions."""
+        share = FULL_SHARE_SECONDS * max(1.0, self._rate())
+        return self._credits.contribution(self._seams.clock.wall(), peer, share)
+
+    async def _fetch(self, peer: PeerId) -> None:
+        async with self._fetching:
+            with contain("reading of receipts"):
+                try:
+                    answer = await self._call(peer, ShowReceipts())
+                    if not isinstance(answer, Shown):
+                        raise RemoteProtocolError("no receipts in answer to a question for them")
+                    check = [partial(check_receipt, self._signer, receipt) for receipt in answer.receipts]
+                    rows = await self._seams.executor.run(lambda: [each() for each in check])
+                    self._credits.learn(self._seams.clock.wall(), peer, rows)
+                except RemoteProtocolError as error:
+                    self._refuse(peer, error)
+                except (Unreachable, StreamClosed):
+                    self._asked.pop(peer, None)
+
+    async def _call(self, peer: PeerId, question: Question) -> Answer:
+        with trio.move_on_after(CALL_SECONDS_MAX):
+            stream = await self._seams.network.open(
+                peer, RECEIPTS_PROTOCOL, message_bytes_max=ANSWER_BYTES_MAX
+            )
+            try:
+                await stream.send(encode(question))
+                answer: Answer = decode(await stream.receive(), Answer, bytes_max=ANSWER_BYTES_MAX)
+                return answer
+            finally:
+                with trio.move_on_after(1, shield=True):
+                    await stream.aclose()
+        raise Unreachable("timeout", f"no answer in {CALL_SECONDS_MAX:.0f} s")
+
+    # For people
+
+    def document(self, run: str = "") -> dict[str, Any]:
+        """Schema `peerloom/receipts/1`: earned by this node, issued by it, and what is known of peers."""
+        peers = {*self._credits.given, *self._credits.worked, *self._asked}
+        return {
+            "schema": "peerloom/receipts/1",
+            "earned": [_document(row) for row, _ in self._earned.values() if _is_of(row, run)],
+            "issued": [_document(row) for row, _ in self._issued.values() if _is_of(row, run)],
+            "peers": [
+                {"peer": peer_text(peer), **contribution_document(self.contribution(peer))}
+                for peer in sorted(peers)
+                if not run
+            ],
+        }
+
+    def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Return a `peerloom/peers/1` document with what each peer's contributions count for here."""
+        rows = [
+            {**row, "contribution": contribution_document(self.contribution(parse_peer(row["peer"])))}
+            for row in document["peers"]
+        ]
+        return {**document, "peers": rows}
+
+    def summary(self) -> dict[str, Any]:
+        """Return what this node gave and had, for its status."""
+        earned, issued = ([row for row, _ in kept.values()] for kept in (self._earned, self._issued))
+        return {
+            "earned_flops": float(sum(row.flops for row in earned)),
+            "earned_receipts": len(earned),
+            "issued_flops": float(sum(row.flops for row in issued)),
+            "issued_receipts": len(issued),
+        }
+
+
+def _is_of(row: Row, run: str) -> bool:
+    return run in ("", run_text(row.run))
+
+
+def _document(row: Row) -> dict[str, Any]:
+    return {
+        "run": run_text(row.run),
+        "requester": peer_text(row.requester),
+        "provider": peer_text(row.provider),
+        "measurer": peer_text(row.measurer),
+        "flops": float(row.flops),
+        "microbatches": row.microbatches,
+        "at": rfc3339(row.at),
+    }
+
+
+def contribution_document(found: Contribution) -> dict[str, float]:
+    """What a peer's contributions count for here."""
+    return {
+        "given_flops": found.given,
+        "vouched_flops": found.vouched,
+        "witnessed_flops": found.witnessed,
+        "share_weight": found.weight,
+    }

@@ -1,0 +1,63 @@
+"""What a node keeps of contributions over a restart: one blob of its data folder."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.seams import Storage
+from partition.plan.plan import Peer
+from partition.run.receipts import PEERS_MAX, Account, Receipt
+
+EARNED_MAX = 1_024
+"""Receipts kept of this node's own work, and of what was measured here, the largest of each."""
+NAME = "receipts"
+FILE_BYTES_MAX = 4 << 20
+
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_AccountRow = tuple[Peer, _Amount, _Amount]
+_Accounts = Annotated[tuple[_AccountRow, ...], msgspec.Meta(max_length=PEERS_MAX)]
+
+
+class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
+    """Accounts are FLOPs, and the wall time to which they were halved, by peer."""
+
+    earned: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
+    issued: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
+    given: _Accounts = ()
+    worked: _Accounts = ()
+
+    @property
+    def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account]]:
+        """What peers gave this node, and what it computed for them."""
+        given, worked = (
+            {PeerId(peer): (flops, at) for peer, flops, at in rows} for rows in (self.given, self.worked)
+        )
+        return given, worked
+
+
+def read_receipts(storage: Storage) -> ReceiptsFile:
+    """Return what was kept; nothing where the file is damaged or of another version."""
+    data = storage.read(NAME)
+    if data is None:
+        return ReceiptsFile()
+    try:
+        found: ReceiptsFile = decode(data, ReceiptsFile, bytes_max=FILE_BYTES_MAX)
+    except RemoteProtocolError:
+        return ReceiptsFile()
+    return found
+
+
+def write_receipts(
+    storage: Storage,
+    earned: Sequence[Receipt],
+    issued: Sequence[Receipt],
+    given: Mapping[PeerId, Account],
+    worked: Mapping[PeerId, Account],
+) -> None:
+    """Replace what was kept. Raises OSError."""
+    accounts = [tuple((peer, *account) for peer, account in rows.items()) for rows in (given, worked)]
+    storage.write_soon(NAME, encode(ReceiptsFile(tuple(earned), tuple(issued), *accounts)))

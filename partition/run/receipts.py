@@ -1,0 +1,202 @@
+"""Receipts of contribution: who computed how many FLOPs for whose run, and what one peer makes of them.
+
+A receipt is one body with two signatures: by the committer that measured the work, and by the provider that
+did it. FLOPs are counted, not seconds: the committer knows which micro-batches each replica summed and what
+they take by the graph, and a slow provider gains nothing by being slow. One receipt stands for all that one
+committer measured of one provider in one run; a newer one replaces it.
+
+Nobody's word about itself counts, and a signature costs nothing: two keys can sign any receipt for each
+other. So a receipt counts by what the peer that reads it knows itself of who measured it (`Credits`):
+
+- given: FLOPs that a peer computed for this node's own runs, as this node measured them.
+- vouched: receipts of a committer that itself gave to this node. All that one committer's receipts give to
+  all peers together is at most what it gave. So keys that collude, and gave G in truth, have at most 2 G
+  between them, whatever they sign and however many they are.
+- witnessed: receipts of a committer for whose runs this node computed, and which said so truthfully; in sum
+  at most what it said of this node. It is how a node that never asked for a run ranks anybody. It can be
+  bought with this node's own work, so alone it lifts no weight above WITNESSED_WEIGHT_MAX.
+
+All three halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and nobody's is above WEIGHT_MAX. Sans-IO.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from partition.plan.plan import Hash, Peer
+
+MEASURED_PURPOSE = "receipt measured"
+ACCEPTED_PURPOSE = "receipt accepted"
+RECEIPT_BYTES_MAX = 256
+FLOPS_MAX = 2**62
+HALF_LIFE_SECONDS = 30 * 24 * 3600.0
+"""What was given a season ago says little of a machine's owner, and a key may have other hands by then."""
+AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
+SKEW_SECONDS = 600.0
+WEIGHT_MAX = 8.0
+"""A share is at most so many times a stranger's: whoever helps a lot does not shut all others out."""
+WITNESSED_WEIGHT_MAX = 2.0
+PEERS_MAX = 4_096
+"""Peers with an account of each kind; the smallest is forgotten first."""
+LEARNED_MAX = 1_024
+"""Peers whose receipts are remembered, those read last."""
+ROWS_MAX = 32
+"""Receipts of one peer that are read."""
+
+
+class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
+    """`provider` computed so many FLOPs for `requester`'s run, in all that one committer measured of it by
+    then."""
+
+    run: Hash
+    requester: Peer
+    provider: Peer
+    flops: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_MAX)]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_MAX)]
+    wall_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """The committer's signed measurement, and the provider's fact over the same body."""
+
+    measured: Fact
+    accepted: Fact
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checked receipt."""
+
+    run: bytes
+    requester: PeerId
+    provider: PeerId
+    measurer: PeerId
+    flops: int
+    microbatches: int
+    at: float
+
+
+def check_measured(signer: Signer, fact: Fact) -> Row:
+    """Return what a committer says it measured. Raises RemoteProtocolError: of itself, or for nobody else."""
+    signer.check(MEASURED_PURPOSE, fact)
+    return read_measured(fact)
+
+
+def read_measured(fact: Fact) -> Row:
+    """Return the same of a fact whose signature was checked before. Raises RemoteProtocolError."""
+    body: ReceiptBody = decode(fact.body, ReceiptBody, bytes_max=RECEIPT_BYTES_MAX)
+    measurer = PeerId(fact.author)
+    if body.provider in (measurer, body.requester):
+        raise RemoteProtocolError("a receipt for one's own work, or by its provider")
+    return Row(
+        run=body.run,
+        requester=PeerId(body.requester),
+        provider=PeerId(body.provider),
+        measurer=measurer,
+        flops=body.flops,
+        microbatches=body.microbatches,
+        at=body.wall_milliseconds / 1000,
+    )
+
+
+def check_receipt(signer: Signer, receipt: Receipt) -> Row:
+    """Return what a receipt says. Raises RemoteProtocolError: it lacks one of its two signatures."""
+    row = check_measured(signer, receipt.measured)
+    if signer.check(ACCEPTED_PURPOSE, receipt.accepted) != row.provider:
+        raise RemoteProtocolError("a receipt that its provider has not signed")
+    if receipt.accepted.body != receipt.measured.body:
+        raise RemoteProtocolError("a receipt of two bodies")
+    return row
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What counts for one peer, in FLOPs, and the weight of its share."""
+
+    given: float = 0.0
+    vouched: float = 0.0
+    witnessed: float = 0.0
+    weight: float = 1.0
+
+
+Account = tuple[float, float]
+"""FLOPs, and the wall time to which they have been halved."""
+
+
+class Credits:
+    """What the peer `me` knows of others' contributions. Times are wall seconds."""
+
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
+        self.given: dict[PeerId, Account] = {}
+        self.worked: dict[PeerId, Account] = {}
+        self._learned: dict[PeerId, dict[PeerId, float]] = {}
+        self._totals: dict[PeerId, float] = {}
+
+    def gave(self, now: float, peer: PeerId, flops: float) -> None:
+        """Note what `peer` computed for a run of this node's own, as this node measured it."""
+        if peer != self._me:
+            _add(self.given, now, peer, flops)
+
+    def worked_for(self, now: float, measurer: PeerId, flops: float) -> None:
+        """Note what this node computed and `measurer` said so of: no more than this node knows to be true."""
+        if measurer != self._me:
+            _add(self.worked, now, measurer, flops)
+
+    def learn(self, now: float, peer: PeerId, rows: Iterable[Row]) -> None:
+        """Take the receipts of `peer` in the place of those known; what others say of others is passed
+        over."""
+        self._forget(peer)
+        found: dict[PeerId, float] = {}
+        for row in list(rows)[:ROWS_MAX]:
+            is_recent = -SKEW_SECONDS <= now - row.at <= AGE_SECONDS_MAX
+            if row.provider == peer and row.measurer not in (self._me, peer) and is_recent:
+                found[row.measurer] = found.get(row.measurer, 0.0) + row.flops
+        # Those of strangers count nothing, and would only take room.
+        known = {one: flops for one, flops in found.items() if one in self.given or one in self.worked}
+        if not known:
+            return
+        while len(self._learned) >= LEARNED_MAX:
+            self._forget(next(iter(self._learned)))
+        self._learned[peer] = known
+        for measurer, flops in known.items():
+            self._totals[measurer] = self._totals.get(measurer, 0.0) + flops
+
+    def _forget(self, peer: PeerId) -> None:
+        for measurer, flops in self._learned.pop(peer, {}).items():
+            self._totals[measurer] -= flops
+            if not any(measurer in rows for rows in self._learned.values()):
+                del self._totals[measurer]
+
+    def contribution(self, now: float, peer: PeerId, share_flops: float) -> Contribution:
+        """Return what counts for `peer`; `share_flops` given double its weight."""
+        given = _left(self.given, now, peer)
+        vouched = self._through(self.given, now, peer)
+        witnessed = self._through(self.worked, now, peer)
+        weight = 1.0 + (given + vouched) / share_flops
+        weight += min(max(0.0, WITNESSED_WEIGHT_MAX - weight), witnessed / share_flops)
+        return Contribution(given, vouched, witnessed, min(WEIGHT_MAX, weight))
+
+    def _through(self, backing: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
+        """Return what receipts give to `peer` where each committer's, in sum, count for what backs it."""
+        return sum(
+            flops * min(1.0, _left(backing, now, measurer) / self._totals[measurer])
+            for measurer, flops in self._learned.get(peer, {}).items()
+        )
+
+
+def _left(accounts: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
+    flops, at = accounts.get(peer, (0.0, now))
+    return float(flops * 0.5 ** (max(0.0, now - at) / HALF_LIFE_SECONDS))
+
+
+def _add(accounts: dict[PeerId, Account], now: float, peer: PeerId, flops: float) -> None:
+    accounts[peer] = _left(accounts, now, peer) + max(0.0, flops), now
+    while len(accounts) > PEERS_MAX:
+        del accounts[min(accounts, key=lambda each: _left(accounts, now, each))]
