@@ -7,7 +7,6 @@ count; how much of a processor it gets is measured by itself, over long enough t
 """
 
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -276,7 +276,8 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
     torch.manual_seed(0)
     where, clock = torch.device(device), _Clock(torch.device(device), threads)
     samples = list(_Shapes(DTYPES[dtype], where).all())
-    baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which counts the process that started this one as well (getrusage(2), over execve).
+    baseline = psutil.Process().memory_info().rss
     each = max(0.004, (seconds - SHARE_SECONDS - 1.0) / (len(samples) + 8))
     found: dict[Kind, list[tuple[Sample, float, float]]] = {}
     for sample in samples:
