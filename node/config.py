@@ -8,24 +8,22 @@ only list of settings: the flags, the environment names and the file keys are al
 import os
 import platform
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address, parse_address
-from dht.work import WORK_BITS_MAX
 from node import eventlog, toml
 from node.errors import UsageError
 from node.offering import (
     Offering,
     OfferTable,
+    read_bandwidth,
     read_hours,
     read_peer_id,
     read_percent,
@@ -33,12 +31,30 @@ from node.offering import (
     read_slots,
 )
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
-from node.suggest import did_you_mean, nearest
+from node.settings import (
+    CORES_MAX,
+    GUEST_BYTES_MAX,
+    label,
+    one_of,
+    read_announce,
+    read_command,
+    read_cores,
+    read_device,
+    read_duration,
+    read_optional_path,
+    read_path,
+    read_switch,
+    read_webhook,
+    read_work_bits,
+)
+from node.settings import (
+    read_listen as read_listen,
+)
+from node.suggest import nearest
 
 DEFAULT_PORT = 9747
 DEFAULT_LISTEN = Address("ip4", "0.0.0.0", DEFAULT_PORT)  # noqa: S104 - a node is there to be reached
 DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
-CORES_MAX = 4_096
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
@@ -107,12 +123,14 @@ class Swarm:
 class Resources:
     """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With `allow_unfenced`
     it takes stages of others also where it cannot fence them in. `scratch` is the disk that all stages may
-    take together, for frames of open steps that memory has no room for and the files of their processes.
+    take together, for frames of open steps that memory has no room for and the files of their processes;
+    `disk` what is kept there for others: shards, checkpoints, results, the oldest of which make way.
     `calibrate` measures in the background what classes of operators take, once for a machine."""
 
     device: str = "auto"
     memory: Memory = Memory(fraction=0.8)
     scratch: Memory = Memory(bytes=SCRATCH_BYTES)
+    disk: Memory = Memory(bytes=GUEST_BYTES_MAX)
     cores: int = 0
     location: str = ""
     accept_runs: AcceptRuns = "swarm"
@@ -199,6 +217,7 @@ class _ResourcesTable(msgspec.Struct, frozen=True):
     device: str | None = None
     memory: str | None = None
     scratch: str | None = None
+    disk: str | None = None
     cores: Annotated[int, msgspec.Meta(ge=0, le=CORES_MAX)] | None = None
     location: str | None = None
     accept_runs: AcceptRuns | None = None
@@ -237,25 +256,6 @@ class _File(msgspec.Struct, frozen=True):
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
 
 
-def read_listen(text: str) -> Address:
-    """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
-    any_port = re.fullmatch(r"((?:/ip6zone/[^/]+)?/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
-    address = parse_address(any_port[1] + "1" if any_port else text)
-    if address.kind not in ("ip4", "ip6"):
-        raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
-    return replace(address, port=0) if any_port else address
-
-
-def read_announce(text: str) -> Address:
-    """An address that others are told."""
-    address = parse_address(text)
-    if address.is_link_local:
-        raise ValueError(
-            "want an address that others can use; one of a link alone is told on that link by beacon"
-        )
-    return address
-
-
 def read_web(text: str) -> Web:
     """Return where the page is served: an address of this machine alone, or `off`."""
     if text == "off":
@@ -268,22 +268,6 @@ def read_web(text: str) -> Web:
     return Web(address)
 
 
-def read_webhook(text: str) -> str:
-    """A URL of this person's choice."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("want a URL such as https://alerts.example/peerloom")
-    return text
-
-
-def read_command(text: str) -> tuple[str, ...]:
-    """A program and its arguments, quoted as for a shell; none is run."""
-    command = tuple(shlex.split(text))
-    if not command:
-        raise ValueError("want a program and its arguments")
-    return command
-
-
 def read_memory(text: str) -> Memory:
     """`12GB`, `800 MiB` or `80%`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|%)", text)
@@ -294,71 +278,6 @@ def read_memory(text: str) -> Memory:
         return Memory(fraction=number / 100)
     unit = 1024 if "i" in match[2] else 1000
     return Memory(bytes=int(number * unit ** ("KMGT".index(match[2][0]) + 1)))
-
-
-def read_duration(text: str) -> float:
-    """`500ms`, `30s`, `2m` or `1h` in seconds; a bare number is seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s|m|h)?", text)
-    if match is None:
-        raise ValueError("want a time such as 30s, 500ms or 2m")
-    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
-
-
-def _read_work_bits(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= WORK_BITS_MAX):
-        raise ValueError(f"want a whole number, 0 (none) to {WORK_BITS_MAX}")
-    return int(text)
-
-
-def _read_cores(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= CORES_MAX):
-        raise ValueError(f"want a whole number, 0 (all) to {CORES_MAX}")
-    return int(text)
-
-
-def _read_device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
-        raise ValueError("want auto, cpu, cuda:0 or mps")
-    return "cuda:0" if text == "cuda" else text
-
-
-def _read_switch(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False}
-    words |= {"no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError("want true or false")
-    return words[text.lower()]
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"want one of {', '.join(words)}{did_you_mean(text, words)}")
-        return text
-
-    return read
-
-
-def _label(length_max: int, *, may_be_empty: bool = False) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if len(text) > length_max or not text.isprintable() or (text != text.strip()):
-            raise ValueError(f"want at most {length_max} printable letters")
-        if not text and not may_be_empty:
-            raise ValueError("must not be empty")
-        return text
-
-    return read
-
-
-def _read_path(text: str) -> Path:
-    if not text or "\0" in text:
-        raise ValueError("want a path")
-    return Path(text).expanduser()
-
-
-def _read_optional_path(text: str) -> Path | None:
-    """Empty is none, as not to give it."""
-    return _read_path(text) if text else None
 
 
 @dataclass(frozen=True)
@@ -380,40 +299,43 @@ class Rule:
 
 
 RULES = (
-    Rule("name", ("name",), _label(NAME_LENGTH_MAX)),
-    Rule("data_dir", ("data_dir",), _read_path),
-    Rule("observer", ("observer",), _read_switch),
+    Rule("name", ("name",), label(NAME_LENGTH_MAX)),
+    Rule("data_dir", ("data_dir",), read_path),
+    Rule("observer", ("observer",), read_switch),
     Rule("join", ("join", "seeds"), parse_address, many=True),
-    Rule("seed_files", ("join", "seed_files"), _read_path, many=True),
-    Rule("remember", ("join", "remember"), _read_switch),
-    Rule("lan", ("join", "lan"), _read_switch),
+    Rule("seed_files", ("join", "seed_files"), read_path, many=True),
+    Rule("remember", ("join", "remember"), read_switch),
+    Rule("lan", ("join", "lan"), read_switch),
     Rule("listen", ("listen", "addresses"), read_listen, many=True),
     Rule("announce", ("listen", "announce"), read_announce, many=True),
-    Rule("swarm", ("swarm", "name"), _label(LABEL_LENGTH_MAX)),
-    Rule("preset", ("swarm", "preset"), _one_of("lan", "wan", "host", "local")),
-    Rule("scope", ("swarm", "scope"), _one_of("all", "neighbourhood")),
-    Rule("key_file", ("swarm", "key_file"), _read_optional_path),
-    Rule("work_bits", ("swarm", "work_bits"), _read_work_bits),
-    Rule("device", ("resources", "device"), _read_device),
+    Rule("swarm", ("swarm", "name"), label(LABEL_LENGTH_MAX)),
+    Rule("preset", ("swarm", "preset"), one_of("lan", "wan", "host", "local")),
+    Rule("scope", ("swarm", "scope"), one_of("all", "neighbourhood")),
+    Rule("key_file", ("swarm", "key_file"), read_optional_path),
+    Rule("work_bits", ("swarm", "work_bits"), read_work_bits),
+    Rule("device", ("resources", "device"), read_device),
     Rule("memory", ("resources", "memory"), read_memory),
     Rule("scratch", ("resources", "scratch"), read_memory),
-    Rule("cores", ("resources", "cores"), _read_cores),
-    Rule("location", ("resources", "location"), _label(LABEL_LENGTH_MAX, may_be_empty=True)),
-    Rule("accept_runs", ("resources", "accept_runs"), _one_of("swarm", "listed", "invited", "never")),
+    Rule("cores", ("resources", "cores"), read_cores),
+    Rule("location", ("resources", "location"), label(LABEL_LENGTH_MAX, may_be_empty=True)),
+    Rule("accept_runs", ("resources", "accept_runs"), one_of("swarm", "listed", "invited", "never")),
     Rule("slots", ("offer", "slots"), read_slots),
     Rule("hours", ("offer", "hours"), read_hours),
     Rule("idle", ("offer", "idle"), read_duration),
     Rule("load", ("offer", "load"), read_percent),
-    Rule("mains_only", ("offer", "mains_only"), _read_switch),
+    Rule("upload", ("offer", "upload"), read_bandwidth),
+    Rule("download", ("offer", "download"), read_bandwidth),
+    Rule("disk", ("resources", "disk"), read_memory),
+    Rule("mains_only", ("offer", "mains_only"), read_switch),
     Rule("peers", ("offer", "peers"), read_peer_id, many=True),
     Rule("runs", ("offer", "runs"), read_run_id, many=True),
     Rule("web", ("web", "address"), read_web),
-    Rule("log", ("log", "format"), _one_of("off", "text", "json")),
+    Rule("log", ("log", "format"), one_of("off", "text", "json")),
     Rule("log_levels", ("log", "levels"), eventlog.read_levels),
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
-    Rule("allow_unfenced", ("resources", "allow_unfenced"), _read_switch),
-    Rule("calibrate", ("resources", "calibrate"), _read_switch),
+    Rule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
+    Rule("calibrate", ("resources", "calibrate"), read_switch),
 )
 
 
@@ -422,7 +344,7 @@ def rule_of(name: str) -> Rule:
     return next(rule for rule in RULES if rule.name == name)
 
 
-_CONFIG_RULE = Rule("config", (), _read_path)
+_CONFIG_RULE = Rule("config", (), read_path)
 
 
 def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:
@@ -565,6 +487,7 @@ def _build(values: Mapping[str, Any]) -> Config:
                     device="device",
                     memory="memory",
                     scratch="scratch",
+                    disk="disk",
                     cores="cores",
                     location="location",
                     accept_runs="accept_runs",
@@ -581,6 +504,8 @@ def _build(values: Mapping[str, Any]) -> Config:
                     idle_seconds="idle",
                     load_percent="load",
                     mains_only="mains_only",
+                    upload_bytes_per_second="upload",
+                    download_bytes_per_second="download",
                     peers="peers",
                     runs="runs",
                 )

@@ -45,6 +45,7 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
         "memory_total_bytes": capacity.memory_total_bytes,
         "flops_per_second": capacity.flops_per_second,
         "location": capacity.location,
+        "corrected": list(capacity.corrected),
     }
 
 

@@ -34,7 +34,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
-    """What this machine offers, as it measured itself."""
+    """What this machine offers, as it measured itself; `corrected` are wrong declarations of its owner."""
 
     device: str
     cores: int
@@ -42,6 +42,7 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
     memory_total_bytes: int
     flops_per_second: float
     location: str
+    corrected: tuple[str, ...] = ()
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

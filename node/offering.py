@@ -15,6 +15,8 @@ from crypto.identity import PeerId, parse_peer
 SLOTS_MAX = 64
 LISTED_MAX = 256
 DAY_MINUTES = 24 * 60
+BANDWIDTH_MIN = 125_000
+"""Bytes a second."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Offering:
 
     `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it serves only when
     nobody has used keyboard or mouse for so long, with `load_percent` only while other programs take no more
-    of all cores, with `mains_only` not on battery. `peers` are those it serves where `accept_runs` is
+    of all cores, with `mains_only` not on battery. Bulk goes and comes at no more than
+    the two rates, 0 for any. `peers` are those it serves where `accept_runs` is
     "listed", `runs` those (by id) where it is "invited".
     """
 
@@ -54,8 +57,15 @@ class Offering:
     idle_seconds: float = 0.0
     load_percent: int = 0
     mains_only: bool = False
+    upload_bytes_per_second: int = 0
+    download_bytes_per_second: int = 0
     peers: tuple[PeerId, ...] = ()
     runs: tuple[str, ...] = ()
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether a rule depends on how the machine is used from one moment to the next."""
+        return bool(self.hours.spans or self.idle_seconds or self.load_percent or self.mains_only)
 
 
 class OfferTable(msgspec.Struct, frozen=True):
@@ -66,6 +76,8 @@ class OfferTable(msgspec.Struct, frozen=True):
     idle: str | None = None
     load: str | None = None
     mains_only: bool | None = None
+    upload: str | None = None
+    download: str | None = None
     peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
     runs: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)] | None = None
 
@@ -102,6 +114,20 @@ def read_percent(text: str) -> int:
     if match is None or int(match[1]) > 100:
         raise ValueError("want a share such as 30%, or 0 for any")
     return int(match[1])
+
+
+def read_bandwidth(text: str) -> int:
+    """`10Mbit/s` or `1.5MB/s` in bytes a second; 0 or `any` is no bound."""
+    if text in ("0", "any"):
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])(bit|B)(?:/s|ps)?", text)
+    if match is None:
+        raise ValueError("want a rate such as 10Mbit/s or 1.5MB/s, or any")
+    unit = 1000 ** (" kMG".index(match[2])) / (8 if match[3] == "bit" else 1)
+    rate = int(float(match[1]) * unit)
+    if rate < BANDWIDTH_MIN:
+        raise ValueError("want at least 1Mbit/s: with less no stage keeps up, and streams would be cut")
+    return rate
 
 
 def read_peer_id(text: str) -> PeerId:

@@ -28,6 +28,7 @@ from gossip.member import Profile
 from gossip.swim import Swim
 from node import state as views
 from node.averaging.service import Averaging
+from node.changing import Parts, change, keep_limits
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
 from node.checkpoints.weights import WEIGHTS_PURPOSE
@@ -194,6 +195,9 @@ class Node(Surface):
         self._blobs = await self._executor.run(lambda: Blobs(storage))
         self._guests = await self._executor.run(lambda: Guests(storage, self._blobs))
         self._make_services()
+        blobs, measurements = self._blobs, self.measurements
+        self._parts = Parts(self.network, self._scratch, blobs, self.runs, measurements, self._offered)
+        keep_limits(self._parts, self.config)
         if isinstance(self.network, RealNetwork):
             self.network.closed = self.membership.closed
         await nursery.start(self.membership.run)
@@ -270,6 +274,11 @@ class Node(Surface):
         self.capacity = capacity
         self._publish(capacity.measured(self._clock.wall()))
 
+    def _offered(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self._publish(capacity.measured(self._clock.wall()))
+        self.membership.update(self._profile())
+
     async def _calibrate(self) -> None:
         """Find out in the background what a stage's process does here, and tell it instead of the guess."""
         if not (self.config.resources.calibrate and self.provider.takes_stages):
@@ -278,9 +287,7 @@ class Node(Surface):
         await self.measurements.measure(wanted, cache_folder(os.environ), self._calibrated, self._is_met)
 
     def _calibrated(self, found: Calibration) -> None:
-        self.capacity = corrected(self.capacity, found)
-        self._publish(self.capacity.measured(self._clock.wall()))
-        self.membership.update(self._profile())
+        self._offered(corrected(self.capacity, found))
 
     async def _try_fences(self) -> None:
         """Find out what a stage's process can be held to, before any is offered a place here."""
@@ -434,6 +441,7 @@ class Node(Surface):
         """Change a rule by which this node serves others, until it ends. Raises UsageError."""
         self.provider.set(name, text)
         self.config = self.provider.config
+        change(self._parts, name, self.config, self.capacity, is_real=self._capacity is None)
         if self.provider.read is not None:
             self.provider.look(self.provider.read())
         self._permitted(self.provider.permission)
@@ -582,7 +590,7 @@ class Node(Surface):
         await self._is_met.wait()  # alone, there is nobody to tell
         await keep_advertised(
             self.discovery,
-            self.provider.of_a_slot(self.capacity),
+            lambda: self.provider.of_a_slot(self.capacity),
             self.network,
             lambda: self.provider.takes_stages_of_others and self.runs.has_slot,
             self.membership.coordinates,

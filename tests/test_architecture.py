@@ -29,6 +29,7 @@ FLOORS = (
         "history",
         "config",
         "offering",
+        "settings",
         "containment",
         "seams",
         "locks",
@@ -41,7 +42,18 @@ FLOORS = (
     ("content",),
     ("placement",),
     ("checkpoints", "pipeline", "runs", "averaging", "local"),
-    ("control", "executor", "commands", "library", "optimizer", "runtime", "alerts", "web", "process"),
+    (
+        "control",
+        "executor",
+        "commands",
+        "library",
+        "optimizer",
+        "runtime",
+        "changing",
+        "alerts",
+        "web",
+        "process",
+    ),
     ("cli", "__main__"),
 )
 

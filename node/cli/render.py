@@ -158,6 +158,12 @@ def data_text(data: str) -> str:
     return data if len(data) < DATA_HASH_LENGTH else f"data {data[:8]}"
 
 
+def compute_lines(capacity: Mapping[str, Any]) -> list[str]:
+    """What a machine computes with, and what of its declarations was corrected."""
+    corrected = [labelled("", f"corrected: {what}") for what in capacity.get("corrected", ())]
+    return [labelled("compute", capacity_text(capacity)), *corrected]
+
+
 def capacity_text(capacity: Mapping[str, Any]) -> str:
     """`cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured` from a capacity document."""
     free = capacity["memory_free_bytes"] / 1e9

@@ -13,7 +13,7 @@ from typing import Any
 
 from node.cli.render import (
     bytes_text,
-    capacity_text,
+    compute_lines,
     data_text,
     labelled,
     seconds_text,
@@ -81,7 +81,7 @@ class EventScreen:
             text = f"open to the network: {private} may connect from any machine that reaches this one"
             lines.append(labelled("", f"{text} (only this machine: --listen 127.0.0.1:9747)"))
         if self._capacity is not None:
-            lines.append(labelled("compute", capacity_text(self._capacity)))
+            lines += compute_lines(self._capacity)
         lines += self._fences
         joining = f"joining through {self._seeds} addresses" if self._seeds else "no --join given"
         kind = ", private" if event["is_private"] else ""
@@ -109,7 +109,7 @@ class EventScreen:
 
     def _measured(self, event: Event) -> list[str]:
         self._capacity = event
-        return [labelled("compute", capacity_text(event))] if self._has_started else []
+        return compute_lines(event) if self._has_started else []
 
     def _fences_tried(self, event: Event) -> list[str]:
         # That they all stand is what everybody expects.

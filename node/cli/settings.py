@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command("set")
 def set_rule(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="accept_runs, hours, idle, load, ...")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="memory, cores, slots, hours, upload, ...")],
     value: Annotated[str, typer.Argument(metavar="VALUE", help="As in node.toml: 22:00-07:00, 10m, 30%.")],
     data_dir: DataDir = "",
     as_json: AsJson = False,

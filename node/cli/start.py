@@ -17,11 +17,12 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
     `record` is the file in which it is recorded. `flags` are the rules of `node.config` by name, as typed.
     """
     from node import config
+    from node.settings import read_duration
 
     settings = config.resolve(flags, os.environ)
     seconds = None
     if require_join is not None:
-        seconds = config.read_setting("--require-join", require_join, config.read_duration)
+        seconds = config.read_setting("--require-join", require_join, read_duration)
 
     write_log(settings.data_dir)
 

@@ -8,7 +8,7 @@ import typer
 from node.cli.client import ask
 from node.cli.options import AsJson, DataDir, find_data_dir
 from node.cli.render import (
-    capacity_text,
+    compute_lines,
     flops_text,
     labelled,
     seconds_text,
@@ -69,7 +69,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if document.get("reachability") is not None:
         lines.append(labelled("reachable", reachable_text(document["reachability"])))
     if document["capacity"] is not None:
-        lines.append(labelled("compute", capacity_text(document["capacity"])))
+        lines += compute_lines(document["capacity"])
     if document.get("fences") is not None:
         lines += fence_lines(document["fences"])
     alive, known = document["members_alive"], document["members_known"]

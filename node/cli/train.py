@@ -75,7 +75,8 @@ def _hold_prepared(file: Path, path: Path) -> None:
 
 
 def _seconds(wait: str) -> float:
-    from node.config import read_duration, read_setting
+    from node.config import read_setting
+    from node.settings import read_duration
 
     return float(read_setting("--wait", wait, read_duration)) if wait else 0.0
 

@@ -24,9 +24,18 @@ from node.suggest import did_you_mean
 
 CHANGEABLE = {
     "accept_runs": ("resources", "accept_runs"),
+    "device": ("resources", "device"),
+    "memory": ("resources", "memory"),
+    "scratch": ("resources", "scratch"),
+    "disk": ("resources", "disk"),
+    "cores": ("resources", "cores"),
+    "location": ("resources", "location"),
+    "slots": ("offer", "slots"),
     "hours": ("offer", "hours"),
     "idle": ("offer", "idle_seconds"),
     "load": ("offer", "load_percent"),
+    "upload": ("offer", "upload_bytes_per_second"),
+    "download": ("offer", "download_bytes_per_second"),
     "mains_only": ("offer", "mains_only"),
     "peers": ("offer", "peers"),
     "runs": ("offer", "runs"),
@@ -135,6 +144,6 @@ class Provider:
     async def watch(self, executor: Executor) -> None:
         """Look at the machine again and again, as long as there is a rule that needs it."""
         while True:
-            if self.read is not None and self.rules != replace(Offering(), slots=self.rules.slots):
+            if self.read is not None and self.rules.are_watched:
                 self.look(await executor.run(self.read))
             await trio.sleep(LOOK_SECONDS)

@@ -43,7 +43,7 @@ class Slots:
 
     def __init__(self, seams: Seams, count: int, hosted: Callable[[], Collection[bytes]]) -> None:
         self._seams = seams
-        self._count = count
+        self.count = count
         self._hosted = hosted
         self._writing = trio.Lock()
         self._promises: tuple[_Promise, ...] = ()
@@ -56,7 +56,7 @@ class Slots:
     @property
     def free(self) -> int:
         """How many slots are neither promised nor taken."""
-        return max(0, self._count - len(self.taken()))
+        return max(0, self.count - len(self.taken()))
 
     def is_free_for(self, run: bytes) -> bool:
         """Return whether a stage of this run may be placed here."""

@@ -139,6 +139,11 @@ class Turns:
         for run in [run for run in self._serving if run not in running]:
             self.end(now, run)
 
+    def surplus(self) -> list[bytes]:
+        """Return the runs that are served beyond the slots there are now, those of the lowest priority."""
+        rows = sorted(self._serving.values(), key=lambda row: (row.risen, -self._share(row), row.wish.run))
+        return [row.wish.run for row in rows[: max(0, len(rows) - self.slots)]]
+
     def drop(self, run: bytes) -> None:
         """The run wants no slot here any more."""
         self._waiting.pop(run, None)

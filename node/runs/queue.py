@@ -60,6 +60,12 @@ class Queue:
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
+    def resize(self, slots: int) -> list[bytes]:
+        """Have so many slots from now on; the runs that are served beyond them."""
+        self._turns.slots = self._runs.slots.count = slots
+        self._look(self._now)
+        return self._turns.surplus()
+
     @property
     def _now(self) -> float:
         return self._runs.seams.clock.monotonic()

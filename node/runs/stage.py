@@ -16,7 +16,7 @@ from node.containment import describe, note
 from node.errors import StageFailed, Unreachable
 from node.pipeline.codec_choice import LinkCodecs
 from node.pipeline.replica import ReplicaShell, Restore, Save
-from node.placement.admission import build_stage_spec
+from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
 from node.runs.context import Service
@@ -59,6 +59,8 @@ class Hosting:
         """`holders` may hand over what the run is made of; for `save` and `restore` see ReplicaShell."""
         self.replica: ReplicaShell | None = None
         self.is_opening = False
+        self.machine: Machine | None = None
+        """What the slot gave when the stage was opened."""
         self._is_due = False
         self._service = service
         self._run = run
@@ -170,6 +172,7 @@ class Hosting:
             # A graph of one's own has no need to be fenced in.
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
+            self.machine = machine
             wanted = partial(build_stage_spec, self._run, graph, plan, stage.number, machine)
             specification, parts, data = await executor.run(wanted, apart=True)
             opened = await executor.open_stage(data)

@@ -42,7 +42,7 @@ def make_advert(
 
 async def keep_advertised(
     discovery: Discovery,
-    capacity: Capacity,
+    capacity: Callable[[], Capacity],
     network: Network,
     has_slot: Callable[[], bool],
     where: Coordinates,
@@ -53,7 +53,7 @@ async def keep_advertised(
     told: Advert | None = None
     while True:
         place = settled(() if told is None else told.coordinates, where.here)
-        advert = make_advert(capacity, network.addresses, has_slot=has_slot(), coordinates=place)
+        advert = make_advert(capacity(), network.addresses, has_slot=has_slot(), coordinates=place)
         if advert != told:
             told = advert
             discovery.advertise(advert)

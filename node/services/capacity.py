@@ -6,11 +6,12 @@ must, so a short process does. The figure is a first guess that placement needs,
 
 import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import psutil
@@ -38,43 +39,107 @@ class Capacity:
     memory_total_bytes: int
     flops_per_second: float
     location: str
+    all_cores: int = 0
+    memory_available_bytes: int = 0
+    corrected: tuple[str, ...] = ()
+    """Declarations that this machine does not bear out, each in words for a person. The two before it are
+    what there was when it was measured, whatever is allowed; 0 for no more than is offered."""
 
     def measured(self, at: float) -> CapacityMeasured:
         """The event that says so, at the unix time `at`."""
-        return CapacityMeasured(at=at, **asdict(self))
+        fields = asdict(self)
+        del fields["all_cores"], fields["memory_available_bytes"]
+        return CapacityMeasured(at=at, **fields)
 
 
 def measure(resources: Resources) -> Capacity:
     """Measure this machine within what the configuration allows. Call it in a thread."""
-    device = find_device(resources.device)
+    device, why = usable_device(resources.device)
+    rate = 0.0 if device == "cpu" else _device_rate(device)
+    if device != "cpu" and not rate:
+        why = f"device {device}: torch computes nothing on it; the CPU computes"
+        device = "cpu"
     all_cores = psutil.cpu_count() or 1
-    cores = min(resources.cores or all_cores, all_cores)
     total, free = device_memory(device)
-    allowed = resources.memory.of(total)
-    rate = _core_rate() * cores if device == "cpu" else _device_rate(device)
-    return Capacity(
+    found = Capacity(
         device=device,
-        cores=cores,
-        memory_free_bytes=min(allowed, free),
+        cores=all_cores,
+        memory_free_bytes=free,
         memory_total_bytes=total,
+        flops_per_second=rate or _core_rate() * all_cores,
+        location=resources.location,
+        all_cores=all_cores,
+        memory_available_bytes=free,
+    )
+    found = within(found, resources)
+    return replace(found, corrected=(why, *found.corrected) if why else found.corrected)
+
+
+def within(capacity: Capacity, resources: Resources) -> Capacity:
+    """Return what of a measured machine these resources allow. What is declared beyond it is said in
+    `corrected`."""
+    all_cores = capacity.all_cores or capacity.cores
+    free = capacity.memory_available_bytes or capacity.memory_free_bytes
+    cores = min(resources.cores or all_cores, all_cores)
+    total = capacity.memory_total_bytes
+    said = []
+    if resources.cores > all_cores:
+        said.append(f"cores {resources.cores}: this machine has {all_cores}; it gives {cores}")
+    if resources.memory.bytes > total:
+        declared, there = resources.memory.bytes / 1e9, total / 1e9
+        said.append(f"memory {declared:.1f} GB: there are {there:.1f} GB, of which {free / 1e9:.1f} are free")
+    rate = capacity.flops_per_second
+    if capacity.device == "cpu":
+        rate *= cores / capacity.cores
+    return replace(
+        capacity,
+        cores=cores,
+        memory_free_bytes=min(resources.memory.of(total), free),
         flops_per_second=rate,
         location=resources.location,
+        all_cores=all_cores,
+        memory_available_bytes=free,
+        corrected=tuple(said),
     )
 
 
 def find_device(wanted: str) -> str:
-    """`auto` is the first GPU where there is one and torch was built for it, else the CPU."""
-    if wanted != "auto":
-        return wanted
+    """Return the device that is used where `wanted` is declared."""
+    return usable_device(wanted)[0]
+
+
+def usable_device(wanted: str) -> tuple[str, str]:
+    """Return the device to compute on, and why it is not the one that was declared, empty where it is.
+
+    `auto` is the first GPU where there is one and torch was built for it, else the CPU, which is also what
+    stands in for a device that is not there.
+    """
+    kind, _, number = wanted.partition(":")
+    if kind == "cpu":
+        return "cpu", ""
+    if kind == "mps":
+        is_there = sys.platform == "darwin" and platform.machine() == "arm64"
+        return ("mps", "") if is_there else ("cpu", f"device {wanted}: no Apple GPU; the CPU computes")
+    found, without = _gpus()
+    if int(number or 0) < found:
+        return ("cuda:0" if wanted == "auto" else wanted), ""
+    if wanted == "auto":
+        return "cpu", ""
+    return "cpu", f"device {wanted}: {without or f'this machine has {found} GPU'}; the CPU computes"
+
+
+def _gpus() -> tuple[int, str]:
+    """Return how many GPUs of NVIDIA can be used here, and why there are none."""
     if importlib.metadata.version("torch").endswith("+cpu"):
-        return "cpu"
+        return 0, "torch was installed without CUDA here"
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return "cuda:0" if pynvml.nvmlDeviceGetCount() else "cpu"
+        count = int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
-        return "cpu"
+        return 0, "there is no such GPU, or no driver of one"
+    return count, "" if count else "there is no such GPU"
 
 
 def device_memory(device: str) -> tuple[int, int]:

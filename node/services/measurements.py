@@ -29,6 +29,7 @@ from partition.plan.observed import (
     StageRow,
     decode_observed,
     encode_observed,
+    limited_rows,
 )
 from partition.plan.rates import Calibration, decode_calibration, encode_calibration
 
@@ -67,6 +68,8 @@ class Measurements:
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
         self.calibration: Calibration | None = None
+        self.limits = (0, 0)
+        """Bytes a second each way that this node's owner gives, 0 for any."""
         self.links = links
         self._me = me
         self._clock = clock
@@ -120,7 +123,7 @@ class Measurements:
         self._stages = {peer: row for peer, row in self._stages.items() if now - row[1] <= STAGES_SECONDS}
         newest = sorted(self._stages.items(), key=lambda pair: -pair[1][1])[:STAGES_MAX]
         stages = sorted((StageRow(peer, rate) for peer, (rate, _) in newest), key=lambda row: row.peer)
-        return Observed(self.links.core.rows(now), tuple(stages))
+        return Observed(limited_rows(self.links.core.rows(now), *self.limits), tuple(stages))
 
     async def _tell(self) -> None:
         found = self.observed

@@ -24,13 +24,12 @@ from blake3 import blake3
 from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from node.seams import Storage
+from node.settings import GUEST_BYTES_MAX as GUEST_BYTES_MAX
 
 HASH_BYTES = 32
 BLOB_BYTES_MAX = 2 << 20
 """One message on a stream, whole in memory at both ends. Chunks of a state have a MiB; the longest list of
 chunks (`node.protocols.checkpoint`) has 1.5."""
-GUEST_BYTES_MAX = 16 << 30
-"""What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
 GUEST_PINS_MAX = 4_096
 """However little each names: every blob is a file."""
 PIN_BYTES_MAX = 16 << 20

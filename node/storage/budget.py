@@ -28,6 +28,16 @@ class ScratchBudget:
         # What frees a file may run in the middle of anything, in the same thread too.
         self._lock = RLock()
 
+    def limit(self, limit: Memory) -> None:
+        """Allow so much from now on; what is held already stays until it is given back."""
+        self._limit = limit
+
+    def of_disk(self, amount: Memory) -> int:
+        """Return an amount in bytes, of the same disk."""
+        if amount.bytes:
+            return amount.bytes
+        return amount.of(shutil.disk_usage(self._folder).total)
+
     @property
     def bytes_max(self) -> int:
         """The most that stages may hold together."""

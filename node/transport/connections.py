@@ -25,6 +25,7 @@ from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept, dial
+from node.transport.pace import Paces
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
@@ -56,12 +57,18 @@ class Connections:
     """`run` must be running to serve, and to keep connections for another conversation."""
 
     def __init__(
-        self, credentials: Credentials, book: AddressBook, router: Router, counters: Counter[str]
+        self,
+        credentials: Credentials,
+        book: AddressBook,
+        router: Router,
+        counters: Counter[str],
+        paces: Paces | None = None,
     ) -> None:
         self._credentials = credentials
         self._book = book
         self._router = router
         self._counters = counters
+        self._paces = paces or Paces()
         self._assembly = ReassemblyBudget()
         self._pool = Pool()
         self._idle = IdleConnections()
@@ -220,7 +227,9 @@ class Connections:
         return protocol
 
     def _make(self, transport: trio.SocketStream, session: Session) -> Connection:
-        connection = Connection(transport, session, self._assembly, self._pool, self._counters, self._ended)
+        connection = Connection(
+            transport, session, self._assembly, self._pool, self._counters, self._ended, self._paces
+        )
         self._open[connection] = None
         return connection
 

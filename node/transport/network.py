@@ -26,6 +26,7 @@ from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
 from node.transport.listen import Place, bind_all, dialable
 from node.transport.multicast import Multicast
+from node.transport.pace import Paces
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
 from node.transport.sockets import UdpSockets
 from node.transport.streams import SecureStream
@@ -75,7 +76,10 @@ class RealNetwork:
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters)
         self._book = AddressBook()
-        self._connections = Connections(self._credentials, self._book, self._router, self._counters)
+        self.paces = Paces()
+        self._connections = Connections(
+            self._credentials, self._book, self._router, self._counters, self.paces
+        )
         self._addresses: tuple[Address, ...] = ()
         self._places: tuple[Place, ...] = ()
         self._dialable: tuple[Address, ...] = ()

@@ -18,6 +18,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import Data, Session
 from node.errors import StreamClosed
 from node.transport.buffer_pool import Pool
+from node.transport.pace import BURST_SECONDS, PIECE_BYTES, Paces
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
 from node.transport.sockets import address_of
 
@@ -86,6 +87,7 @@ class Connection:
         pool: Pool,
         counters: Counter[str],
         ended: Callable[["Connection"], None],
+        paces: Paces,
     ) -> None:
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
@@ -100,6 +102,8 @@ class Connection:
         self._assembly = assembly
         self._counters = counters
         self._tell_ended = ended
+        self._paces = paces
+        self._narrowed = 0
         self._held_bytes = 0
         self._calls = 0
         self._is_drained = True
@@ -133,13 +137,14 @@ class Connection:
         try:
             if whole is not None:
                 begun = True
+                self._paces.up.take(trio.current_time(), len(whole))
                 await self._write(whole)
             else:
                 for chunk in self._writer.chunks(message, *payload):
                     if begun:
                         await trio.lowlevel.checkpoint()
                     begun = True
-                    await self._write(chunk)
+                    await self._write_paced(chunk)
             begun = False
         except (OSError, trio.ClosedResourceError):
             raise self.end("the connection broke while sending") from None
@@ -171,6 +176,18 @@ class Connection:
         finally:
             if not settled:
                 self.end("a mark was cut short")
+
+    async def _write_paced(self, data: bytes | memoryview) -> None:
+        """Write as fast as this node's owner lets it."""
+        if not self._paces.up.bytes_per_second:
+            await self._write(data)
+            return
+        rest = memoryview(data)
+        while rest:
+            piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
+            if seconds := self._paces.up.take(trio.current_time(), len(piece)):
+                await trio.sleep(seconds)
+            await self._write(piece)
 
     async def _write(self, data: bytes | memoryview) -> None:
         while True:
@@ -261,7 +278,22 @@ class Connection:
                     return False
         self._calls += _FILL_CALLS
         self._filled(count, len(space))
+        if self._paces.down.bytes_per_second:
+            await self._read_paced(count)
         return True
+
+    async def _read_paced(self, count: int) -> None:
+        """Let the sender wait for as long as this node's owner wants it to; what has come stays here."""
+        pace = self._paces.down
+        seconds = pace.take(trio.current_time(), count)
+        if self._narrowed != pace.bytes_per_second:
+            # What the kernel takes in meanwhile is beyond the owner's bound.
+            self._narrowed = pace.bytes_per_second
+            size = max(PIECE_BYTES, int(pace.bytes_per_second * BURST_SECONDS))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        if seconds and self._reader.inside:
+            await trio.sleep(seconds)
+            self._stalls_at = trio.current_time() + STALL_SECONDS
 
     async def _wait_for_bytes(self, *, inside: bool) -> bool:
         if self._is_woken:

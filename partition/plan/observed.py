@@ -57,6 +57,14 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[tuple[StageRow, ...], msgspec.Meta(max_length=STAGES_MAX)] = ()
 
 
+def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[LinkRow, ...]:
+    """Return links as their author sees them that gives no more than these bytes a second, 0 for any."""
+    most = upload or BYTES_PER_SECOND_MAX, download or BYTES_PER_SECOND_MAX
+    return tuple(
+        LinkRow(row.peer, min(row.sent, most[0]), min(row.taken, most[1]), row.nanoseconds) for row in rows
+    )
+
+
 def encode_observed(observed: Observed) -> bytes:
     """The value of a record."""
     return encode(observed)

@@ -1,0 +1,116 @@
+"""Readers of settings: one text as a person writes it to a value, or ValueError with the reason. Pure."""
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from crypto.contact import Address, parse_address
+from dht.work import WORK_BITS_MAX
+from node.suggest import did_you_mean
+
+CORES_MAX = 4_096
+GUEST_BYTES_MAX = 16 << 30
+"""What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
+
+
+def read_listen(text: str) -> Address:
+    """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
+    any_port = re.fullmatch(r"((?:/ip6zone/[^/]+)?/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
+    address = parse_address(any_port[1] + "1" if any_port else text)
+    if address.kind not in ("ip4", "ip6"):
+        raise ValueError("want an IP address of this machine, such as 0.0.0.0:9747")
+    return replace(address, port=0) if any_port else address
+
+
+def read_announce(text: str) -> Address:
+    """An address that others are told."""
+    address = parse_address(text)
+    if address.is_link_local:
+        raise ValueError(
+            "want an address that others can use; one of a link alone is told on that link by beacon"
+        )
+    return address
+
+
+def read_webhook(text: str) -> str:
+    """A URL of this person's choice."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("want a URL such as https://alerts.example/peerloom")
+    return text
+
+
+def read_command(text: str) -> tuple[str, ...]:
+    """A program and its arguments, quoted as for a shell; none is run."""
+    command = tuple(shlex.split(text))
+    if not command:
+        raise ValueError("want a program and its arguments")
+    return command
+
+
+def read_duration(text: str) -> float:
+    """`500ms`, `30s`, `2m` or `1h` in seconds; a bare number is seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s|m|h)?", text)
+    if match is None:
+        raise ValueError("want a time such as 30s, 500ms or 2m")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+
+
+def read_work_bits(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= WORK_BITS_MAX):
+        raise ValueError(f"want a whole number, 0 (none) to {WORK_BITS_MAX}")
+    return int(text)
+
+
+def read_cores(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= CORES_MAX):
+        raise ValueError(f"want a whole number, 0 (all) to {CORES_MAX}")
+    return int(text)
+
+
+def read_device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
+        raise ValueError("want auto, cpu, cuda:0 or mps")
+    return "cuda:0" if text == "cuda" else text
+
+
+def read_switch(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False}
+    words |= {"no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("want true or false")
+    return words[text.lower()]
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"want one of {', '.join(words)}{did_you_mean(text, words)}")
+        return text
+
+    return read
+
+
+def label(length_max: int, *, may_be_empty: bool = False) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if len(text) > length_max or not text.isprintable() or (text != text.strip()):
+            raise ValueError(f"want at most {length_max} printable letters")
+        if not text and not may_be_empty:
+            raise ValueError("must not be empty")
+        return text
+
+    return read
+
+
+def read_path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError("want a path")
+    return Path(text).expanduser()
+
+
+def read_optional_path(text: str) -> Path | None:
+    """Empty is none, as not to give it."""
+    return read_path(text) if text else None
