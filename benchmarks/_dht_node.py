@@ -1,16 +1,19 @@
 """One node of `benchmarks/dht_sockets.py` in a process of its own: ours, the plain `kademlia` package's, or
 hivemind's.
 
-    python benchmarks/_dht_node.py ours|package|hivemind NUMBER K
+    python benchmarks/_dht_node.py ours|package|hivemind NUMBER K [FOLDER PORT]
 
+With a folder, which only ours takes, it keeps there what it holds, and begins with what is there.
 It prints where it listens, then does what lines of JSON on its stdin say, and answers each with one.
 """
 
 import asyncio
 import json
+import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -37,7 +40,16 @@ async def timed(run: Any, work: Any) -> float:
     return time.perf_counter() - begun if is_done else -1.0
 
 
-async def ours(number: int, k: int) -> None:
+def seams_in(folder: str, network: Any, clock: Any, rng: Random) -> Any:
+    """Return the seams of a node that keeps its records in `folder`."""
+    from node.executor import RealExecutor
+    from node.seams import Seams
+    from node.storage.folder import FolderStorage
+
+    return Seams(network, clock, rng, os.urandom, RealExecutor(), FolderStorage(Path(folder)))
+
+
+async def ours(number: int, k: int, folder: str = "", port: str = "0") -> None:
     """Serve as one of our nodes: sessions, signatures and the core, without membership."""
     from crypto.contact import parse_address
     from crypto.facts import IdentitySigner
@@ -55,38 +67,42 @@ async def ours(number: int, k: int) -> None:
         bytes([number + 1]) * 32,
         "bench",
         clock=clock,
-        entropy=Random(number).randbytes,
-        listen=[("127.0.0.1", 0)],
+        entropy=os.urandom,
+        listen=[("127.0.0.1", int(port))],
         announce=(),
         beacon_port=None,
         keys=(),
     )
+    rng = Random()
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)
         discovery = Discovery(
             network,
             clock,
-            Random(number),
+            rng,
             IdentitySigner(identity, "bench"),
             refuse=lambda _peer, _error: None,
             observe=lambda event: joined.set() if isinstance(event, Joined) else None,
+            seams=seams_in(folder, network, clock, rng) if folder else None,
             settings=Settings(k=k, find_width=min(3, k)),
         )
         await nursery.start(discovery.run)
         say({"address": network.addresses[0].short})
 
-        async def store(key: str) -> bool:
-            stored = await discovery.publish_for("bench", key.encode(), value_of(key), 3_600.0)
+        async def store(key: str, seconds: float = 3_600.0) -> bool:
+            stored = await discovery.publish_for("bench", key.encode(), value_of(key), seconds)
             return stored.is_safe
 
         async def get(key: str) -> bool:
             records = await discovery.find("bench", key.encode())
             return any(record.value == value_of(key) for record in records)
 
-        async def fetch(store_or_get: str, keys: list[str], parallel: int) -> list[float]:
+        async def fetch(
+            store_or_get: str, keys: list[str], parallel: int, seconds: float = 3_600.0
+        ) -> list[float]:
             found: list[float] = []
             waiting = iter(keys)
-            work = store if store_or_get == "store" else get
+            work = partial(store, seconds=seconds) if store_or_get == "store" else get
 
             async def one() -> None:
                 for key in waiting:
@@ -105,11 +121,17 @@ async def ours(number: int, k: int) -> None:
                 discovery.join([peer])
                 await joined.wait()
                 say({"seconds": time.perf_counter() - begun})
+            elif order["do"] == "save":
+                await discovery.save()
+                say({})
+            elif order["do"] == "count":
+                say(discovery.document())
             elif order["do"] == "end":
                 break
             else:
                 begun = time.perf_counter()
-                each = await fetch(order["do"], order["keys"], order["parallel"])
+                seconds = order.get("lasts", 3_600.0)
+                each = await fetch(order["do"], order["keys"], order["parallel"], seconds)
                 say({"each": each, "seconds": time.perf_counter() - begun})
         nursery.cancel_scope.cancel()
 
@@ -202,7 +224,7 @@ def main() -> None:
     """Serve until the parent says so."""
     kind, number, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "ours":
-        trio.run(partial(ours, number, k))
+        trio.run(partial(ours, number, k, *sys.argv[4:]))
     elif kind == "hivemind":
         hivemind()
     else:

@@ -1,6 +1,7 @@
 """The DHT in the simulator: churn, liars, an eclipse, a healed split, and search by capability.
 
-    python benchmarks/dht_churn.py [--json] [--quick] [--seeds N] [--nodes N] [--minutes N] [--only CASE]
+    python benchmarks/dht_churn.py [--json] [--quick] [--seeds N] [--first-seed N] [--nodes N]
+        [--minutes N] [--only CASE]
 
 Kademlia cores alone (`sim.worlds.table_only`), which find out who died by themselves: nodes of a swarm have
 SWIM beside. 2 % loss, 50 ms one way, a constant population whose lives are exponential; a newcomer knows
@@ -252,7 +253,7 @@ def run_case(case: str, seed: int, nodes: int, seconds: float, *, is_quick: bool
         case "eclipse":
             return [eclipse(seed, nodes)]
         case "split":
-            return [split(seed, nodes // 2, 600.0 if is_quick else 1_800.0)]
+            return [split(seed, nodes // 2 if is_quick else nodes, 600.0 if is_quick else 1_800.0)]
         case _:
             return [capability(seed, nodes, short / 2)]
 
@@ -261,7 +262,8 @@ def measure(flags: argparse.Namespace) -> Rows:
     """Run the cases."""
     nodes = flags.nodes or (200 if flags.quick else 1_000)
     seconds = 60.0 * (flags.minutes or (5 if flags.quick else 120))
-    seeds = range(1, 1 + (flags.seeds or (1 if flags.quick else 5)))
+    first = flags.first_seed
+    seeds = range(first, first + (flags.seeds or (1 if flags.quick else 5)))
     rows: Rows = []
     for seed in seeds:
         for case in CASES:
@@ -280,6 +282,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="a small form, under 50 s")
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--minutes", type=int, default=0)
     parser.add_argument("--only", default="", choices=("", *CASES))

@@ -31,8 +31,9 @@ NODE = Path(__file__).with_name("_dht_node.py")
 class Process:
     """One node, and what it is told."""
 
-    def __init__(self, kind: str, number: int) -> None:
-        command = [sys.executable, str(NODE), kind, str(number), str(K)]
+    def __init__(self, kind: str, number: int, *place: str) -> None:
+        """`place`: a folder to keep its records in, and a port."""
+        command = [sys.executable, str(NODE), kind, str(number), str(K), *place]
         environment = dict(os.environ)
         if kind == "hivemind":
             environment["PYTHONPATH"] = HIVEMIND
@@ -43,12 +44,12 @@ class Process:
 
     def listen(self) -> None:
         """Wait until it listens."""
-        self.address = self._answer()["address"]
+        self.address = self.answer()["address"]
 
     def ask(self, **order: Any) -> Any:
         """Tell it something, and wait for its answer."""
         self.tell(**order)
-        return self._answer()
+        return self.answer()
 
     def tell(self, **order: Any) -> None:
         """Tell it something."""
@@ -65,7 +66,13 @@ class Process:
             self._process.kill()
             self._process.wait()
 
-    def _answer(self) -> Any:
+    def kill(self) -> None:
+        """Stop it as a cut of the power does."""
+        self._process.kill()
+        self._process.wait()
+
+    def answer(self) -> Any:
+        """What it says to what it was told."""
         line = self._pipe(self._process.stdout).readline()
         if not line:
             raise RuntimeError("a node ended before it answered")

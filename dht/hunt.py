@@ -1,6 +1,6 @@
 """A search by capability: from a query to nodes that answer, the nearest first.
 
-1. Of a few classes that will do, one path of shards each is read, at all depths at once, from a random
+1. Of a few classes that will do, one path of shards each is read, at all likely depths at once, from a random
    prefix: so the class's depth shows itself, and askers spread over its shards.
 2. More shards of the depth that was found, some at a time, until there are twice as many as were asked for,
    the class is exhausted or time is up; then the next class.
@@ -20,6 +20,7 @@ from typing import Protocol
 from crypto.identity import PeerId
 from dht import messages
 from dht.capabilities import (
+    DEPTH_MAX,
     Advert,
     Offer,
     Query,
@@ -42,6 +43,11 @@ CLASSES_AT_ONCE = 5
 """Classes whose paths are read at one time: all sizes of memory of one kind of device."""
 WIDTH = 6
 """Of the nearest to a shard's key so many have to answer: each of the k nearest should hold all of it."""
+WIDTH_PROBED = 3
+"""The same on the first path, where most shards are empty: half the requests of a search go there."""
+UNLIKELY_DEPTHS = 2
+"""The deepest, where only a class that most nodes stand in has any adverts; it has more above. They are
+read last, if at all."""
 HUNT_SECONDS_MAX = 2.0
 """After this no further shard is read: what was found is pinged."""
 CANDIDATES_FACTOR = 2
@@ -88,7 +94,7 @@ class Hunt:
         self._number = number
         self._query = query
         self._done = done
-        self._classes = iter(query.classes)
+        self._batches = self._paths()
         self._shards: Iterator[tuple[str, int, int]] = iter(())
         self._records: dict[PeerId, Record] = {}
         self._fitting: dict[PeerId, Advert] = {}
@@ -97,6 +103,7 @@ class Hunt:
         # How many adverts were met of each class at each depth.
         self._met: dict[tuple[str, int], int] = {}
         self._probed_prefix = 0
+        self._reading: list[Search] = []
         self._is_collected = False
         self._candidates: Iterator[PeerId] = iter(())
         self._offers: list[Offer] = []
@@ -109,28 +116,34 @@ class Hunt:
 
     # Reading shards.
 
+    def _paths(self) -> Iterator[list[tuple[str, int]]]:
+        """The classes and depths of each first path: all likely depths before the others."""
+        deepest = first_depth(self._ground.network_size)
+        likely = max(deepest + 1 - UNLIKELY_DEPTHS, 1)
+        for depths in (range(likely), range(likely, deepest + 1)):
+            names = iter(self._query.classes)
+            while depths and (some := list(islice(names, CLASSES_AT_ONCE))):
+                yield [(name, depth) for name in some for depth in depths]
+
     def _next_classes(self, now: float) -> None:
-        names = list(islice(self._classes, CLASSES_AT_ONCE))
-        if not names:
+        path = next(self._batches, None)
+        if path is None:
             self._collected(now)
             return
         self._is_probing, self._met, self._shards = True, {}, iter(())
-        deepest = first_depth(self._ground.network_size)
-        self._probed_prefix = self._ground.rng.getrandbits(deepest) if deepest else 0
+        self._probed_prefix = self._ground.rng.getrandbits(DEPTH_MAX)
         self._read(
             now,
-            [
-                (name, depth, self._probed_prefix >> (deepest - depth))
-                for name in names
-                for depth in range(deepest + 1)
-            ],
+            [(name, depth, self._probed_prefix >> (DEPTH_MAX - depth)) for name, depth in path],
+            WIDTH_PROBED,
         )
 
-    def _read(self, now: float, shards: Sequence[tuple[str, int, int]]) -> None:
+    def _read(self, now: float, shards: Sequence[tuple[str, int, int]], width: int) -> None:
         self._waiting += len(shards)
         for name, depth, prefix in shards:
             then = partial(self._take, name, depth)
-            self._ground.search(now, shard_key(name, depth, prefix), then, values=True, width=WIDTH)
+            search = self._ground.search(now, shard_key(name, depth, prefix), then, values=True, width=width)
+            self._reading.append(search)
 
     def _take(self, name: str, depth: int, now: float, search: Search) -> None:
         if self._is_collected:
@@ -163,17 +176,17 @@ class Hunt:
             self._shards = self._others()
         following = list(islice(self._shards, SHARDS_AT_ONCE - self._waiting))
         if following:
-            self._read(now, following)
+            self._read(now, following, WIDTH)
         elif not self._waiting:
             self._next_classes(now)
 
     def _others(self) -> Iterator[tuple[str, int, int]]:
         """All other shards of the depths at which adverts were met, the fullest depth first, in random
         order."""
-        deepest, rng = first_depth(self._ground.network_size), self._ground.rng
+        rng = self._ground.rng
         for name, depth in sorted(self._met, key=lambda place: -self._met[place]):
             mask = rng.getrandbits(depth) if depth else 0
-            read = self._probed_prefix >> max(deepest - depth, 0)
+            read = self._probed_prefix >> (DEPTH_MAX - depth)
             for count in range(1 << depth):
                 if (count ^ mask) != read:
                     yield name, depth, count ^ mask
@@ -188,6 +201,8 @@ class Hunt:
         self._is_collected = True
         if self._limit is not None:
             self._limit.call_off()
+        for search in self._reading:
+            search.lookup.stop()  # it asks nobody more, and ends with the next answer
         guessed = {
             peer: self._ground.estimate(advert.coordinates) if advert.coordinates else None
             for peer, advert in self._fitting.items()
