@@ -174,7 +174,7 @@ class Machines(survival.Nodes):
 
     def _calibrates(self) -> bool:
         """Whether a node still finds out what classes of operators take, for which it has a process."""
-        return any("partition.calibrate" in child.cmdline() for child in self._children())
+        return any("partition.calibrate" in _command(child) for child in self._children())
 
     def _children(self) -> list[psutil.Process]:
         return [child for group in self._groups for child in psutil.Process(group).children(recursive=True)]
@@ -186,7 +186,7 @@ class Machines(survival.Nodes):
             times = psutil.Process(group).cpu_times()
             node += times.user + times.system
         for child in self._children():
-            if "node.stages.process" in child.cmdline():
+            if "node.stages.process" in _command(child):
                 times = child.cpu_times()
                 stage += times.user + times.system
         return node, stage
@@ -202,6 +202,14 @@ class Machines(survival.Nodes):
     def count(self, kind: str) -> int:
         """How often the requester has said so."""
         return len(self._watch.events(kind))
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """The command line; empty for a process that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def compare(cases: dict[str, Case], turns: int) -> list[dict[str, Any]]:

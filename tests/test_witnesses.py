@@ -94,6 +94,19 @@ def test_a_run_whose_replica_dies_before_the_first_checkpoint_begins_anew(steps:
     assert newest(world).height > 0
 
 
+def test_a_stage_that_has_trained_begins_anew_with_the_one_that_was_lost() -> None:
+    async def scenario(world: World) -> None:
+        await world.reached(1)
+        assert not said(world, CheckpointKept)
+        (first, *_) = said(world, RunPlanned)
+        world.crash(world.group.name_of(first.stages[1][0]))
+        assert await world.committed(world.now + 2.0, 2 * GOES_ON_SECONDS) is not None, standing(world)
+
+    world = play("abcde", small(stages=2, replicas=1, steps=24), scenario)
+    (first, *_), last = said(world, RunPlanned), newest(world)
+    assert last.stages[0] == first.stages[0], "it keeps its stage"
+
+
 @pytest.mark.parametrize("rule", ["wait", "requester"])
 def test_of_two_nodes_alone_the_requester_is_told_what_a_death_does(rule: str) -> None:
     async def scenario(world: World) -> None:

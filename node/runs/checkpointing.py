@@ -25,7 +25,7 @@ from node.protocols.runs import Saved
 from node.runs.context import Service
 from node.seams import Stage
 from node.storage.blobs import NoRoom
-from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
+from partition.plan.plan import Plan, plan_hash
 from partition.run.checkpoint_rounds import (
     CheckpointRounds,
     CheckpointWhole,
@@ -86,13 +86,6 @@ class Keeping:
     def restorable(self) -> tuple[bytes, int] | None:
         """The newest checkpoint that is whole somewhere, and its step."""
         return self._rounds.newest
-
-    def way_back(self, plan: Plan | None, furthest: int) -> tuple[bytes, int] | None:
-        """Return the newest checkpoint and its step. Before there is one the run may begin anew, as long as
-        `furthest` steps are no more than between two checkpoints, and `plan` is the first: whoever has missed
-        the news of a checkpoint for long has missed a plan too."""
-        is_young = plan is not None and not plan.height and furthest <= self._run.manifest.save_every
-        return self.restorable or ((FIRST_VALUES, 0) if is_young and self._run.manifest.save_every else None)
 
     @property
     def _now(self) -> float:

@@ -79,6 +79,7 @@ class RunMember:
             may_fork=manifest.on_lost_quorum == "fork",
             around=Surroundings(service.live, service.gone, self._free),
             roles=self,
+            save_every=manifest.save_every,
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
@@ -111,8 +112,7 @@ class RunMember:
         self.keep, self.close_stage = self.hosting.keep, self.hosting.end
         self._decided = trio.Event()
         self._again = trio.Event()
-        self._is_acting = False
-        self._is_driven = True
+        self._is_acting, self._is_driven = False, True
 
     # What the core asks of its roles
 
@@ -134,8 +134,8 @@ class RunMember:
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step; until there is one, the beginning."""
-        return self._keeping.way_back(self.plan, self.core.progress.furthest)
+        """The newest checkpoint that is whole somewhere, and its step."""
+        return self._keeping.restorable
 
     @property
     def can_tell(self) -> bool:

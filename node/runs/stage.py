@@ -79,9 +79,11 @@ class Hosting:
 
     def adopt(self, plan: Plan) -> None:
         """A plan is in force: keep the stage it gives to this node, open it, or close what was open."""
+        # What has trained is opened again: first values are made in a new process.
+        is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
         self._plan, self._prepared = plan, None
         stage = held_in(plan, self._service.signer.peer)
-        if stage == self._held:
+        if stage == self._held and not is_anew:
             if self.replica is not None:
                 self._service.spans.admit(plan)
                 self.replica.adopt(plan)

@@ -11,7 +11,7 @@ here), steps (`partition.steps`), and what a role computes: `Roles` tells of tha
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
@@ -54,34 +54,11 @@ from partition.run.pauses import votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Proposer, Surroundings
 from partition.run.recutting import Recutting
+from partition.run.roles import Roles
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
+from partition.run.way_back import way_back
 
 INF = float("inf")
-
-
-class Roles(Protocol):
-    """What the driver tells of this node's roles under the plan in force."""
-
-    @property
-    def hosts(self) -> bool:
-        """Whether a stage is open here, or being opened."""
-
-    @property
-    def is_opening(self) -> bool:
-        """Whether a stage is being opened."""
-
-    @property
-    def committed(self) -> int | None:
-        """How many steps this node's committer has committed; None where it does not commit, or does not know
-        yet because its replicas are not synced."""
-
-    @property
-    def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
-
-    @property
-    def can_tell(self) -> bool:
-        """Whether a newcomer can be told how the next plan came about."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +97,10 @@ class Member:
         may_fork: bool,
         around: Surroundings,
         roles: Roles,
+        save_every: int = 0,
         parts: Parts | None = None,
     ) -> None:
+        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
         self.plan: Plan | None = None
         self.state: State = "submitted"
         self.is_dropped = self.is_over = False
@@ -136,6 +115,7 @@ class Member:
         self._may_fork = may_fork
         self._around = around
         self._roles = roles
+        self._save_every = save_every
         self._parts = parts or Parts()
         self._life: _Life | None = None
         self._is_stuck = False
@@ -534,8 +514,9 @@ class Member:
         if now >= self.recutting.deadline:
             self._give_up_recut(life)
         if now >= life.proposer.deadline:
-            roles = self._roles
-            change = life.proposer.think(now, restorable=roles.restorable, can_tell=roles.can_tell)
+            roles, furthest = self._roles, self.progress.furthest
+            restorable = way_back(roles.restorable, self.plan, furthest, self._save_every)
+            change = life.proposer.think(now, restorable=restorable, can_tell=roles.can_tell)
             self.events.append(Proposed(change, life.chain.head_hash))
         self._follow(now, life)
 

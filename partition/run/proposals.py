@@ -186,7 +186,7 @@ class Proposer:
     ) -> Change | None:
         """Return what to propose now, None for nothing; newcomers are asked first.
 
-        `restorable` is the newest checkpoint and its step. A newcomer can join only where this member
+        `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
         `can_tell` how its plan came about.
         """
         self.deadline = now + timeouts.REFILL_SECONDS

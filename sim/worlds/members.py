@@ -95,6 +95,7 @@ class Member(Turns):
             may_fork=setting.training.on_lost_quorum == "fork",
             around=Surroundings(partial(self._told, True), partial(self._told, False), self._free),
             roles=self,
+            save_every=setting.training.checkpoint_every,
             parts=setting.cores.member,
         )
 

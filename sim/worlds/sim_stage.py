@@ -16,7 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.allreduce import AllReduce, Part
 from partition.codec import Payload, TensorHeader
-from partition.plan.plan import HASH_BYTES, Plan
+from partition.plan.plan import FIRST_VALUES, HASH_BYTES, Plan
 from partition.steps import replica as core
 from partition.steps.frames import Direction, FrameHeader, OpenedFrame, Outgoing
 from partition.steps.messages import Sends, Work
@@ -314,7 +314,9 @@ class Hosted:
             self.stage.restore(state)
             self._pass_on(self.core.filled(work, state.digest))
 
-        if work.sources:
+        if work.checkpoint == FIRST_VALUES:
+            take(first_state(self._setting.run, self.core.stage))
+        elif work.sources:
             self._fetch(work.sources, work.plan, work.step, take)
         else:
             self._restore(work.checkpoint, self.core.stage, work.step, take)

@@ -1,0 +1,28 @@
+"""What the driver of a run's member tells its core of the node's roles."""
+
+from typing import Protocol
+
+
+class Roles(Protocol):
+    """This node's roles under the plan in force."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether a stage is open here, or being opened."""
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a stage is being opened."""
+
+    @property
+    def committed(self) -> int | None:
+        """How many steps this node's committer has committed; None where it does not commit, or does not know
+        yet because its replicas are not synced."""
+
+    @property
+    def restorable(self) -> tuple[bytes, int] | None:
+        """The newest checkpoint that is whole somewhere, and its step."""
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether a newcomer can be told how the next plan came about."""
