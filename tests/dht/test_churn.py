@@ -98,3 +98,19 @@ def test_a_search_by_capability_returns_nodes_that_are_still_there() -> None:
     )
     assert min(found for _, found, _, _ in world.figures.hunts) >= 9
     assert max(seconds for seconds, _, _, _ in world.figures.hunts) <= 4
+
+
+def test_a_search_by_capability_sends_no_hundreds_of_messages() -> None:
+    world = TableWorld(40, 5, median_seconds=1_800, advert_of=some_advert)
+    world.run(320)
+    asker = world.pick()
+    assert asker is not None
+
+    def sent() -> int:
+        return sum(kind.messages for kind in world.engine.traffic(asker.peer).values())
+
+    before = sent()
+    world.hunt(Query("cpu", 8 * GIGABYTE, count=10), asker)
+    world.run(325)
+    assert world.figures.hunts[0][1] >= 9
+    assert sent() - before <= 160  # 226 to 252 where six holders of every depth were asked
