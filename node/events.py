@@ -314,7 +314,10 @@ class RunEvaluated(Event, frozen=True, kw_only=True):
     """The committed parameters on held-out samples: the mean `loss`, and `metrics` summed over them.
 
     `accuracy` is the share of right answers, where the model counts them. `samples` is what the loss was
-    divided by, which is more than samples where it counts tokens.
+    divided by, which is more than samples where it counts tokens. `step`: between two steps of a run in exact
+    mode, the state after so many on its validation samples; of these that after `best_step` steps was the
+    best, by the value `best`, and so many came `since`. None for what a run is judged by at its end, and in
+    local mode.
     """
 
     run: str
@@ -322,6 +325,10 @@ class RunEvaluated(Event, frozen=True, kw_only=True):
     loss: float
     samples: int
     metrics: tuple[float, ...] = ()
+    step: int | None = None
+    best_step: int = 0
+    best: float = 0.0
+    since: int = 0
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

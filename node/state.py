@@ -35,6 +35,7 @@ MEMBERS_KEPT_MAX = 2_048
 ALERTS_MAX = 64
 """Alerts shown at once: some kinds, for the runs that go on."""
 LOSSES_MAX = 100_000
+VALIDATIONS_MAX = 1_000
 """Losses kept per run, so that a long run's curve stays whole within bounded memory."""
 
 
@@ -75,6 +76,7 @@ class RunView:
     accuracy: float | None = None
     metrics: tuple[str, ...] = ()
     evaluated: events.RunEvaluated | None = None
+    validations: tuple[events.RunEvaluated, ...] = ()
     detail: str = ""
     weights: str = ""
     result: str = ""
@@ -310,6 +312,8 @@ def _(event: events.RunEvaluated, state: State) -> State:
     view = state.runs.get(event.run)
     if view is None:
         return state
+    if event.step is not None:
+        view = replace(view, validations=(*view.validations, event)[-VALIDATIONS_MAX:])
     return _with_run(state, replace(view, accuracy=event.accuracy, evaluated=event))
 
 
@@ -530,12 +534,8 @@ def run_document(view: RunView) -> dict[str, Any]:
         "loss": view.losses[-1] if view.losses else None,
         "accuracy": view.accuracy,
         "loss_held_out": None if evaluated is None else evaluated.loss,
-        "metrics": {}
-        if evaluated is None
-        else {
-            name: value / max(1, evaluated.samples)
-            for name, value in zip(view.metrics, evaluated.metrics, strict=False)
-        },
+        "metrics": {} if evaluated is None else _means(view, evaluated),
+        "validations": list({event.step: _validation(view, event) for event in view.validations}.values()),
         "microbatches_replayed": view.microbatches_replayed,
         "reason": view.reason,
         "revised": revision_document(view.revised),
@@ -559,6 +559,15 @@ def run_document(view: RunView) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _validation(view: RunView, event: events.RunEvaluated) -> dict[str, Any]:
+    row = {"step": event.step, "best_step": event.best_step, "loss": event.loss, "accuracy": event.accuracy}
+    return row | {"metrics": _means(view, event)}
+
+
+def _means(view: RunView, event: events.RunEvaluated) -> dict[str, float]:
+    return {n: value / max(1, event.samples) for n, value in zip(view.metrics, event.metrics, strict=False)}
 
 
 def event_document(event: events.Event) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class Lies:
             said.Synced(plan=plan, step=step + 1, applied=apply),
             said.Progress(plan=plan, step=step, microbatch=number, stage=0),
             said.Counted(plan=plan, step=step, microbatch=number, stage=1, samples=4, loss=0.0),
-            said.Evaluated(plan=plan, microbatch=0, samples=4, loss=0.0, metrics=(4.0,)),
+            said.Evaluated(plan=plan, step=step, microbatch=0, samples=4, loss=0.0, metrics=(4.0,)),
             said.Reduced(plan=plan, step=step, attempt=attempt, digest=bytes(32)),
             said.Applied(plan=plan, step=step, digest=bytes(32)),
             said.BadFrame(

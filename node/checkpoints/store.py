@@ -1,12 +1,13 @@
 """The checkpoints in one data folder: which are here, how much of each, and what may go.
 
     runs/<run>/checkpoints/<step>             the hash of the checkpoint's blob
+    runs/<run>/best                           which step validated best, where the run keeps that
     pins/checkpoints/<run>/<step>/manifest    holds that blob
     pins/checkpoints/<run>/<step>/<stage>     holds a stage's list of chunks and the chunks themselves
 
 A stage is pinned while its chunks are still coming, or before the whole checkpoint has a name; only the first
-file says that there is a checkpoint. The newest `KEPT` of a run stay. A node may hold some stages of one
-only.
+file says that there is a checkpoint. The newest `KEPT` of a run stay, and what validated best. A node may
+hold some stages of one only.
 
 Everything here waits for the disk and goes by no network, so a command can use it without a running node.
 """
@@ -16,8 +17,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
 from node.checkpoints.export import exporting
@@ -39,11 +43,25 @@ from node.seams import Storage
 from node.storage.blobs import HASH_BYTES, Blobs
 from partition.model.check import check_graph
 from partition.model.graph import Graph, decode_graph, graph_hash
+from partition.plan.plan import Hash, StepNumber
+from partition.steps.validation import Series
 
 KEPT = 2
 """Of each run: the newest, and the one before it, should the newest prove damaged."""
+SERIES_MAX = 8
+"""Validations that a member remembers: a checkpoint goes back over no more of them, mostly."""
+BEST_RECORD_MAX = 1_024
 _PINS = "checkpoints"
 _MANIFEST = "manifest"
+
+
+class Best(msgspec.Struct, frozen=True, array_like=True):
+    """The newest validations of a run, one a step; of the best state that is whole as a checkpoint, its name
+    and step."""
+
+    series: Annotated[tuple[Series, ...], msgspec.Meta(max_length=SERIES_MAX)] = ()
+    checkpoint: Hash | None = None
+    step: StepNumber = 0
 
 
 @dataclass(frozen=True)
@@ -207,13 +225,22 @@ class CheckpointStore:
         never became one. Returns how many bytes are free again.
         """
         steps = [step for step, _ in self.steps(run)]
-        kept = {*steps[-KEPT:], asked_for}
+        kept = {*steps[-KEPT:], asked_for, *self._best_steps(run)}
         held = {*steps, *_steps_of(self.blobs.labels(f"{_PINS}/{run}/"))}
         for step in held - kept:
             if steps and step < steps[-1]:
                 self.drop(run, step)
         self._note_graphs()
         return self.blobs.sweep()
+
+    def _best_steps(self, run: str) -> set[int]:
+        """The steps whose state is the best so far, and was so until that is whole."""
+        data = self._storage.read(best_name(run))
+        try:
+            best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)
+        except RemoteProtocolError:
+            return set()
+        return {best.step, *(series.best_step for series in best.series)}
 
     def _note_graphs(self) -> None:
         self.graphs = frozenset(kept.checkpoint.graph for kept in self.all())
@@ -297,6 +324,11 @@ def document(kept: Kept, copies: int | None) -> dict[str, Any]:
         "author": peer_text(kept.author),
         "checkpoint": kept.name.hex(),
     }
+
+
+def best_name(run: str) -> str:
+    """Return where a node keeps what it knows of a run's validations, in its storage."""
+    return f"runs/{run}/best"
 
 
 def _label(run: str, step: int, stage: int) -> str:

@@ -19,7 +19,7 @@ _LABEL_WIDTH = 12
 DATA_HASH_LENGTH = 64
 """Hex digits of a BLAKE3 hash."""
 
-METRICS_FIRST = ("step", "loss", "loss_held_out", "accuracy")
+METRICS_FIRST = ("step", "loss", "validation_loss", "validation_accuracy", "loss_held_out", "accuracy")
 
 _STYLES = {
     "good": r"\b(ok|alive|running|done|joined)\b",

@@ -277,6 +277,10 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         lines.append(f"  why           {run.get('detail') or run['reason']}")
     if run.get("accuracy") is not None:
         lines.append(f"  accuracy      {run['accuracy']:.3f}")
+    if run.get("validations"):
+        last = run["validations"][-1]
+        best = f"best after step {last['best_step']}"
+        lines.append(f"  validation    loss {last['loss']:.4f} after step {last['step']}, {best}")
     if run.get("revised"):
         revised = run["revised"]
         rate = "" if revised["learning_rate"] is None else f", learning rate {revised['learning_rate']:g}"

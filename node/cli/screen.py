@@ -259,6 +259,14 @@ class EventScreen:
         return [line + (f"  {seconds_text(max(1, round(left)))} left" if 0 < left < inf else "")]
 
     def _evaluated(self, event: Event) -> list[str]:
+        if event.get("step") is not None:
+            accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.3f}"
+            best = (
+                "the best so far"
+                if event["best_step"] == event["step"]
+                else f"best after step {event['best_step']}"
+            )
+            return [f"step {event['step']:>5}  validation loss {event['loss']:.4f}{accuracy}  {best}"]
         if event["accuracy"] is None:
             return [f"loss {event['loss']:.4f} on {event['samples']} unseen samples"]
         return [f"accuracy {event['accuracy']:.3f} on {event['samples']} unseen samples"]

@@ -295,9 +295,20 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Dataset, *, microbatch: int, seed: int, inputs: Columns, labels: Columns
+        self,
+        dataset: Dataset,
+        *,
+        microbatch: int,
+        seed: int,
+        inputs: Columns,
+        labels: Columns,
+        validated: int = 0,
     ) -> None:
+        """The first held-out micro-batches are of so many `validated` samples, those after them of samples to
+        test on."""
         self._dataset = dataset
+        self._validated = validated
+        self._validations = -(-validated // microbatch)
         self._microbatch = microbatch
         self._seed = seed
         self._columns = inputs, labels
@@ -317,10 +328,12 @@ class Batches:
         return self._dataset.train_samples
 
     def rows(self, number: int, *, train: bool) -> list[int]:
-        """Return which samples make a micro-batch, in its order."""
+        """Return which samples make a micro-batch, in its order; of those held out, in their part."""
         if not train:
-            positions = range(number * self._microbatch, (number + 1) * self._microbatch)
-            return [position for position in positions if position < self._dataset.test_samples]
+            place = number if number < self._validations else number - self._validations
+            count = self._validated if number < self._validations else self._dataset.test_samples
+            positions = range(place * self._microbatch, (place + 1) * self._microbatch)
+            return [position for position in positions if position < count]
         count = self._dataset.shards
         number, shard = divmod(number, count)
         total = len(range(shard, self._dataset.train_samples, count))
@@ -334,7 +347,16 @@ class Batches:
         if train:
             await self._dataset.supply.ready("train", [number % self._dataset.shards], again=again)
         else:
-            await self._dataset.supply.ready("test", [], again=again)
+            part: PartName = "validation" if number < self._validations else "test"
+            await self._dataset.supply.ready(part, [], again=again)
+
+    def held_out(self, number: int) -> tuple[list[Array], list[Array]]:
+        """Inputs and labels of a held-out micro-batch: those to validate on come first, then those to
+        test on."""
+        if number >= self._validations:
+            return self.test(number - self._validations)
+        assert self._dataset.validation is not None
+        return self._taken(self._dataset.validation, self.rows(number, train=False))
 
     def test(self, number: int) -> tuple[list[Array], list[Array]]:
         """Inputs and labels of held-out micro-batch `number`; the last may be short."""

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from node.events import RunChanged, RunEvaluated, StepCommitted
 from node.local.trainer import Stepped
-from node.pipeline.committer import CORRECT
-from node.protocols.manifest import Run
+from node.protocols.manifest import CORRECT, Run
 from node.runs.progress import Shown
 from node.seams import Clock
 from partition.run.messages import REASON_LENGTH_MAX

@@ -6,14 +6,15 @@ One plan's. Whoever is lost makes the next plan, and with it the next committer.
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import trio
+from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.events import ReplicaDropped, RunEvaluated, RunResumed, StepCommitted
-from node.protocols.manifest import Run
+from node.protocols.manifest import CORRECT, Run
 from node.runs.context import Service
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
@@ -23,13 +24,21 @@ from partition.steps.frames import FRAME_PURPOSE, FrameHeader, read_header
 from partition.steps.messages import BadFrame, Counted, Open, Progress, Save, Synced, Work
 from partition.steps.routes import ATTEMPTS_PER_PLAN
 from partition.steps.save_interval import SaveInterval
+from partition.steps.validation import Series
 from partition.steps.witness import Witness
-
-CORRECT = "correct"
-"""The metric that counts right answers: over the samples it is the accuracy."""
 
 VOUCHES_MAX = 64
 """Frames that are compared with this node's own data, one after the other; more are judged without."""
+
+
+class BestState(Protocol):
+    """What is needed of `node.runs.best.BestState`."""
+
+    @property
+    def series(self) -> Series | None: ...
+    def found(self, step: int) -> None: ...
+    def wanted(self, step: int) -> None: ...
+
 
 RunEvent = StepCommitted | ReplicaDropped | RunEvaluated | RunResumed
 
@@ -51,12 +60,13 @@ class CommitterShell:
         failures: Failures,
         lost_steps: int = 0,
         stepped: Callable[[int, float, Mapping[PeerId, int], Mapping[PeerId, int]], None],
+        best: BestState,
     ) -> None:
         """`absent` is told whom the next plan must do without, `paused` that no step is open, `stepped` the
         seconds of a step and the nanoseconds of each replica for a micro-batch, as it says and as its
         neighbours saw it; `failures` is what went wrong under the plans before. Nothing was computed since
         `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to be computed
-        again."""
+        again. `best` is what this member knows of validations."""
         manifest = run.manifest
         self.core: core.Committer = service.seams.core(
             core.Committer,
@@ -68,7 +78,11 @@ class CommitterShell:
             save_every=manifest.save_every,
             saved=saved,
             skips_diverged=manifest.on_divergence == "continue",
+            validations=manifest.validations,
+            validation=manifest.validation,
+            series=best.series,
         )
+        self._best = best
         self._signer = service.signer
         self._run = run
         self._plan = plan
@@ -154,6 +168,10 @@ class CommitterShell:
                 self._resumed(event)
             case core.StepsPaused():
                 self._paused(event.step)
+            case core.Validated():
+                self._validated(event)
+            case core.BestWanted():
+                self._best.wanted(event.step)
             case core.TrainingFailed():
                 self._lost(event)
 
@@ -207,6 +225,10 @@ class CommitterShell:
         millionths."""
         self.core.steps, self.core.losses.rate = steps, rate
 
+    def take_last(self) -> None:
+        """End with the state that is here: the best one cannot come back."""
+        self._pass_on(self.core.take_last(self._clock.monotonic()))
+
     def pause(self) -> None:
         """Open nothing after this step."""
         self._pass_on(self.core.pause(self._clock.monotonic()))
@@ -234,6 +256,9 @@ class CommitterShell:
         self._pass_on(self.core.reconnected(peer))
 
     def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
+        for event in self.core.events:
+            if isinstance(event, core.Validated) and event.is_kept:
+                self._best.found(event.step)
         self._events.extend(self.core.events)
         self.core.events.clear()
         self._more.set()
@@ -301,7 +326,7 @@ class CommitterShell:
     def _resumed(self, event: core.Resumed) -> None:
         now = self._clock.monotonic()
         self._step_started = now
-        if self._plan.height:
+        if self._plan.height and not self._plan.is_final:
             self._publish(
                 RunResumed(
                     at=self._clock.wall(),
@@ -316,17 +341,23 @@ class CommitterShell:
             )
 
     def _evaluated(self, event: core.TrainingEvaluated) -> None:
+        self._publish(self._told(event))
+
+    def _validated(self, event: core.Validated) -> None:
+        series = event.series
+        named = {"best_step": series.best_step, "best": series.best, "since": series.since}
+        self._publish(replace(self._told(event.sums), step=event.step, **named))
+
+    def _told(self, event: core.TrainingEvaluated) -> RunEvaluated:
         samples = max(1, event.samples)
         named = dict(zip(self._run.manifest.metrics, event.metrics, strict=True))
-        self._publish(
-            RunEvaluated(
-                at=self._clock.wall(),
-                run=self._run.text,
-                accuracy=named[CORRECT] / samples if CORRECT in named else None,
-                loss=event.loss / samples,
-                samples=event.samples,
-                metrics=event.metrics,
-            )
+        return RunEvaluated(
+            at=self._clock.wall(),
+            run=self._run.text,
+            accuracy=named[CORRECT] / samples if CORRECT in named else None,
+            loss=event.loss / samples,
+            samples=event.samples,
+            metrics=event.metrics,
         )
 
 

@@ -76,7 +76,7 @@ class FeederShell:
         """What the committer has opened. Raises RemoteProtocolError."""
         if isinstance(message, Open) and not message.train:
             end = message.first + len(message.stages[0].owners)
-            if end > self._run.manifest.evaluations:
+            if end > self._run.manifest.validations + self._run.manifest.evaluations:
                 raise RemoteProtocolError("an Open of held-out micro-batches that do not exist")
         self.core.receive(now, sender, message)
         self._take_events()
@@ -142,7 +142,7 @@ class FeederShell:
         raise Unreachable("unknown", "the run's data does not stay on this node's disk")
 
     def _make(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
-        source = self.batches.train if train else self.batches.test
+        source = self.batches.train if train else self.batches.held_out
         inputs, labels = source(microbatch)
         samples = len(inputs[0])
         return self._pack(inputs, samples), self._pack(labels, samples)

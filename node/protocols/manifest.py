@@ -36,7 +36,12 @@ from partition.stage import (
     OptimizerSettings,
     Schedule,
 )
+from partition.steps.validation import EVERY_MAX, ValidationSettings
 
+LOSS = "loss"
+"""What states are compared by unless a run says otherwise."""
+CORRECT, ACCURACY = "correct", "accuracy"
+"""The metric that counts right answers, and what people call it: over the samples it is the accuracy."""
 MANIFEST_PURPOSE = "run-manifest"
 MANIFEST_BYTES_MAX = 900
 """So that it fits a DHT record."""
@@ -71,6 +76,13 @@ class TrainTable(msgspec.Struct, frozen=True):
     and is counted as skipped ("continue"); more than ten such steps in a row end it too.
 
     `microbatch`, `recompute`, `frames` and `mode` may be "auto": `node.planning.choices` chooses.
+
+    Where the data has validation samples, a run in exact mode computes them after every `validate_every`
+    steps (0: about twenty times in all) and after the last: all of them, with the same split everywhere.
+    `watch` is what states are compared by: "loss", "accuracy" or another metric of the model; of metrics more
+    is better, or less where it begins with "-". After `patience` validations in a row (in mode "local",
+    evaluations) that did not improve the best by `improvement` at least the run ends; 0: never for that. With
+    `keep` "best" the result is the state that validated best.
 
     `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
     whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
@@ -107,6 +119,9 @@ class TrainTable(msgspec.Struct, frozen=True):
     evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
     patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
     improvement: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    validate_every: Annotated[int, msgspec.Meta(ge=0, le=EVERY_MAX)] = 0
+    watch: Annotated[str, msgspec.Meta(pattern=r"^-?[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")] = LOSS
+    keep: Literal["last", "best"] = "last"
 
 
 class PlanTable(msgspec.Struct, frozen=True):
@@ -231,12 +246,13 @@ def _check_batch(batch: int, microbatch: int, where: str) -> None:
 def _check_local(run: RunFile, where: str) -> None:
     train = run.train
     if train.mode != "local":
-        if run.splits.validation or run.splits.validation_share:
-            raise UsageError(
-                f"{where}: splits.validation: a run in exact mode is judged at its end, by the test samples",
-                'train.mode = "local", or leave it out',
-            )
         return
+    for key in ("validate_every", "watch", "keep"):
+        if getattr(train, key) != getattr(TrainTable(), key):
+            raise UsageError(
+                f'{where}: train.{key}: is for train.mode = "exact"; in mode "local" members evaluate every '
+                "train.evaluate_every rounds, by the loss, and the best state is the result",
+            )
     if train.codec.startswith("topk") and train.strategy not in ("diloco", "sparseloco"):
         raise UsageError(
             f"{where}: train.codec {train.codec} keeps few numbers, and {train.strategy} averages all",
@@ -249,7 +265,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds. `sizes` are the graph's
     symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
-    beside the loss. `window` is how many bytes make a sample of text, 0 for other data.
+    beside the loss. `window` is how many bytes make a sample of text, 0 for other data. `validation` says
+    when a run in exact mode is validated, None for never.
     """
 
     model: Word
@@ -277,6 +294,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     on_divergence: Literal["stop", "continue"] = "stop"
     local: LocalSettings | None = None
     validation_samples: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
+    validation: ValidationSettings | None = None
 
     @property
     def graph_hash(self) -> bytes:
@@ -290,8 +308,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def evaluations(self) -> int:
-        """Micro-batches of held-out samples."""
+        """Micro-batches of samples to test on."""
         return -(-self.test_samples // self.microbatch)
+
+    @property
+    def validations(self) -> int:
+        """Micro-batches of samples to validate on between steps: held-out ones with the lowest numbers."""
+        return -(-self.validation_samples // self.microbatch) if self.validation else 0
 
 
 _NOT_ARITHMETIC = frozenset(
@@ -310,6 +333,7 @@ _NOT_ARITHMETIC = frozenset(
         "on_divergence",
         "local",
         "validation_samples",
+        "validation",
     }
 )
 """Fields of a Manifest that change nothing of what a step computes, only whether it is applied.
@@ -360,5 +384,10 @@ def check_run(signer: Signer, fact: Fact) -> Run:
             f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
         )
     manifest: Manifest = decode(fact.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
+    validation = manifest.validation
+    if validation is not None and (
+        validation.watched > len(manifest.metrics) or not manifest.validation_samples
+    ):
+        raise RemoteProtocolError("a run that is validated by a metric or by samples that it has not")
     requester = signer.check(MANIFEST_PURPOSE, fact)
     return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)

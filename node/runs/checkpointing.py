@@ -256,6 +256,10 @@ class Keeping:
             )
         )
 
+    def note_best(self, step: int | None) -> None:
+        """Note after how many steps the best state was, where the run keeps that one."""
+        self._rounds.best_step = step
+
     def learn(self, step: int, name: bytes) -> None:
         """A checkpoint is whole: whoever plans next may go back to it."""
         self._rounds.learn(step, name)

@@ -1,5 +1,6 @@
 """The result of a run: the stages' parameters joined, kept, and fetched by each member."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -23,8 +24,9 @@ from node.runs.context import Service
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan
 from partition.run.completion import DECLINES_MAX
+from partition.run.member import Member
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.timeouts import RETRY_SECONDS
+from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
 """Of why a run failed: what is kept of it must fit behind."""
@@ -58,6 +60,15 @@ async def collect_result(
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
         await trio.sleep(RETRY_SECONDS)
     return "", reason
+
+
+async def tell_end(core: Member, wake: Callable[[], None], act: Callable[[], None]) -> None:
+    """Tell the others of the end where what drives a member has failed itself; bounded."""
+    with trio.move_on_after(END_SECONDS_MAX):
+        while not core.is_over:
+            wake()
+            act()
+            await trio.sleep(RETRY_SECONDS)
 
 
 def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:

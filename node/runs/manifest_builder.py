@@ -14,13 +14,16 @@ from node.content.datasets import Array, Batches, Dataset
 from node.content.samples import ITEM
 from node.errors import UsageError
 from node.placement.admission import check_model, train_entry
-from node.protocols.manifest import Manifest, RunFile
+from node.protocols.manifest import ACCURACY, CORRECT, LOSS, Manifest, RunFile, TrainTable
 from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
 from partition.plan.plan import STEPS_MAX
+from partition.steps.validation import ValidationSettings
 
 WINDOW = 64
 """Bytes of text in a sample, where neither the person nor the model says how many."""
+VALIDATIONS_WANTED = 20
+"""Of a run, where the person does not say after how many steps."""
 _NAME_LENGTH_MAX = 40
 
 
@@ -76,7 +79,8 @@ def make_manifest(
         on_lost_quorum=run_file.plan.on_lost_quorum,
         on_divergence=run_file.train.on_divergence,
         local=run_file.local,
-        validation_samples=_validated(dataset, graph, microbatch) if run_file.local else 0,
+        validation_samples=_validated(dataset, graph, microbatch),
+        validation=_validation(run_file, dataset, entry, name),
     )
     try:
         check_model(manifest, graph)
@@ -99,6 +103,36 @@ def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
             " steps"
         )
     return replace(run_file, train=replace(train, steps=steps))
+
+
+def _validation(run_file: RunFile, dataset: Dataset, entry: Entry, name: str) -> ValidationSettings | None:
+    """When a run in exact mode is validated, and what follows; None for never. Raises UsageError."""
+    train, usual = run_file.train, TrainTable()
+    if train.mode != "exact":
+        return None
+    if not dataset.validation_samples:
+        keys = "validate_every", "watch", "keep", "patience", "improvement"
+        asked = [key for key in keys if getattr(train, key) != getattr(usual, key)]
+        if asked:
+            raise UsageError(
+                f"{name}: train.{asked[0]}: the data has no validation samples",
+                "splits.validation_share = 0.1, or splits.validation",
+            )
+        return None
+    metrics = [metric.name for metric in entry.metrics]
+    is_less, watched = train.watch.startswith("-"), train.watch.removeprefix("-")
+    watched = CORRECT if watched == ACCURACY else watched
+    if watched not in (LOSS, *metrics):
+        known = [ACCURACY if metric == CORRECT else metric for metric in metrics]
+        raise UsageError(f"{name}: train.watch {train.watch!r}: the model has {', '.join([LOSS, *known])}")
+    return ValidationSettings(
+        every=train.validate_every or ceil(train.steps / VALIDATIONS_WANTED),
+        patience=train.patience,
+        improvement=train.improvement,
+        watched=0 if watched == LOSS else 1 + metrics.index(watched),
+        more_is_better=watched != LOSS and not is_less,
+        keep=train.keep,
+    )
 
 
 def _validated(dataset: Dataset, graph: Graph, microbatch: int) -> int:
@@ -212,7 +246,12 @@ def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
         )
     ]
     return Batches(
-        dataset, microbatch=manifest.microbatch, seed=manifest.seed, inputs=columns[0], labels=columns[1]
+        dataset,
+        microbatch=manifest.microbatch,
+        seed=manifest.seed,
+        inputs=columns[0],
+        labels=columns[1],
+        validated=manifest.validation_samples if manifest.validation else 0,
     )
 
 

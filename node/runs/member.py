@@ -5,7 +5,6 @@ hold a stage, feed, commit, or only follow. Rules of a run's life are the core's
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,22 +13,23 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from node.errors import PeerloomError, RunFailed, Unreachable
+from node.errors import RunFailed
 from node.events import RunChanged
 from node.pipeline.committer import CommitterShell
 from node.placement.leases import rounded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runs.asking import AskShell
+from node.runs.best import BestState
 from node.runs.chain import ChainShell, Entered
 from node.runs.checkpointing import Keeping
-from node.runs.completion import collect_result, fetch_result, with_checkpoint
+from node.runs.completion import collect_result, fetch_result, tell_end, with_checkpoint
 from node.runs.context import Service
 from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
 from node.runs.stage import Hosting
 from node.runs.steering import Steering
-from node.runs.trainer import Training
+from node.runs.trainer import Training, keep_data
 from partition.plan import paxos
 from partition.plan.change import standby_trainers
 from partition.plan.paxos_messages import AgreementMessage
@@ -49,16 +49,11 @@ from partition.run.messages import (
 from partition.run.proposals import Surroundings
 from partition.run.stall import StallClock
 from partition.run.states import State
-from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
+from partition.run.timeouts import DROP_SECONDS_MAX, LEAVE_SECONDS_MAX
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
 STANDBY_TRAINERS = 2
 """The number of next-in-line trainers that fetch the data beforehand."""
-DROP_SECONDS_MAX = 10.0
-"""How long a member that has dropped a run still votes on the plan without it."""
-LEAVE_SECONDS_MAX = 8.0
-"""How long a member that wants to leave waits for a plan without it: a person waits for it to go. Where that
-is too short for another to take up its stage, the others go on as after its death."""
 
 
 class RunMember:
@@ -95,6 +90,8 @@ class RunMember:
             save=self._keeping.save,
             restore=self._keeping.restore,
         )
+        best_from = self._bring_back, self._keeping.note_best
+        self._best = BestState(service, run, lambda: self._committer, *best_from)
         self._rebalancing = Rebalancing(service, run, self._recut)
         self.steering = Steering(service, run, self._paused)
         self._committer: CommitterShell | None = None
@@ -104,7 +101,7 @@ class RunMember:
         self._stall = StallClock(self._now)
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
-        self._reports = ProgressReports(service, run, self.core, self._stall)
+        self._reports = ProgressReports(service, run, self.core, self._stall, self._best)
         self.shown = self._reports.shown
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
@@ -134,8 +131,9 @@ class RunMember:
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
-        return self._keeping.restorable
+        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
+        is_final = self.plan is not None and self.plan.is_final
+        return self._best.checkpoint if is_final else self._keeping.restorable
 
     @property
     def can_tell(self) -> bool:
@@ -309,6 +307,7 @@ class RunMember:
         plan = event.plan
         self._stall.entered(self._now, None if event.change is None else event.change.lost)
         self.hosting.adopt(plan)
+        self._best.begin(plan)
         self._rebalancing.begin(plan)
         past, self._past = self._past, None
         if past is not None and plan.committer == self._me:
@@ -319,29 +318,11 @@ class RunMember:
         elif self._me in plan.trainers:
             self._train(plan, event.lost_steps)
         elif self._me in standby_trainers(plan.roster, plan.stages)[:STANDBY_TRAINERS]:
-            self._start_task(self._keep_data)
+            self._start_task(keep_data, self._service, self.run, self._holders())
 
     def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
-            saved = self._keeping.restorable
-            self._committer = CommitterShell(
-                self._service,
-                self.steering.run,
-                plan,
-                partial(self._reports.tell, plan),
-                absent=self.absent,
-                paused=self._paused,
-                stalled_since=self._stall.since,
-                saved=saved[1] if saved is not None else 0,
-                failures=self.core.failures,
-                lost_steps=lost_steps,
-                stepped=partial(self._rebalancing.stepped, plan),
-            )
-            if saved is None and self.run.manifest.save_every:
-                self._committer.save()  # else whatever is lost before the first checkpoint ends the run
-            self.core.catch_up([peer for peer in plan.members if peer != self._me])
-            self.core.look_for_leavers()
-            self.steering.begin(self._committer, plan, self._me)
+            self._commit(plan, lost_steps)
         training = self._training = Training(
             self._service,
             self.run,
@@ -352,6 +333,28 @@ class RunMember:
             over=partial(self._finish_training, plan),
         )
         self._start_task(training.run)
+
+    def _commit(self, plan: Plan, lost_steps: int) -> None:
+        saved = self._keeping.restorable
+        self._committer = CommitterShell(
+            self._service,
+            self.steering.run,
+            plan,
+            partial(self._reports.tell, plan),
+            absent=self.absent,
+            paused=self._paused,
+            stalled_since=self._stall.since,
+            saved=saved[1] if saved is not None else 0,
+            failures=self.core.failures,
+            lost_steps=lost_steps,
+            stepped=partial(self._rebalancing.stepped, plan),
+            best=self._best,
+        )
+        if saved is None and self.run.manifest.save_every:
+            self._committer.save()  # else whatever is lost before the first checkpoint ends the run
+        self.core.catch_up([peer for peer in plan.members if peer != self._me])
+        self.core.look_for_leavers()
+        self.steering.begin(self._committer, plan, self._me)
 
     def _stop_training(self) -> None:
         if self._training is not None:
@@ -366,7 +369,7 @@ class RunMember:
             run, replica = self.steering.run, self.hosting.replica
             digest, reason = await collect_result(self._service, run, plan, replica)
         if reason is None:
-            self._finish("done", "", digest)
+            self._finish("done", self._best.detail, digest)
         else:
             self._fail(reason)
 
@@ -378,11 +381,6 @@ class RunMember:
             self.absent(self._me, reason)
         else:
             self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
-
-    async def _keep_data(self) -> None:
-        """Have the run's data here before it is needed: whoever has it now may be gone then."""
-        with suppress(Unreachable, PeerloomError):
-            await self._service.load_data(self.run, self._holders())
 
     def fail_stage(self, reason: str) -> None:
         """Say that this node cannot hold its stage: the next plan does without it."""
@@ -409,7 +407,12 @@ class RunMember:
             self._act()
 
     def _checkpointed(self) -> None:
+        self._best.learned(self._keeping.restorable)
         self.core.checkpointed(self._now)
+        self._act()
+
+    def _bring_back(self, checkpoint: bytes, step: int) -> None:
+        self.core.bring_back(self._now, checkpoint, step)
         self._act()
 
     async def save(self) -> int:
@@ -449,7 +452,7 @@ class RunMember:
         self.core.is_over = True
         self.is_over_for_all = self.core.is_finishing or source is not None or self.stopped_by is not None
         if outcome == "done" and source is not None:
-            detail = await fetch_result(self._service, self.run, source, weights)
+            detail = await fetch_result(self._service, self.run, source, weights) or detail
         await self.hosting.end()
         self.core.ended(outcome)
         await self._service.ended(self, outcome, detail, weights)
@@ -471,11 +474,7 @@ class RunMember:
 
     async def _tell_failure(self, reason: str) -> None:
         """Tell the others of the end where what drives this member has failed itself; bounded."""
-        with trio.move_on_after(END_SECONDS_MAX):
-            while not self.core.is_over:
-                self.core.wake(self._now)
-                self._act()
-                await trio.sleep(RETRY_SECONDS)
+        await tell_end(self.core, lambda: self.core.wake(self._now), self._act)
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:

@@ -13,13 +13,15 @@ from node.state import RunView
 
 def metric_rows(view: RunView, events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return one row a step that is known, by `step` (how many are done then), with what was measured; what
-    was evaluated after a step stands in its row."""
+    was evaluated after a step stands in its row, what was validated as `validation_loss` and the like."""
     rows: dict[int, dict[str, Any]] = {}
     for event in events:
         if getattr(event, "run", None) != view.run:
             continue
         if isinstance(event, StepCommitted):
             rows[event.step + 1] = _step_row(event)
+        elif isinstance(event, RunEvaluated) and event.step is not None:
+            rows.setdefault(event.step, {"step": event.step}).update(_validated(view, event))
         elif isinstance(event, RunEvaluated):
             step = max(rows, default=view.step)
             rows.setdefault(step, {"step": step}).update(_evaluated(view, event))
@@ -35,7 +37,17 @@ def _step_row(event: StepCommitted) -> dict[str, Any]:
     row: dict[str, Any] = {"step": event.step + 1, "seconds": event.seconds, "replicas": event.replicas}
     if event.diverged:
         return row | {"diverged": event.diverged}
-    return row | {"loss": event.loss, "samples_per_second": event.samples / max(1e-9, event.seconds)}
+    seconds = max(1e-9, event.seconds)
+    row |= {"loss": event.loss, "samples_per_second": event.samples / seconds}
+    # Where the loss counts tokens, a sample has several.
+    return row | ({"tokens_per_second": event.counted / seconds} if event.counted > event.samples else {})
+
+
+def _validated(view: RunView, event: RunEvaluated) -> dict[str, Any]:
+    return {
+        f"validation_{name.removesuffix('_held_out')}": value
+        for name, value in _evaluated(view, event).items()
+    }
 
 
 def _evaluated(view: RunView, event: RunEvaluated) -> dict[str, Any]:

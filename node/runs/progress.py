@@ -13,6 +13,7 @@ from node.events import RunEvaluated, RunResumed, StepCommitted
 from node.pipeline.committer import RunEvent
 from node.protocols.manifest import Run
 from node.protocols.runs import Notice, check_notice
+from node.runs.best import BestState
 from node.runs.context import Service
 from partition.plan.plan import Plan, plan_hash
 from partition.run.member import Member
@@ -30,12 +31,13 @@ class Shown:
 class ProgressReports:
     """One member's, beside its core."""
 
-    def __init__(self, service: Service, run: Run, core: Member, stall: StallClock) -> None:
+    def __init__(self, service: Service, run: Run, core: Member, stall: StallClock, best: BestState) -> None:
         self.shown = Shown()
         self._service = service
         self._run = run
         self._core = core
         self._stall = stall
+        self._best = best
 
     def show(self, event: RunEvent) -> None:
         """Publish it here; a step that was shown before is not shown again."""
@@ -45,6 +47,7 @@ class ProgressReports:
             self.shown.committed = event
         elif isinstance(event, RunEvaluated):
             self.shown.evaluated = event
+            self._best.heard(event)
         if isinstance(event, StepCommitted | RunResumed):
             self._stall.moved(self._service.seams.clock.monotonic())
         self._service.publish(event)

@@ -4,6 +4,7 @@ One plan's: the next one begins with another. Only for `node.runs.member`.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import trio
 
@@ -105,6 +106,12 @@ class Training:
             self.committer.reconnected(peer)
         if self._feeder is not None:
             self._feeder.reconnected(peer)
+
+
+async def keep_data(service: Service, run: Run, holders: Sequence[PeerId]) -> None:
+    """Have the run's data here before it is needed: whoever has it now may be gone then."""
+    with suppress(Unreachable, PeerloomError):
+        await service.load_data(run, holders)
 
 
 def _with_samples(reason: str | None, committer: CommitterShell, feeder: FeederShell) -> str | None:

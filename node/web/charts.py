@@ -20,7 +20,7 @@ POINT_COLUMNS = ("step", "at", "loss", "samples_per_second", "bubble", "utilisat
 Point = list[float | None]
 Mark = list[Any]
 """(unix seconds, step, kind, text): kind is death, dropped, leave, join, plan, resume,
-checkpoint, accuracy or state."""
+checkpoint, validation, accuracy or state."""
 
 
 @dataclass
@@ -127,6 +127,8 @@ def _mark_text(event: events.Event) -> tuple[str, str] | None:
             return "resume", f"went on after {event.seconds:.1f} s, {event.replayed} replayed"
         case events.CheckpointKept():
             return "checkpoint", f"kept on {event.copies} members"
+        case events.RunEvaluated(step=int()):
+            return "validation", f"loss {event.loss:.4f}, best after step {event.best_step}"
         case events.RunEvaluated(accuracy=float(accuracy)):
             return "accuracy", f"{accuracy:.4f} on {event.samples} samples"
         case events.RunChanged() | events.RunEnded():

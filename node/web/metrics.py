@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from node import events
 from node.alerts.rules import KINDS
 from node.state import State
+from node.web.energy import EnergyMeter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -39,6 +40,7 @@ class Metrics:
         self._sums: Counter[str] = Counter()
         self._last: events.StepCommitted | None = None
         self._accuracy: float | None = None
+        self._meter = EnergyMeter()
         self._steps = Histogram(
             "peerloom_step_seconds",
             "Time from a step's opening to its commit, of runs this node is in. Steps lost to a checkpoint "
@@ -69,7 +71,8 @@ class Metrics:
     ) -> bytes:
         """Everything, in the text form. `own` is what the page tells of itself, by name of a gauge."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*self._told(), *_present(state, counters), *_own(own, version)]))
+        told = [*self._told(), *_present(state, counters), *_own(own, version), self._energy()]
+        registry.register(_Collected(told))
         registry.register(self._steps)
         return generate_latest(registry)
 
@@ -111,6 +114,17 @@ class Metrics:
             sent.add_metric([direction], self._sums[direction])
         yield sent
         yield from self._last_step()
+
+    def _energy(self) -> Metric:
+        used = CounterMetricFamily(
+            "peerloom_energy_joules",
+            "Energy of the whole machine since the page was opened, by what counts it; other programs' work "
+            "is counted too. Nothing where the hardware does not tell.",
+            labels=["source"],
+        )
+        for source, joules in self._meter.read().items():
+            used.add_metric([source], joules)
+        return used
 
     def _last_step(self) -> Iterable[Metric]:
         step = self._last

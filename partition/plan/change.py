@@ -52,7 +52,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     every stage goes back to, of `step` committed steps; without one the replicas go on from what they hold.
     `fork` names those who go on without the majority. `cuts` moves the borders between stages: the layer
     before which each stage ends, for all but the last; () keeps them. What moves comes from the checkpoint,
-    so borders move only together with `restored`.
+    so borders move only together with `restored`. `is_final`: what is restored is the result of the run.
     """
 
     lost: Peers = ()
@@ -63,6 +63,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     step: StepNumber = 0
     fork: Hash = NO_HASH
     cuts: Cuts = ()
+    is_final: bool = False
 
 
 def encode_change(change: Change) -> bytes:
@@ -92,6 +93,8 @@ def successor(plan: Plan, change: Change) -> Plan:
         raise RemoteProtocolError("a change that adds to a stage that is none")
     if change.restored == NO_HASH and change.step:
         raise RemoteProtocolError("a change to a step without a checkpoint")
+    if change.is_final and change.restored == NO_HASH:
+        raise RemoteProtocolError("a change to a result without a checkpoint")
     spans = _spans(plan, change)
     if plan.height + 1 >= HEIGHT_MAX:
         raise RemoteProtocolError("a chain of plans without an end")
@@ -122,6 +125,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         step=change.step,
         restored=change.restored,
         fork=plan.fork if change.fork == NO_HASH else change.fork,
+        is_final=plan.is_final or change.is_final,
     )
     return decode_plan(encode_plan(new))  # a plan that nobody could read is none
 

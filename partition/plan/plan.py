@@ -68,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     feed, and the first of them also commits. `restored` is the checkpoint that every stage begins from, of
     `step` committed steps; NOTHING where the replicas go on from what they hold. `fork` is NOTHING, or names
     those who last went on without a majority, here or in a plan before: it is the name of the branch.
+    `is_final`: all steps are done, and what is restored, here or in a plan before, is the result.
     """
 
     run: Hash
@@ -80,6 +81,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     step: StepNumber = 0
     restored: Hash = NO_HASH
     fork: Hash = NO_HASH
+    is_final: bool = False
 
     @property
     def members(self) -> tuple[PeerId, ...]:

@@ -8,7 +8,7 @@ fails, the one before stays the newest. `S` is what a replica says of the state 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from blake3 import blake3
@@ -92,6 +92,19 @@ def checkpoint_holders(
     return tuple(chosen)
 
 
+@dataclass
+class _Gathering(Generic[S]):
+    """The stages of one step that are put away, by number: where, and what their state is."""
+
+    plan: Plan
+    step: int
+    rows: dict[int, tuple[PeerId, S]] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.rows) == len(self.plan.stages)
+
+
 class CheckpointRounds(Generic[S]):
     """One member's part. The driver takes `events` after each call and answers each *Wanted* with its call or
     with `failed`."""
@@ -106,13 +119,13 @@ class CheckpointRounds(Generic[S]):
         """`run` is the run's id, 32 bytes. `live` are the other members that answer. `newest` is the name and
         the step of the newest whole checkpoint, as this member wrote them down in an earlier life."""
         self.events: list[Event[S]] = []
+        self.best_step: int | None = None
+        """The step of the best state so far, where the run keeps that one."""
         self._run = run
         self._me = me
         self._live = live
         self._newest = newest
-        self._gathered: dict[int, tuple[PeerId, S]] = {}
-        self._gathering: Plan | None = None
-        self._step = -1
+        self._gathering: dict[bool, _Gathering[S]] = {}
         self._spreading: SpreadWanted[S] | None = None
 
     @property
@@ -139,18 +152,23 @@ class CheckpointRounds(Generic[S]):
         """
         if not 0 <= stage < len(plan.stages) or sender not in plan.stages[stage].replicas:
             raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
-        if self._gathering is None or (plan.height, step) > (self._gathering.height, self._step):
-            self._gathering, self._step, self._gathered = plan, step, {}
-        if (plan.height, step) == (self._gathering.height, self._step):
-            self._gathered[stage] = sender, state
+        # The best state so far waits for its turn; any other gives way to a newer one.
+        is_best, mine = step == self.best_step, self._gathering.get(step == self.best_step)
+        if mine is None or (plan.height, step) > (mine.plan.height, mine.step):
+            mine = self._gathering[is_best] = _Gathering(plan, step)
+        if (plan.height, step) == (mine.plan.height, mine.step):
+            mine.rows[stage] = sender, state
             self._spread_next()
 
     def _spread_next(self) -> None:
         """Spread what all stages have saved, one checkpoint after the other."""
-        plan = self._gathering
-        if plan is None or self._spreading is not None or len(self._gathered) < len(plan.stages):
+        whole = {key: each for key, each in self._gathering.items() if each.is_whole}
+        if self._spreading is not None or not whole:
             return
-        rows = [self._gathered.pop(number) for number in range(len(plan.stages))]
+        oldest = min(whole, key=lambda key: whole[key].step)
+        gathered = self._gathering[oldest]  # it stays: what is saved late for an earlier plan is too late
+        plan, step = gathered.plan, gathered.step
+        rows = [gathered.rows.pop(number) for number in range(len(plan.stages))]
         live = {self._me, *self._live()}
         roster = [peer for peer in plan.members if peer in live]
         keepers = tuple(
@@ -158,7 +176,7 @@ class CheckpointRounds(Generic[S]):
             for number, stage in enumerate(plan.stages)
         )
         savers, states = (tuple(each) for each in zip(*rows, strict=True))
-        self._spreading = SpreadWanted(plan, self._step, states, savers, keepers)
+        self._spreading = SpreadWanted(plan, step, states, savers, keepers)
         self.events.append(self._spreading)
 
     def spread(self, kept: Sequence[Collection[PeerId]]) -> None:

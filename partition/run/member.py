@@ -231,7 +231,7 @@ class Member:
             return
         self._in_force(life, reason)
         lost_steps, over = 0, None
-        if plan.restored != NO_HASH:
+        if plan.restored != NO_HASH and not plan.is_final:
             lost_steps = self.progress.restored(plan.step)
             over = self.failures.went_back(plan.step, self.progress.furthest, reason)
         over = over if self.commits else None
@@ -355,9 +355,19 @@ class Member:
             return
         message = self.recutting.saved(plan_hash(plan), self._roles.restorable)
         if message is not None:
-            self.sends += [(peer, message) for peer in self.others()]
-            life.proposer.recut = message
-            life.proposer.changed(now)
+            self._wish(now, life, message)
+
+    def _wish(self, now: float, life: _Life, message: Recut) -> None:
+        self.sends += [(peer, message) for peer in self.others()]
+        life.proposer.recut = message
+        life.proposer.changed(now)
+
+    def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
+        """As the committer: all steps are done, and the state of `step`, which is in this checkpoint, is to
+        be the result."""
+        life, plan = self._life, self.plan
+        if life is not None and plan is not None and self.commits and not self.is_over:
+            self._wish(now, life, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
 
     def _give_up_recut(self, life: _Life) -> None:
         self.recutting.end()

@@ -37,17 +37,18 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
 class Recut(msgspec.Struct, frozen=True, tag="recut"):
     """Committer to all other members: as measured, the borders between stages belong elsewhere. The next plan
     moves them to `cuts` (see `partition.plan.change.Change`), with the layers' state from this checkpoint of
-    `step` steps."""
+    `step` steps. `is_final`: all steps are done, and that state is the result; nothing moves."""
 
     plan: Hash
     step: StepNumber
     checkpoint: Hash
     cuts: Cuts
+    is_final: bool = False
 
     @property
     def change(self) -> Change:
         """What is to be decided."""
-        return Change(restored=self.checkpoint, step=self.step, cuts=self.cuts)
+        return Change(restored=self.checkpoint, step=self.step, cuts=self.cuts, is_final=self.is_final)
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag="given up"):

@@ -31,3 +31,8 @@ END_SECONDS_MAX = 60.0
 """A member fetches the weights before it answers an End."""
 RETRY_SECONDS = 1.0
 """Between two attempts to tell a member the end of the run."""
+DROP_SECONDS_MAX = 10.0
+"""How long a member that has dropped a run still votes on the plan without it."""
+LEAVE_SECONDS_MAX = 8.0
+"""How long a member that wants to leave waits for a plan without it: a person waits for it to go. Where that
+is too short for another to take up its stage, the others go on as after its death."""

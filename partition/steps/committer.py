@@ -14,14 +14,16 @@ only move: from whoever is suspected, or has work at hand and says nothing. Only
 
 from collections.abc import Iterable
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import NO_HASH, Plan, plan_hash
+from partition.plan.plan import Plan, plan_hash
+from partition.steps import messages as said
 from partition.steps.committer_events import (
+    BestWanted,
     MicrobatchesMoved,
     ReplicaFailed,
     ReplicaRebuilt,
@@ -30,57 +32,33 @@ from partition.steps.committer_events import (
     StepsPaused,
     TrainingEvaluated,
     TrainingFailed,
+    Validated,
     no_number,
     step_applied,
 )
+from partition.steps.committer_phases import (
+    DISSENTS_MAX,
+    OPEN_AGAIN_SECONDS,
+    STALL_CHECK_SECONDS,
+    SYNC_AGAIN_SECONDS,
+    Phase,
+)
 from partition.steps.divergence import Divergence, reported
-from partition.steps.evaluation import Evaluation
+from partition.steps.evaluation import Evaluation, HeldOut
+from partition.steps.filling import Filling
 from partition.steps.frame_complaints import USELESS, FrameComplaints
-from partition.steps.frames import read_header
 from partition.steps.ledger import Ledger, Place, places_of
 from partition.steps.loss_total import Losses, squared_norm
-from partition.steps.messages import (
-    SAMPLES_MAX,
-    Applied,
-    Apply,
-    BadFrame,
-    Counted,
-    Diverged,
-    Evaluated,
-    Failed,
-    Fill,
-    Open,
-    Progress,
-    Reduced,
-    Save,
-    Sends,
-    StepCommit,
-    StepMessage,
-    Sync,
-    Synced,
-    Waiting,
-    Work,
-)
-from partition.steps.resume import Lacking, can_resume, check_synced, fills, is_filled, minority, resume_point
-from partition.steps.routes import attempts, check_frame, step_numbers
+from partition.steps.messages import SAMPLES_MAX, Apply, Open, Sends, StepMessage, Synced, Work
+from partition.steps.resume import Lacking, can_resume, check_synced, minority, resume_point
+from partition.steps.routes import attempts, step_numbers
 from partition.steps.save_timer import SaveTimer
 from partition.steps.stall_detector import STUCK, StallDetector
 from partition.steps.throughput import Pace
+from partition.steps.validation import Series, ValidationSettings
 
 __all__ = ["Committer", "MicrobatchesMoved", "ReplicaFailed", "ReplicaRebuilt", "Resumed", "StepApplied"]
-__all__ += ["StepsPaused", "TrainingEvaluated", "TrainingFailed"]
-
-DISSENTS_MAX = 2
-"""Times the replicas of a stage may reach different totals: a broken transfer, not a broken machine."""
-SYNC_AGAIN_SECONDS = 2.0
-"""A replica learns of its plan by another way than the Sync, and ignores one that is ahead of it."""
-OPEN_AGAIN_SECONDS = 10.0
-"""The same for trainers, who answer nothing: when all has been silent for so long."""
-STALL_CHECK_SECONDS = 1.0
-
-Phase = Literal[
-    "syncing", "filling", "counting", "committing", "applying", "paused", "evaluating", "done", "failed"
-]
+__all__ += ["BestWanted", "StepsPaused", "TrainingEvaluated", "TrainingFailed", "Validated"]
 
 
 class Committer:
@@ -97,10 +75,15 @@ class Committer:
         save_every: int = 0,
         saved: int = 0,
         skips_diverged: bool = False,
+        validations: int = 0,
+        validation: ValidationSettings | None = None,
+        series: Series | None = None,
     ) -> None:
         """`metrics` is how many numbers beside the loss the model has; `save_every` is in steps, 0 never, and
         `saved` the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not
-        finite changes nothing, in place of ending the run."""
+        finite changes nothing, in place of ending the run. Of the held-out micro-batches the first
+        `validations` are those to validate on, the `evaluations` after them those to test on; `series` is
+        what this member has heard of validations up to where it begins."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
@@ -118,25 +101,23 @@ class Committer:
         self._ledger = Ledger(plan, range(0), train=True)
         self._synced: dict[PeerId, Synced] = {}
         self._digests: dict[PeerId, bytes] = {}
-        self._filling: dict[PeerId, Fill] = {}
-        self._rebuilding: set[PeerId] = set()
-        self._filled: list[PeerId] = []
+        self._filling = Filling(plan)
         self.losses = Losses()
-        self._reduced: dict[PeerId, Reduced] = {}
+        self._reduced: dict[PeerId, said.Reduced] = {}
         self._dissents = 0
         self._applied: dict[PeerId, Work] = {}
         self._awaited: set[PeerId] = set()
-        self._evaluation = Evaluation(evaluations, metrics)
+        self._held_out = HeldOut(validations, evaluations, metrics, validation, series, plan.is_final)
         self._failed: set[PeerId] = set()
         self._overdue = StallDetector(list(self._places))
         self._disputes = FrameComplaints(me, plan, self._places)
         self._suspected: set[PeerId] = set()
         self.vouched: set[bytes] = set()  # digests of what others fed, that this one's own data has too
-        self._commit: StepCommit | None = None
+        self._commit: said.StepCommit | None = None
         self._apply: Apply | None = None
-        self._save: Save | None = None
+        self._save: said.Save | None = None
         self._pausing = False
-        self._has_opened = False
+        self._has_opened, self._opened = False, -1
         self._now = 0.0
         self._heard = 0.0
         self._check_at = 0.0
@@ -151,7 +132,7 @@ class Committer:
     def start(self, now: float) -> Sends:
         """Ask every replica where it is; again, those that have not said so."""
         self._now, self._check_at = now, now + SYNC_AGAIN_SECONDS
-        return [(peer, Sync(plan=self.plan_hash)) for peer in self.awaited]
+        return [(peer, said.Sync(plan=self.plan_hash)) for peer in self.awaited]
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
@@ -172,19 +153,19 @@ class Committer:
         match message:
             case Synced():
                 return self._on_synced(sender, message)
-            case Progress():
+            case said.Progress():
                 return self._on_progress(place, message)
-            case Counted():
+            case said.Counted():
                 return self._on_counted(place, message)
-            case Reduced():
+            case said.Reduced():
                 return self._on_reduced(sender, message)
-            case Applied():
+            case said.Applied():
                 return self._on_applied(sender, message)
-            case Evaluated():
+            case said.Evaluated():
                 return self._on_evaluated(place, message)
-            case Diverged():
+            case said.Diverged():
                 return self._on_diverged(place, message)
-            case Waiting() | BadFrame() | Failed():
+            case said.Waiting() | said.BadFrame() | said.Failed():
                 return self._on_trouble(sender, place, message)
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a committer")
 
@@ -232,6 +213,11 @@ class Committer:
         self._now, self._pausing = now, False
         return self._open_step() if self.phase == "paused" else []
 
+    def take_last(self, now: float) -> Sends:
+        """End with the state that is here: the best one cannot come back."""
+        self._now, self._held_out.takes_last = now, True
+        return self._open_step() if self.phase == "restoring" else []
+
     def open_count(self, peer: PeerId) -> int:
         """How many micro-batches of the open step are this replica's: as many are lost with it."""
         place = self._places.get(peer)
@@ -246,9 +232,9 @@ class Committer:
         messages: list[StepMessage | None] = [self._save if is_replica else None]
         match self.phase:
             case "syncing" if is_replica and peer not in self._synced:
-                messages.append(Sync(plan=self.plan_hash))
+                messages.append(said.Sync(plan=self.plan_hash))
             case "filling":
-                messages.append(self._filling.get(peer))
+                messages.append(self._filling.asked.get(peer))
             case "counting" | "evaluating":
                 messages.append(self._open_message())
             case "committing":
@@ -264,16 +250,13 @@ class Committer:
 
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
         check_synced(self.plan, message)
-        if self.phase == "filling" and sender in self._filling:
-            if not is_filled(self._filling[sender], message):
-                return []  # what it said before
-            del self._filling[sender]
+        if self.phase == "filling" and sender in self._filling.asked:
+            if not self._filling.take(sender, message):
+                return []
             self._digests[sender] = message.digest
-            self._filled.append(sender)
-            if sender in self._rebuilding:
-                self._rebuilding.discard(sender)
+            if self._filling.is_rebuilt(sender):
                 self.events.append(ReplicaRebuilt(self.step, self._places[sender][0], sender))
-            return [] if self._filling else self._go_on()
+            return [] if self._filling.asked else self._go_on()
         if self.phase != "syncing":
             return []
         self._synced[sender] = message
@@ -304,16 +287,10 @@ class Committer:
 
     def _repair(self) -> Sends:
         """Rebuild replicas with no parameters, or others than their stage's majority, from that majority."""
-        wrong = minority(
-            self.plan, {peer: digest for peer, digest in self._digests.items() if digest != NO_HASH}
-        )
-        self._rebuilding = set(wrong)
-        right = {peer: name for peer, name in self._digests.items() if peer not in wrong}
-        self._filling = fills(self.plan, self.step, right, self._apply)
-        if not self._filling:
+        if not self._filling.begin(self.step, self._digests, self._apply):
             return self._go_on()
         self.phase = "filling"
-        return list(self._filling.items())
+        return list(self._filling.asked.items())
 
     # A step
 
@@ -328,46 +305,58 @@ class Committer:
         return sends + self._open_step()
 
     def _open_step(self) -> Sends:
+        match self._held_out.next(self.step, is_over=self._held_out.is_over(self.step, self.steps)):
+            case BestWanted() as event:
+                self.phase = "restoring"
+                self.events.append(event)
+                return []
+            case Evaluation() as evaluation:
+                return self._open_held_out(evaluation)
+        self._ledger = self._new_ledger(step_numbers(self.plan, self.step), train=True)
+        if not self._take_synced():
+            return self._skip(no_number(f"step {self.step}: the loss"))
+        self._note_opened(self._ledger)
+        self._synced.clear()
+        return self._open(self._ledger, "counting") + self._when_counted()
+
+    def _new_ledger(self, numbers: range, *, train: bool) -> Ledger:
+        """Return what keeps the books of a step that is opened, or evaluated."""
         self.losses.clear()
         self._reduced.clear()
         self._applied.clear()
         self._commit = self._apply = None
         self._dissents = 0
-        self.attempt = attempts(self.plan).start
-        is_over = self.step >= self.steps
-        numbers = self._evaluation.numbers if is_over else step_numbers(self.plan, self.step)
-        self._ledger = Ledger(self.plan, numbers, train=not is_over)
-        self._ledger.moved = {self._places[peer] for peer in self._suspected}
+        self.attempt = self.attempt + 1 if self._opened == self.step else attempts(self.plan).start
+        ledger = Ledger(self.plan, numbers, train=train)
+        ledger.moved = {self._places[peer] for peer in self._suspected}
         self._suspected.clear()
-        if not is_over and not self._take_synced():
-            return self._skip(no_number(f"step {self.step}: the loss"))
+        return ledger
+
+    def _note_opened(self, ledger: Ledger) -> None:
         if not self._has_opened:
-            self._has_opened = True
-            self.events.append(Resumed(self.step, self._ledger.replayed(), tuple(self._filled)))
-        self._ledger.deal(self._rates())
-        self._synced.clear()
+            self.events.append(Resumed(self.step, ledger.replayed(), tuple(self._filling.filled)))
+        self._has_opened = True
+
+    def _open(self, ledger: Ledger, phase: Phase) -> Sends:
+        ledger.deal(self._rates())
+        self._ledger, self.phase, self._opened = ledger, phase, self.step
         self.pace.forget()
         self._heard, self._check_at = self._now, self._now + STALL_CHECK_SECONDS
-        if is_over:
-            self.phase = "evaluating"
-            self._when_evaluated()
-            return self._to_everybody(self._open_message()) if self._evaluation.count else []
-        self.phase = "counting"
-        return self._to_everybody(self._open_message()) + self._when_counted()
+        return self._to_everybody(self._open_message())
 
     def _take_synced(self) -> bool:
         """What is counted of the open step stays with whoever counted it. False if a loss is no number."""
         rows = {
             self._places[peer]: row
             for peer, row in self._synced.items()
-            if row.step == self.step and peer not in self._filled
+            if row.step == self.step and peer not in self._filling.filled
         }
         self._ledger.take(rows)
         self.losses.take(row for (stage, _), row in sorted(rows.items()) if stage == self._last)
         return self.losses.is_finite
 
-    def _on_progress(self, place: Place, message: Progress) -> Sends:
-        if self.phase not in ("counting", "evaluating") or message.step != self.step:
+    def _on_progress(self, place: Place, message: said.Progress) -> Sends:
+        if self.phase != ("counting" if message.train else "evaluating") or message.step != self.step:
             return []
         if message.stage != place[0] or place[0] == self._last:
             raise RemoteProtocolError("progress in a stage that its sender does not hold, or in the last")
@@ -375,7 +364,7 @@ class Committer:
             self._ledger.forwarded(place, message.microbatch)
         return []
 
-    def _on_counted(self, place: Place, message: Counted) -> Sends:
+    def _on_counted(self, place: Place, message: said.Counted) -> Sends:
         if self.phase != "counting" or message.step != self.step or message.stage != place[0]:
             return []
         if message.microbatch not in self._ledger.numbers:
@@ -398,12 +387,12 @@ class Committer:
         self.phase = "committing"
         self._overdue.begin(self._now, self.phase, self.step, self.attempt)
         self._reduced.clear()
-        self._commit = StepCommit(
+        self._commit = said.StepCommit(
             plan=self.plan_hash, step=self.step, attempt=self.attempt, replicas=self._ledger.rows()
         )
         return self._to_replicas(self._commit)
 
-    def _on_reduced(self, sender: PeerId, message: Reduced) -> Sends:
+    def _on_reduced(self, sender: PeerId, message: said.Reduced) -> Sends:
         if (self.phase, message.step, message.attempt) != ("committing", self.step, self.attempt):
             return []
         self._reduced[sender] = message
@@ -421,6 +410,7 @@ class Committer:
         return self._begin_apply(apply)
 
     def _begin_apply(self, apply: Apply) -> Sends:
+        apply = replace(apply, validated=self._held_out.series)
         self._overdue.begin(self._now, "applying", self.step, self.attempt)
         self.phase, self._awaited, self._apply = "applying", set(self._places), apply
         return self._to_replicas(apply)
@@ -446,7 +436,7 @@ class Committer:
             )
         return []
 
-    def _on_applied(self, sender: PeerId, message: Applied) -> Sends:
+    def _on_applied(self, sender: PeerId, message: said.Applied) -> Sends:
         if self.phase != "applying" or message.step != self.step or sender not in self._awaited:
             return []
         self._awaited.discard(sender)
@@ -469,6 +459,7 @@ class Committer:
 
     def _tell(self, apply: Apply) -> None:
         """The step that this Apply ended is final. Whoever committed it may not have said so to everybody."""
+        self._held_out.learn(apply.validated)
         self.events.append(step_applied(self.plan, apply, self._applied, self._divergence.reason))
         self._divergence.applied(apply)
 
@@ -477,26 +468,40 @@ class Committer:
 
     # Evaluation
 
-    def _on_evaluated(self, place: Place, message: Evaluated) -> Sends:
+    def _open_held_out(self, evaluation: Evaluation) -> Sends:
+        """Have held-out samples computed with the state that is here."""
+        ledger = self._new_ledger(evaluation.numbers, train=False)
+        if self._held_out.is_over(self.step, self.steps):
+            self._note_opened(ledger)
+        sends = self._open(ledger, "evaluating")
+        return sends if evaluation.all else self._when_evaluated()
+
+    def _on_evaluated(self, place: Place, message: said.Evaluated) -> Sends:
         if self.phase != "evaluating" or place[0] != self._last:
             return []
-        self._evaluation.check(message, self._ledger.numbers)
-        if not self._ledger.owns(place, message.microbatch) or message.microbatch in self._evaluation:
+        if self._held_out.evaluation.is_known(message, self._ledger.numbers):
+            return []
+        if not self._ledger.owns(place, message.microbatch):
             return []
         if not message.is_finite:
-            return self._fail(no_number("held out: the loss or a metric"))
-        self._evaluation.take(message)
+            return self._fail(no_number(f"held out, after {self.step} steps: the loss or a metric"))
+        self._held_out.evaluation.take(message)
         self._ledger.finish(message.microbatch)
         return self._when_evaluated()
 
     def _when_evaluated(self) -> Sends:
-        if (result := self._evaluation.result()) is not None:
-            self.phase = "done"
-            self.events.append(result)
+        evaluation = self._held_out.evaluation
+        if (result := evaluation.result()) is not None:
+            validated = self._held_out.take(self.step, result)
+            self.events.append(validated or result)
+            if validated is None:
+                self.phase = "done"
+                return []
+            self.saves.is_due = self.saves.is_due or validated.is_kept
+            return self._go_on()
+        if not evaluation.wants_more(self._ledger.numbers):
             return []
-        if not self._evaluation.wants_more(self._ledger.numbers):
-            return []
-        self._ledger = self._ledger.slide(self._evaluation.numbers, self._rates())
+        self._ledger = self._ledger.slide(evaluation.numbers, self._rates())
         return self._open_again()
 
     # Moves and failures
@@ -508,28 +513,23 @@ class Committer:
             self.events.append(MicrobatchesMoved(self.step, stage, peer, count))
         return self._open_again() if moved else []
 
-    def _on_trouble(self, sender: PeerId, place: Place, message: Waiting | BadFrame | Failed) -> Sends:
+    def _on_trouble(self, sender: PeerId, place: Place, message: StepMessage) -> Sends:
         match message:
-            case BadFrame():
+            case said.BadFrame():
                 return self._on_unusable(sender, place, message)
-            case Failed():
+            case said.Failed():
                 self._give_up(sender, message.reason, message.step if message.step == self.step else None)
-            case Waiting():
+            case said.Waiting():
                 if sender in self._late():
                     self._overdue.answered(self._now, sender, message)
         return []
 
-    def _on_unusable(self, sender: PeerId, place: Place, message: BadFrame) -> Sends:
+    def _on_unusable(self, sender: PeerId, place: Place, message: said.BadFrame) -> Sends:
         """A replica cannot use what came with a frame; that its signature holds the shell has checked."""
-        header, author = read_header(message.frame), PeerId(message.frame.author)
-        if header.plan != self.plan_hash:
-            raise RemoteProtocolError("a frame of another plan is said to be of no use")
-        if (self.phase, header.step) != ("counting" if header.train else "evaluating", self.step):
+        found = self._disputes.read(message, self._ledger, place, self.step)
+        if found is None or self.phase != ("counting" if found[0].train else "evaluating"):
             return []
-        check_frame(self.plan, place[0], self.step, author, header)
-        number = header.microbatch
-        if number not in self._ledger.numbers or not self._ledger.owes(place, number):
-            return []
+        header, author, number = *found, found[0].microbatch
         is_ours = author == self.me or header.digest in self.vouched
         is_moved, guilty, is_data = self._disputes.settle(
             self._ledger, self._rates(), sender, author, header, follows_data=message.of_values and is_ours
@@ -542,7 +542,7 @@ class Committer:
             self._give_up(peer, reason, self.step if message.of_values and peer == author else None)
         return self._open_again() if is_moved else []
 
-    def _on_diverged(self, place: Place, message: Diverged) -> Sends:
+    def _on_diverged(self, place: Place, message: said.Diverged) -> Sends:
         """What one stage computes of sound frames is not finite: nor would it be elsewhere."""
         if (self.phase, message.step) != ("counting" if message.train else "evaluating", self.step):
             return []
@@ -590,7 +590,7 @@ class Committer:
 
     def _save_now(self) -> Sends:
         self.saves.is_due = False
-        self._save = Save(plan=self.plan_hash, step=self.step)
+        self._save = said.Save(plan=self.plan_hash, step=self.step)
         return self._to_replicas(self._save)
 
     def _to_replicas(self, message: StepMessage) -> Sends:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.steps.messages import Apply, Work
+from partition.steps.validation import Series
 
 
 def divergence(what: str) -> str:
@@ -112,6 +113,28 @@ class TrainingEvaluated:
     samples: int
     loss: float
     metrics: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Validated:
+    """The validation samples have all been through with the state after `step` steps: sums over them.
+
+    `converged`: no further step is opened. `is_kept`: this state may become the result. Told once more where
+    the committer before did the same.
+    """
+
+    step: int
+    sums: TrainingEvaluated
+    series: Series
+    converged: bool
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class BestWanted:
+    """All steps are done, and the state after `step` steps validated best: it is to come back."""
+
+    step: int
 
 
 @dataclass(frozen=True)

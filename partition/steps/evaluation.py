@@ -1,32 +1,36 @@
 """The held-out micro-batches of a run as its committer knows them: which are under way, what came of each.
 
-A few are open at once, and more as those before them come in. Not here: who computes them (the ledger), and
-what is said to whom.
+Those to validate on come first, those to test on after them. A few are open at once, and more as those before
+them come in. Not here: who computes them (the ledger), and what is said to whom.
 """
 
 from crypto.errors import RemoteProtocolError
-from partition.steps.committer_events import TrainingEvaluated
+from partition.steps.committer_events import BestWanted, TrainingEvaluated, Validated
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, SAMPLES_MAX, Evaluated
+from partition.steps.validation import Series, ValidationSchedule, ValidationSettings
 
 
 class Evaluation:
-    """Of `count` micro-batches, each with `metrics` numbers beside its loss."""
+    """Of the micro-batches `all`, each with `metrics` numbers beside its loss; with the parameters after
+    `step` steps."""
 
-    def __init__(self, count: int, metrics: int) -> None:
-        self.count = count
+    def __init__(self, all_numbers: range, metrics: int, step: int) -> None:
+        self.all = all_numbers
         self._metrics = metrics
+        self._step = step
         self._rows: dict[int, Evaluated] = {}
-        self._first = 0
+        self._first = all_numbers.start
 
-    def check(self, message: Evaluated, numbers: range) -> None:
-        """Whether it is of the open `numbers`, or of those before; else RemoteProtocolError."""
-        if message.microbatch >= numbers.stop:
+    def is_known(self, message: Evaluated, numbers: range) -> bool:
+        """Return whether it is here already, or is of an earlier evaluation; `numbers` are open.
+
+        Raises RemoteProtocolError: nobody asked for it, or it cannot be so.
+        """
+        if message.microbatch >= numbers.stop or message.step > self._step:
             raise RemoteProtocolError("an evaluation that was not asked for")
         if len(message.metrics) != self._metrics or message.samples > SAMPLES_MAX:
             raise RemoteProtocolError("an evaluation with impossible numbers")
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._rows
+        return message.step != self._step or message.microbatch in self._rows
 
     def take(self, message: Evaluated) -> None:
         """One is done."""
@@ -37,15 +41,15 @@ class Evaluation:
     @property
     def numbers(self) -> range:
         """Those to be under way now."""
-        return range(self._first, min(self.count, self._first + EVALUATIONS_IN_FLIGHT_MAX))
+        return range(self._first, min(self.all.stop, self._first + EVALUATIONS_IN_FLIGHT_MAX))
 
     def wants_more(self, numbers: range) -> bool:
         """Return whether so many of the open `numbers` are done that more are worth an Open."""
-        return numbers.stop < self.count and self._first - numbers.start >= EVALUATIONS_IN_FLIGHT_MAX // 2
+        return numbers.stop < self.all.stop and self._first - numbers.start >= EVALUATIONS_IN_FLIGHT_MAX // 2
 
     def result(self) -> TrainingEvaluated | None:
         """Once all are done."""
-        if len(self._rows) < self.count:
+        if len(self._rows) < len(self.all):
             return None
         rows = [self._rows[number] for number in sorted(self._rows)]
         return TrainingEvaluated(
@@ -53,3 +57,61 @@ class Evaluation:
             sum(row.loss for row in rows),
             tuple(sum(row.metrics[place] for row in rows) for place in range(self._metrics)),
         )
+
+
+class HeldOut:
+    """What of the held-out micro-batches is due when, under one plan. `evaluation` is the newest.
+
+    `takes_last`: the run ends with the state that is here, whichever validated best.
+    """
+
+    def __init__(
+        self,
+        validations: int,
+        tests: int,
+        metrics: int,
+        settings: ValidationSettings | None,
+        series: Series | None,
+        is_final: bool,
+    ) -> None:
+        """`is_final`: the plan has brought back the state that is the result."""
+        self.takes_last = self._is_final = is_final
+        self._to_validate = range(validations)
+        self._to_test = range(validations, validations + tests)
+        self._metrics = metrics
+        self._schedule = ValidationSchedule(settings, series)
+        self.evaluation = Evaluation(self._to_test, metrics, 0)
+
+    @property
+    def series(self) -> Series | None:
+        """The validations so far."""
+        return self._schedule.series
+
+    def learn(self, series: Series | None) -> None:
+        """Go on with what the Apply of the last step says, if it is newer."""
+        self._schedule.learn(series)
+
+    def is_over(self, step: int, steps: int) -> bool:
+        """Return whether no step is to follow the `step` that are done; the run has `steps` at most."""
+        return step >= steps or self._is_final or self._schedule.has_converged
+
+    def next(self, step: int, *, is_over: bool) -> "Evaluation | BestWanted | None":
+        """Return what comes before step `step` is opened, or in the place of it; None: nothing does."""
+        if self._schedule.is_due(step, is_over=is_over) and not self._is_final:
+            return self._begin(self._to_validate, step)
+        if not is_over:
+            return None
+        best = None if self.takes_last else self._schedule.wanted_back(step)
+        return self._begin(self._to_test, step) if best is None else BestWanted(best)
+
+    def _begin(self, numbers: range, step: int) -> Evaluation:
+        self.evaluation = Evaluation(numbers, self._metrics, step)
+        return self.evaluation
+
+    def take(self, step: int, sums: TrainingEvaluated) -> Validated | None:
+        """Note what the newest evaluation comes to; None where it was of those to test on."""
+        if self.evaluation.all == self._to_test:
+            return None
+        series = self._schedule.take(step, sums.samples, sums.loss, sums.metrics)
+        is_kept = self._schedule.keeps_best and series.best_step == step
+        return Validated(step, sums, series, self._schedule.has_converged, is_kept)

@@ -66,6 +66,7 @@ class Feeder:
                 return []
             if routes.step > before.step:
                 self.events.append(FramesDone(before.step))
+            if routes.step > before.step or routes.train != before.train:
                 self._sent.clear()
         if before is None or routes.numbers != before.numbers or routes.train != before.train:
             self._mine = [

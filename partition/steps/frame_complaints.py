@@ -18,11 +18,14 @@ are in all that they vote on. Pure bookkeeping of one committer; a new plan begi
 
 from collections.abc import Mapping, Sequence
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.assignment import feeder_of
-from partition.plan.plan import Plan
-from partition.steps.frames import FrameHeader
+from partition.plan.plan import Plan, plan_hash
+from partition.steps.frames import FrameHeader, read_header
 from partition.steps.ledger import Ledger, Place
+from partition.steps.messages import BadFrame
+from partition.steps.routes import check_frame
 
 USELESS = "it sent what cannot be used, or says so of others"
 OPPONENTS_MAX = 1
@@ -40,6 +43,22 @@ class FrameComplaints:
         self._places = places
         self._opponents: dict[PeerId, dict[PeerId, set[tuple[int, int]]]] = {}
         self._judged: set[PeerId] = set()
+
+    def read(
+        self, message: BadFrame, ledger: Ledger, place: Place, step: int
+    ) -> tuple[FrameHeader, PeerId] | None:
+        """Return the header that a replica cannot use, and its author; None where it computes that no more.
+
+        Raises RemoteProtocolError: there can be no such frame.
+        """
+        header, author = read_header(message.frame), PeerId(message.frame.author)
+        if header.plan != plan_hash(self._plan):
+            raise RemoteProtocolError("a frame of another plan is said to be of no use")
+        if header.step != step or header.train != ledger.train:
+            return None
+        check_frame(self._plan, place[0], step, author, header)
+        is_owed = header.microbatch in ledger.numbers and ledger.owes(place, header.microbatch)
+        return (header, author) if is_owed else None
 
     def settle(
         self,

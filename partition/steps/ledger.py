@@ -27,7 +27,7 @@ class Ledger:
         self.numbers = numbers
         self.moved: set[Place] = set()
         self._plan = plan
-        self._train = train
+        self.train = train
         self._owners: list[dict[int, int]] = [{} for _ in plan.stages]
         self._counted: list[set[int]] = [set() for _ in plan.stages]
         self._forwarded: list[set[int]] = [set() for _ in plan.stages]
@@ -72,7 +72,7 @@ class Ledger:
             plan=plan,
             step=step,
             attempt=attempt,
-            train=self._train,
+            train=self.train,
             first=self.numbers.start,
             stages=self.routes(),
         )
@@ -173,7 +173,7 @@ class Ledger:
 
     def slide(self, numbers: range, rates: Sequence[Sequence[int]]) -> "Ledger":
         """The same over a later run of numbers: what is in both stays where it is."""
-        later = Ledger(self._plan, numbers, train=self._train)
+        later = Ledger(self._plan, numbers, train=self.train)
         later.moved = self.moved
         later._barred = self._barred
         for stage, owners in enumerate(self._owners):
@@ -211,11 +211,11 @@ class Ledger:
                     continue
                 if number in self._forwarded[stage]:
                     holding.add(index)
-                    if self._train and number in self._counted[stage + 1]:
+                    if self.train and number in self._counted[stage + 1]:
                         found.add((stage, index))
                 elif stage == 0 or number in self._forwarded[stage - 1] or number in self._counted[stage - 1]:
                     fresh.add(index)
-            found |= {(stage, index) for index in (fresh - holding if self._train else fresh)}
+            found |= {(stage, index) for index in (fresh - holding if self.train else fresh)}
         return found
 
     def replayed(self) -> int:

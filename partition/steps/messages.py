@@ -23,6 +23,7 @@ from partition.plan.plan import (
     StepNumber,
 )
 from partition.stage import METRICS_MAX
+from partition.steps.validation import Series
 
 REASON_LENGTH_MAX = 300
 ROWS_MAX = STAGES_MAX * REPLICAS_MAX
@@ -60,6 +61,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     `skipped` above 0: the step diverged and changes nothing, with as many steps in a row as this, itself
     counted. It needs no totals, and `samples` and `loss` mean nothing. `rate`, in millionths, multiplies the
     learning rate of this step: what a revision comes to, the same on all replicas because it is said here.
+    `validated` is the series of validations up to this step, so that the next committer goes on with it.
     """
 
     step: StepNumber
@@ -69,6 +71,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
     loss: float = 0.0
     skipped: Annotated[int, msgspec.Meta(ge=0, le=SKIPPED_MAX)] = 0
     rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)] = RATE_UNIT
+    validated: Series | None = None
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
@@ -105,7 +108,8 @@ class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
 class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
     """Committer to replicas and trainers: these micro-batches are to be computed, and by whom.
 
-    Of training, all of step `step`; of evaluation (`train` false), any run of held-out ones. A higher
+    Of training, all of step `step`; of evaluation (`train` false), any run of held-out ones: those to
+    validate on come first, then those to test on. A step may be validated before it is opened. A higher
     `attempt` replaces the routes of the same step: whoever has sent to somebody that is not the owner any
     more sends the same bytes to the new one, and whoever has summed what it does not own takes it out again.
     """
@@ -118,11 +122,13 @@ class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
 
 
 class Progress(StepMessage, frozen=True, kw_only=True, tag="progress"):
-    """Replica to committer: the forward pass of this micro-batch is done here, its output is on its way."""
+    """Replica to committer: the forward pass of this micro-batch is done here, its output is on its way.
+    `train` is False where it is held out."""
 
     step: StepNumber
     microbatch: Count
     stage: StageNumber
+    train: bool = True
 
 
 class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
@@ -139,8 +145,10 @@ class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
 
 
 class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
-    """Last stage to committer: one held-out micro-batch; `loss` and `metrics` are sums over its samples."""
+    """Last stage to committer: one held-out micro-batch, with the parameters after `step` steps; `loss` and
+    `metrics` are sums over its samples."""
 
+    step: StepNumber
     microbatch: Count
     samples: Count
     loss: float

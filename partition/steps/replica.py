@@ -28,11 +28,9 @@ from partition.steps.messages import (
     Apply,
     Ask,
     Counted,
-    Evaluated,
     Failed,
     Fill,
     Open,
-    Progress,
     Reduced,
     Save,
     Sends,
@@ -59,7 +57,7 @@ from partition.steps.replica_events import (
     WorkItem,
     apply_ready,
 )
-from partition.steps.reports import SentReports, diverged, unusable
+from partition.steps.reports import SentReports, diverged, evaluated, progress, unusable
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
 from partition.steps.schedule import EvaluationBatches, Microbatch, Schedule, StepSchedule
 from partition.steps.sent_frames import KeptFrames, Key
@@ -204,6 +202,8 @@ class Replica:
             return apply_ready(self._apply)
         if self._commit is None and self._routes is None:
             return None
+        if self._commit is None and self._routes is not None and not self._routes.train:
+            return self._held_out_pass()  # what was counted of the step under the plan before waits
         if (number := self._order.not_owned(self._owns)) is not None:
             return ForgetReady(self.plan_hash, self.step, number)
         return self._committed(self.step) if self._commit is not None else self._pass(self.step)
@@ -221,16 +221,17 @@ class Replica:
 
     def _pass(self, step: int) -> WorkItem | None:
         chosen = self._order.next_pass(self._owns, self.in_flight_max)
-        if chosen is not None:
-            kind, number = chosen
-            state = self._order.microbatches[number]
-            if kind == "forward":
-                return self._forward_of(number, state, train=True)
-            return BackwardReady(self.plan_hash, step, self.attempt, number, state.given("gradient"))
-        number_held_out = self._held_out.next_forward(self._owns, self.is_last)
-        if number_held_out is None:
+        if chosen is None:
             return None
-        return self._forward_of(number_held_out, self._held_out.microbatches[number_held_out], train=False)
+        kind, number = chosen
+        state = self._order.microbatches[number]
+        if kind == "forward":
+            return self._forward_of(number, state, train=True)
+        return BackwardReady(self.plan_hash, step, self.attempt, number, state.given("gradient"))
+
+    def _held_out_pass(self) -> WorkItem | None:
+        number, waiting = self._held_out.next_forward(self._owns, self.is_last), self._held_out.microbatches
+        return None if number is None else self._forward_of(number, waiting[number], train=False)
 
     def _forward_of(self, number: int, state: Microbatch, *, train: bool) -> ForwardReady:
         assert self.step is not None
@@ -272,7 +273,7 @@ class Replica:
         if self.is_last or not self._awaits_gradient:
             return self._count(number, gradient, samples, loss)
         self._order.hold(number)
-        message = Progress(plan=self.plan_hash, step=done.step, microbatch=number, stage=self.stage)
+        message = progress(self.plan_hash, done, self.stage)
         return self._send((True, number, "input")) + self._report_mine("progress", number, message)
 
     def backwarded(self, done: BackwardReady, *, gradient: object | None) -> Sends:
@@ -391,12 +392,10 @@ class Replica:
         if done.plan != self.plan_hash or not self._held_out.finish(number):
             return self._answer_sync()  # the committer is past it, or another asks for it again
         if output is None:
-            result = Evaluated(
-                plan=self.plan_hash, microbatch=number, samples=samples, loss=loss, metrics=metrics
-            )
+            result = evaluated(self.plan_hash, done, samples, loss, metrics)
             return self._reports.say("evaluated", number, result)
         self._kept.keep((False, number, "input"), output)
-        message = Progress(plan=self.plan_hash, step=done.step, microbatch=number, stage=self.stage)
+        message = progress(self.plan_hash, done, self.stage)
         return self._send((False, number, "input")) + self._reports.say("held out", number, message)
 
     # Messages of the committer
@@ -431,6 +430,9 @@ class Replica:
         if routes.attempt <= self._commit_attempt:
             return []
         self._void_reduction()
+        if routes.train:  # what was validated before the step is not asked for again
+            self._held_out.clear()
+            self._kept.drop(lambda key: not key[0])
         self._routes = routes
         if not routes.train:
             self._forget_held_out(routes.numbers.start)

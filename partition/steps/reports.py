@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 from crypto.identity import PeerId
 from partition.steps.frames import OpenedFrame
-from partition.steps.messages import REASON_LENGTH_MAX, BadFrame, Diverged, Sends, StepMessage
+from partition.steps.messages import (
+    REASON_LENGTH_MAX,
+    BadFrame,
+    Diverged,
+    Evaluated,
+    Progress,
+    Sends,
+    StepMessage,
+)
 from partition.steps.replica_events import ForwardReady, SaveReady
 
 HELD_OUT = ("evaluated", "held out", "unusable input", "unusable labels", "diverged")
@@ -24,6 +32,19 @@ def diverged(plan: bytes, done: ForwardReady | SaveReady, reason: str) -> Diverg
     train, number = (done.train, done.microbatch) if isinstance(done, ForwardReady) else (True, None)
     reason = reason[:REASON_LENGTH_MAX]
     return Diverged(plan=plan, step=done.step, train=train, microbatch=number, reason=reason)
+
+
+def progress(plan: bytes, done: ForwardReady, stage: int) -> Progress:
+    """The report that a forward pass of `stage` is done."""
+    return Progress(plan=plan, step=done.step, microbatch=done.microbatch, stage=stage, train=done.train)
+
+
+def evaluated(
+    plan: bytes, done: ForwardReady, samples: int, loss: float, metrics: tuple[float, ...]
+) -> Evaluated:
+    """The report of the last stage on a held-out micro-batch."""
+    where = {"step": done.step, "microbatch": done.microbatch}
+    return Evaluated(plan=plan, samples=samples, loss=loss, metrics=metrics, **where)
 
 
 class SentReports:

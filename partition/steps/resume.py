@@ -31,6 +31,9 @@ def check_synced(plan: Plan, message: Synced) -> None:
         raise RemoteProtocolError("steps applied that its last Apply does not fit")
     if message.applied is not None and not isfinite(message.applied.loss):
         raise RemoteProtocolError("a step applied whose loss is no number")
+    series = None if message.applied is None else message.applied.validated
+    if series is not None and not (isfinite(series.best) and series.best_step <= series.step <= (step or 0)):
+        raise RemoteProtocolError("validations that the steps applied do not fit")
     numbers = range(0) if step is None else step_numbers(plan, step)
     named = (*message.counted, *message.begun)
     if len(set(named)) != len(named) or any(number not in numbers for number in named):

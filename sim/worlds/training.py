@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
-from node.runs.member import LEAVE_SECONDS_MAX
 from partition.plan.plan import NO_HASH, Plan, StagePlan
+from partition.run.timeouts import LEAVE_SECONDS_MAX
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant
 from sim.scenario import Training

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from crypto.identity import PeerId
 from partition.codec import Payload, TensorHeader
 from partition.plan.plan import HASH_BYTES
+from partition.steps.validation import Series, ValidationSchedule, ValidationSettings
 
 METRICS = 2
 _TENSOR = (TensorHeader("uint8", (32,)),)
@@ -159,8 +160,20 @@ class Truth:
     """The undisturbed run: totals and parameters per stage and step, losses, evaluations."""
 
     def __init__(
-        self, stages: int, microbatches: int, steps: int, evaluations: int, *, frozen: int = 0
+        self,
+        stages: int,
+        microbatches: int,
+        steps: int,
+        evaluations: int,
+        *,
+        frozen: int = 0,
+        validations: int = 0,
+        validation: ValidationSettings | None = None,
     ) -> None:
+        """`steps` of it are as many as the run makes at most; the attribute is how many it makes."""
+        schedule = ValidationSchedule(validation, None)
+        self.steps = 0
+        self.validated: dict[int, tuple[int, tuple[float, ...], Series]] = {}
         chain = [FakeStage(index, stages, frozen) for index in range(stages)]
         self.totals: list[list[dict[int, int]]] = []
         self.tied_totals: list[dict[int, int]] = []
@@ -190,16 +203,29 @@ class Truth:
             for stage in chain:
                 stage.apply(step, samples, self.squared_norms[-1])
             self.parameters.append([stage.parameters for stage in chain])
-        rows = []
-        for microbatch in range(evaluations):
-            data = input_of(microbatch, False)
-            for stage in chain:
-                labels = label_of(microbatch, False) if stage.is_last else None
-                data_out, _, output = stage.forward(steps, microbatch, False, data, labels)
-                data = data_out or b""
-            rows.append(metrics_of(output, microbatch))
-        self.metrics = tuple(sum(row[place] for row in rows) for place in range(METRICS))
-        self.evaluated = sum(samples_of(microbatch) for microbatch in range(evaluations))
+            self.steps = step + 1
+            if schedule.is_due(self.steps, is_over=self.steps == steps):
+                samples, loss, metrics = _held_out(chain, range(validations))
+                series = schedule.take(self.steps, samples, loss, metrics)
+                self.validated[self.steps] = samples, metrics, series
+                if schedule.has_converged:
+                    break
+        self.evaluated, _, self.metrics = _held_out(chain, range(validations, validations + evaluations))
+
+
+def _held_out(chain: list[FakeStage], numbers: range) -> tuple[int, float, tuple[float, ...]]:
+    """Samples, loss and metrics summed over these held-out micro-batches."""
+    rows, loss = [], 0.0
+    for microbatch in numbers:
+        data = input_of(microbatch, False)
+        for stage in chain:
+            labels = label_of(microbatch, False) if stage.is_last else None
+            data_out, _, output = stage.forward(stage.step, microbatch, False, data, labels)
+            data = data_out or b""
+        rows.append(metrics_of(output, microbatch))
+        loss += loss_of(output)
+    metrics = tuple(sum(row[place] for row in rows) for place in range(METRICS))
+    return sum(samples_of(microbatch) for microbatch in numbers), loss, metrics
 
 
 def input_of(microbatch: int, train: bool) -> bytes:

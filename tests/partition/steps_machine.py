@@ -30,6 +30,7 @@ from partition.steps.replica import (
     SubtractReady,
     WorkItem,
 )
+from partition.steps.validation import Series, ValidationSettings
 from tests.partition.fake_stage import (
     METRICS,
     Broken,
@@ -62,6 +63,8 @@ class Settings:
     schedule: Any = "1f1b"
     in_flight_max: int = 64
     frozen: int = 0
+    validations: int = 0
+    validation: ValidationSettings | None = None
     replica_class: type[Replica] = Replica
     committer_class: type[Committer] = Committer
     feeder_class: type[Feeder] = Feeder
@@ -112,6 +115,7 @@ class Machine:
         self.wrong_digests = 0
         self.forgotten_step = -1
         self.asked: list[ReduceAsked] = []
+        self.told: list[Series] = []
         self._open_roles(plan, 0)
 
     # Plans
@@ -146,6 +150,8 @@ class Machine:
     def _open_trainer(self, plan: Plan, now: float) -> Sends:
         self.feeder = self.committer = None
         self.forgotten_step = -1
+        if plan.restored != NO_HASH:
+            self.told = [series for series in self.told if series.step <= plan.step]
         if self.me in plan.trainers:
             self.feeder = self.settings.feeder_class(self.me, plan)
         if plan.committer != self.me:
@@ -157,6 +163,9 @@ class Machine:
             evaluations=self.settings.evaluations,
             metrics=METRICS,
             save_every=self.settings.save_every,
+            validations=self.settings.validations,
+            validation=self.settings.validation,
+            series=self.told[-1] if self.told else None,
         )
         return self.committer.start(now)
 

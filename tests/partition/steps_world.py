@@ -25,6 +25,7 @@ from partition.steps.committer import (
     TrainingEvaluated,
     TrainingFailed,
 )
+from partition.steps.committer_events import Validated
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage, StepMessage
 from partition.steps.replica import ApplyReady, FillReady, ReduceReady, SaveReady
@@ -60,7 +61,13 @@ class World:
         self.rng = rng
         self.settings = settings
         self.truth = Truth(
-            len(shape), microbatches, settings.steps, settings.evaluations, frozen=settings.frozen
+            len(shape),
+            microbatches,
+            settings.steps,
+            settings.evaluations,
+            frozen=settings.frozen,
+            validations=settings.validations,
+            validation=settings.validation,
         )
         stages = []
         for stage, replicas in enumerate(shape):
@@ -492,6 +499,8 @@ class World:
         match event:
             case StepApplied():
                 self._check_step(machine, event)
+            case Validated():
+                self._check_validated(event)
             case TrainingEvaluated():
                 self._check_ended(machine, event)
                 self._end("done", "")
@@ -533,6 +542,13 @@ class World:
         elif self.commits[event.step] != event.attempt:
             raise Broken(f"step {event.step} is committed twice")
 
+    def _check_validated(self, event: Validated) -> None:
+        found = event.sums.samples, event.sums.metrics, event.series
+        if found != self.truth.validated.get(event.step):
+            raise Broken(f"validated {found} after {event.step} steps, not {self.truth.validated}")
+        for other in self.machines.values():
+            other.told.append(event.series)
+
     def chain(self) -> list[int]:
         """The steps of the surviving chain that were reported: nothing that a checkpoint took back."""
         return [
@@ -565,16 +581,16 @@ class World:
                 other = self.machines[PeerId(name)]
                 if other.is_alive and other.height == machine.height:
                     held = other.stage.step, other.stage.parameters
-                    if held != (self.settings.steps, self.truth.parameters[-1][number]):
+                    if held != (self.truth.steps, self.truth.parameters[-1][number]):
                         raise Broken(f"{other.me!r} ends with other parameters than the undisturbed run")
 
     def _check_outcome(self) -> None:
         if self.outcome == "failed" and not self.reason:
             raise Broken("the run failed without a reason")
-        if self.outcome == "done" and sorted(self.chain()) != list(range(self.settings.steps)):
-            raise Broken(f"of {self.settings.steps} steps only {self.chain()} were reported")
+        if self.outcome == "done" and sorted(self.chain()) != list(range(self.truth.steps)):
+            raise Broken(f"of {self.truth.steps} steps only {self.chain()} were reported")
         every = self.settings.save_every
-        for step in range(every, self.settings.steps, every) if every and self.outcome == "done" else ():
+        for step in range(every, self.truth.steps, every) if every and self.outcome == "done" else ():
             if len(self.copies.get(step, ())) < len(self.plan.stages):
                 raise Broken(f"no copy of step {step} was made, and one was due")
         for machine in self.machines.values():

@@ -96,6 +96,19 @@ def test_one_checkpoint_is_spread_after_the_other_and_of_those_that_wait_the_new
     assert spread(rounds).step == 12
 
 
+def test_the_best_state_waits_for_its_turn_whatever_newer_ones_come() -> None:
+    rounds = rounds_of()
+    save_all(rounds, 4)
+    rounds.best_step = 8
+    for step in (8, 12, 16):
+        save_all(rounds, step)
+    found = []
+    for _ in range(3):
+        found.append(spread(rounds).step)
+        rounds.failed()
+    assert found == [4, 8, 16]
+
+
 def test_what_a_later_plan_saved_while_a_copy_was_on_its_way_is_spread_under_that_plan() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)

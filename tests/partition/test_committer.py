@@ -517,7 +517,8 @@ def evaluating(evaluations: int, metrics: int = 0) -> Committer:
 
 
 def evaluate(core: Committer, number: int, **other: Any) -> Sends:
-    row = Evaluated(plan=PLAN_HASH, microbatch=number, samples=2, loss=1.0, metrics=other.pop("metrics", ()))
+    metrics = other.pop("metrics", ())
+    row = Evaluated(plan=PLAN_HASH, step=core.step, microbatch=number, samples=2, loss=1.0, metrics=metrics)
     return core.receive(0.0, LAST, replace(row, **other))
 
 

@@ -22,6 +22,7 @@ from partition.steps.frames import OpenedFrame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Apply, BadFrame, Open, Reduced, Sends, Synced
 from partition.steps.replica import ReduceReady, Replica, SaveReady, WorkItem
 from partition.steps.stall_detector import STUCK
+from partition.steps.validation import ValidationSettings
 from tests.partition.fake_stage import Broken, peer
 from tests.partition.steps_machine import Settings
 from tests.partition.steps_trouble import DISTURBANCES, kill
@@ -42,7 +43,7 @@ KINDS = (
 def walk(seed: int, *, kinds: tuple[str, ...] = (), **settings: Any) -> World:
     """One history of a small run; raises Broken, naming the seed."""
     rng = Random(seed)
-    drawn = {
+    drawn: dict[str, Any] = {
         "steps": rng.randint(1, 4),
         "evaluations": rng.choice((0, 0, 0, 3, 3, 40)),
         "save_every": rng.choice((0, 0, 1, 2)),
@@ -50,6 +51,10 @@ def walk(seed: int, *, kinds: tuple[str, ...] = (), **settings: Any) -> World:
         "in_flight_max": rng.choice((1, 2, 64)),
         "frozen": rng.choice((0, 0, 0, 1, 2)),
     }
+    every, patience = rng.choice((0, 1, 2)), rng.choice((0, 1))
+    if every:
+        drawn["validations"] = rng.choice((1, 3, 40))
+        drawn["validation"] = ValidationSettings(every, patience, watched=rng.choice((0, 1)))
     world = World(
         rng,
         [rng.choice((1, 2, 2, 3)) for _ in range(rng.randint(1, 3))],
@@ -78,6 +83,15 @@ def test_an_undisturbed_run_commits_every_step_once_and_ends_as_the_truth() -> N
         assert world.committed == [(0, 0), (0, 1), (0, 2)]
 
 
+def test_validations_between_steps_change_nothing_of_the_steps() -> None:
+    every_step = ValidationSettings(1)
+    settings = Settings(steps=3, evaluations=5, validations=2, validation=every_step)
+    world = World(Random(1), [2, 1, 3], microbatches=4, trainers=2, settings=settings)
+    world.run(0)
+    assert (world.outcome, world.committed) == ("done", [(0, 0), (0, 1), (0, 2)])
+    assert world.seen["Validated"] == 3
+
+
 def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
     outcomes: Counter[str] = Counter()
     seen: Counter[str] = Counter()
@@ -101,6 +115,7 @@ def test_whatever_happens_no_sum_changes_and_nothing_is_lost_unseen() -> None:
         "StepDiscarded",
         "ReplicaRebuilt",
         "stuck",
+        "Validated",
     )
     assert all(seen[name] for name in (*wanted, "MicrobatchesMoved", "ReplicaFailed", "StepsPaused"))
 

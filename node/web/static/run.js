@@ -26,7 +26,7 @@ export function Run({ id, go }) {
     ]} />
     ${run.detail || (run.status !== "running" && run.reason) ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${run.detail || run.reason}<//>` : ""}
     <h2>Pipeline</h2><${Strip} run=${run} />
-    <${Curves} course=${found} />
+    <${Curves} course=${found} validations=${run.validations || []} />
     <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
       rows=${found.marks.slice(-60).reverse().map((mark, index) => [`${mark[0]}-${index}`, clock(mark[0]), count(mark[1]),
         html`<span class=${{ death: "bad", leave: "warn", join: "good" }[mark[2]] || ""}>${mark[2]}</span>`, named(mark[3])])} />
@@ -65,14 +65,26 @@ function Peer({ id }) {
 }
 
 const LOSS = [{ label: "loss", stroke: "--link" }];
+const LOSSES = [...LOSS, { label: "validation loss", stroke: "--warn", spanGaps: true }];
 const RATE = [{ label: "samples/s", stroke: "--good" }];
 const SHARES = [{ label: "utilisation", stroke: "--good" }, { label: "bubble", stroke: "--warn" }];
 
-function Curves({ course: found }) {
+// The validation losses beside the points of the curve: each at the last point that is not after it.
+function beside(points, validations) {
+  const column = points.map(() => null);
+  for (const each of validations) {
+    const index = points.findLastIndex((point) => point[0] < each.step);
+    if (index >= 0) column[index] = each.loss;
+  }
+  return column;
+}
+
+function Curves({ course: found, validations }) {
   const columns = useMemo(() => {
     const points = found.points || [], column = (index) => points.map((point) => point[index]);
-    return { at: column(1), loss: column(2), rate: column(3), bubble: column(4), used: column(5) };
-  }, [found, found.version]);
+    return { at: column(1), loss: column(2), rate: column(3), bubble: column(4), used: column(5),
+      validated: beside(points, validations) };
+  }, [found, found.version, validations.length]);
   if (found.points === null) return html`<p class="quiet" role="status">Loading the curve...</p>`;
   if (found.error) return html`<${Notice} kind="bad">The curve could not be read: ${found.error}<//>`;
   if (!found.points.length) return html`<p class="quiet">No step is committed yet.</p>`;
@@ -81,8 +93,8 @@ function Curves({ course: found }) {
   const shared = { marks: found.marks, version: found.version };
   return html`<h2>Course</h2>
     <p class="quiet">Vertical lines: <span class="bad">death</span>, <span class="good">join</span>, plan change, going on.</p>
-    <${Chart} label=${`Loss, from ${loss(first[2])} to ${loss(last[2])}; ${deaths} deaths marked`} series=${LOSS}
-      data=${[columns.at, columns.loss]} height=${240} ...${shared} />
+    <${Chart} label=${`Loss, from ${loss(first[2])} to ${loss(last[2])}; ${deaths} deaths marked`} series=${validations.length ? LOSSES : LOSS}
+      data=${[columns.at, columns.loss, ...(validations.length ? [columns.validated] : [])]} height=${240} ...${shared} />
     <${Chart} label=${`Samples per second, now ${loss(last[3])}`} series=${RATE} data=${[columns.at, columns.rate]} ...${shared} height=${150} />
     <${Chart} label=${`Utilisation ${share(last[5])}, bubble ${share(last[4])}`} series=${SHARES}
       data=${[columns.at, columns.used, columns.bubble]} ...${shared} height=${150} />`;

@@ -1,0 +1,160 @@
+"""What one member knows of a run's validations, and which checkpoint has the state that validated best.
+
+Where a run keeps its best state (`train.keep`), that checkpoint stays on every disk that has it until the run
+is over, and at the end its committer brings it back by a plan. Not here: which state is the best
+(`partition.steps.validation`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import trio
+from msgspec.structs import replace
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from node.checkpoints.store import BEST_RECORD_MAX, SERIES_MAX, Best, best_name
+from node.events import RunEvaluated
+from node.protocols.manifest import Run
+from node.runs.context import Service
+from partition.plan.plan import NO_HASH, Plan
+from partition.steps.validation import Series
+
+KEEP_SECONDS_MAX = 60.0
+"""At the end, for a checkpoint of the best state to be whole; without it the last state is the result."""
+
+
+class Committer(Protocol):
+    """What is needed of `node.pipeline.committer.CommitterShell`."""
+
+    def take_last(self) -> None: ...
+
+
+class BestState:
+    """One run's at one member. `bring_back` proposes a plan that restores a checkpoint, `note_best` is told
+    after how many steps the state was best."""
+
+    def __init__(
+        self,
+        service: Service,
+        run: Run,
+        committer: Callable[[], Committer | None],
+        bring_back: Callable[[bytes, int], None],
+        note_best: Callable[[int | None], None],
+    ) -> None:
+        self._service = service
+        self._run = run
+        self._committer = committer
+        self._bring_back = bring_back
+        self._note_best = note_best
+        self._wanted: int | None = None
+        self._writing = trio.Lock()
+        self.known = _read(service, run)
+        self._lacking = ""
+
+    @property
+    def series(self) -> Series | None:
+        """Up to the newest validation that was heard of."""
+        return self.known.series[-1] if self.known.series else None
+
+    @property
+    def detail(self) -> str:
+        """What a person should know of how the run ended well; mostly nothing."""
+        validation, series = self._run.manifest.validation, self.series
+        if self._lacking or validation is None or series is None:
+            return self._lacking
+        if 0 < validation.patience <= series.since:
+            return f"its validations stopped improving after step {series.best_step}"
+        return ""
+
+    @property
+    def step(self) -> int | None:
+        """After how many steps the state was best, where that one is kept."""
+        return self.series.best_step if self.series is not None and self._keeps else None
+
+    @property
+    def checkpoint(self) -> tuple[bytes, int] | None:
+        """The best state that is whole as a checkpoint, and its step."""
+        known = self.known
+        return None if known.checkpoint is None else (known.checkpoint, known.step)
+
+    @property
+    def _keeps(self) -> bool:
+        validation = self._run.manifest.validation
+        return validation is not None and validation.keep == "best"
+
+    def begin(self, plan: Plan) -> None:
+        """A plan is in force: validations of steps that it takes back are forgotten."""
+        self._wanted = None
+        if plan.is_final and plan.restored != NO_HASH:
+            self._know(Best(self.known.series, plan.restored, plan.step))
+        elif plan.restored != NO_HASH:
+            kept = tuple(series for series in self.known.series if series.step <= plan.step)
+            self._know(replace(self.known, series=kept))
+
+    def heard(self, event: RunEvaluated) -> None:
+        """Note a validation, here or of the committer."""
+        if event.step is None or (self.series is not None and event.step <= self.series.step):
+            return
+        series = Series(event.step, min(event.best_step, event.step), event.best, event.since)
+        self._know(replace(self.known, series=(*self.known.series, series)[-SERIES_MAX:]))
+
+    def learned(self, newest: tuple[bytes, int] | None) -> None:
+        """Note that a checkpoint is whole."""
+        if newest is not None and newest[1] == self.step:
+            self._know(Best(self.known.series, *newest))
+        if self._wanted is not None:
+            self._try(self._wanted)
+
+    def found(self, step: int) -> None:
+        """As the committer: the state after `step` steps is saved, for it is the best so far."""
+        self._note_best(step)
+
+    def wanted(self, step: int) -> None:
+        """As the committer: the steps are done, and this state is to be the result."""
+        self._wanted = step
+        self._try(step)
+        if self._wanted is not None:
+            self._service.start_task(self._give_up, step, of=self._run)
+
+    def _try(self, step: int) -> None:
+        if self.checkpoint is not None and self.checkpoint[1] == step:
+            self._wanted = None
+            self._bring_back(*self.checkpoint)
+
+    async def _give_up(self, step: int) -> None:
+        await trio.sleep(KEEP_SECONDS_MAX)
+        committer = self._committer()
+        if self._wanted == step and committer is not None:
+            self._wanted = None
+            self._lacking = f"the state of step {step} validated best and was not kept; this is the last"
+            committer.take_last()
+
+    def _know(self, best: Best) -> None:
+        if best != self.known:
+            self.known = best
+            self._note_best(self.step)
+            if self._keeps:
+                self._service.start_task(self._write, of=self._run)
+
+    async def _write(self) -> None:
+        """Have on this disk what must not be let go."""
+        seams = self._service.seams
+        async with self._writing:
+            data = encode(self.known)
+            # A disk that takes nothing is said where the checkpoint itself is written.
+            with trio.CancelScope(shield=True):
+                try:
+                    await seams.executor.run(partial(seams.storage.write, best_name(self._run.text), data))
+                except OSError:
+                    return
+
+
+def _read(service: Service, run: Run) -> Best:
+    data = service.seams.storage.read(best_name(run.text))
+    try:
+        best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)
+    except RemoteProtocolError:
+        return Best()  # damaged: as if there were none
+    return best

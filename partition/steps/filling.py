@@ -1,0 +1,43 @@
+"""Which replicas take their stage from others before a step is opened, as a committer knows it.
+
+Those that have nothing yet, and those that hold other parameters than most of their stage.
+"""
+
+from collections.abc import Mapping
+
+from crypto.identity import PeerId
+from partition.plan.plan import NO_HASH, Plan
+from partition.steps.messages import Apply, Fill, Synced
+from partition.steps.resume import fills, is_filled, minority
+
+
+class Filling:
+    """Under one plan. `asked` are still to be filled; `filled` were, each once for every time."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.asked: dict[PeerId, Fill] = {}
+        self.filled: list[PeerId] = []
+        self._plan = plan
+        self._rebuilt: set[PeerId] = set()
+
+    def begin(self, step: int, digests: Mapping[PeerId, bytes], apply: Apply | None) -> bool:
+        """Find who is to be filled after `step` steps, of which `apply` was the last; whether anybody is."""
+        known = {peer: digest for peer, digest in digests.items() if digest != NO_HASH}
+        self._rebuilt = set(minority(self._plan, known))
+        right = {peer: digest for peer, digest in digests.items() if peer not in self._rebuilt}
+        self.asked = fills(self._plan, step, right, apply)
+        return bool(self.asked)
+
+    def take(self, sender: PeerId, message: Synced) -> bool:
+        """Note where a replica says it is; whether it is filled by that."""
+        if not is_filled(self.asked[sender], message):
+            return False  # what it said before
+        del self.asked[sender]
+        self.filled.append(sender)
+        return True
+
+    def is_rebuilt(self, peer: PeerId) -> bool:
+        """Return whether it held other parameters than its stage; once."""
+        is_so = peer in self._rebuilt
+        self._rebuilt.discard(peer)
+        return is_so
