@@ -41,12 +41,13 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """I want a group under this key. `rate` and `has_tensors` as in `group.Member`."""
+    """I want a group under this key. `rate`, `has_tensors` and `coordinate` as in `group.Member`."""
 
     key: Hash
     nonce: Nonce
     rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)]
     has_tensors: bool = True
+    coordinate: Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)] = 0
 
 
 class Propose(msgspec.Struct, frozen=True, array_like=True, tag="propose"):
@@ -106,7 +107,8 @@ class Wish:
     """One peer's wish for a group under one key.
 
     `expected` are the peers that should come; with all of them ready nobody waits for the window's end.
-    `others` may come, and are told too.
+    `others` may come, and are told too. Where it is not known who comes, but how many do, `size_hoped` is
+    their number, this peer included: with fewer ready the window runs to its end.
     `make` makes the group of some members, and says thereby what this peer averages: a proposed group has to
     be equal to what it makes of the same members, but for round and number. Groups of fewer than `size_min`
     are not proposed, of more than `size_max` neither. Where `is_exclusive`, there is one group under the key,
@@ -129,7 +131,9 @@ class Wish:
         is_exclusive: bool = True,
         others: Sequence[PeerId] = (),
         admits: Callable[[PeerId], bool] | None = None,
+        size_hoped: int = 0,
     ) -> None:
+        self._size_hoped = size_hoped
         self.key = key
         self._me = me
         self._peer = PeerId(me.peer)
@@ -216,18 +220,18 @@ class Wish:
             self._end("withdrawn")
 
     def _wish(self) -> Ready:
-        return Ready(self.key, self._me.nonce, self._me.rate, self._me.has_tensors)
+        me = self._me
+        return Ready(self.key, me.nonce, me.rate, me.has_tensors, me.coordinate)
 
     def _take_ready(self, now: float, sender: PeerId, message: Ready) -> Sends:
         if self.group is not None:
-            member = Member(sender, message.nonce, message.rate, message.has_tensors)
-            if member in self.group.members:  # it has not heard of it yet, by whoever proposed it
+            if _member(sender, message) in self.group.members:  # it has not heard of it yet, by whoever proposed it
                 return [(sender, Propose(self.key, self.group))]
             return [(sender, Closed(self.key))]
         if self.is_over or len(self._ready) >= READY_MAX:
             return []
         is_new = sender not in self._ready
-        self._ready[sender] = Member(sender, message.nonce, message.rate, message.has_tensors)
+        self._ready[sender] = _member(sender, message)
         # It may have passed over this wish before it had its own.
         answer: Sends = [(sender, self._wish())] if is_new else []
         return answer + self._advance(now)
@@ -251,7 +255,8 @@ class Wish:
         if self.group is not None or self.is_over:
             return []
         if not self._is_open:
-            if now < self._window_ends_at and not all(peer in self._ready for peer in self._expected):
+            is_whole = all(peer in self._ready for peer in self._expected)
+            if now < self._window_ends_at and not (is_whole and len(self._ready) + 1 >= self._size_hoped):
                 return []
             self._is_open = True
             self._pass_at = now + SILENT_SECONDS
@@ -282,6 +287,10 @@ class Wish:
     def _end(self, reason: str) -> None:
         self.is_over = True
         self.events.append(NotFormed(self.key, reason))
+
+
+def _member(sender: PeerId, message: Ready) -> Member:
+    return Member(sender, message.nonce, message.rate, message.has_tensors, message.coordinate)
 
 
 class Matchmaking:

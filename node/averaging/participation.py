@@ -19,10 +19,12 @@ from crypto.identity import PeerId
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import Codec, codec_of, roundtrip
+from gossip.averaging.grid import GROUP_SIZE_MIN
 from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Group, Member, Terms
 from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.reduction import Vector
+from gossip.averaging.walk import GridWalk, Spot
 from gossip.matchmaking import Formed, Matchmaking, NotFormed, Wish
 from gossip.matchmaking import Sends as MatchSends
 from gossip.roster import Report, Roster
@@ -48,6 +50,8 @@ PACE_FLOOR_SECONDS = 5.0
 """No attempt is given less time, however fast earlier ones were: another process may be busy."""
 AGAIN_SECONDS = 4.0
 """Beyond its window, how long another attempt of a round waits for anybody."""
+SPOT_SECONDS = 1.0
+"""Beyond its window, how long a peer waits in its cell of the grid for anybody."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
 SAMPLE_ITEMS = 1 << 14
 """A codec's rounding error is estimated from this many numbers."""
@@ -168,6 +172,7 @@ class Participation:
         self._met: list[bytes] = []
         self.upload = UploadRate()
         """What others measured that this peer sends."""
+        self.walk = GridWalk(key, service.seams.network.peer)
         self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
         self._stepped_at = service.seams.clock.monotonic()
         self.status = ""
@@ -276,7 +281,13 @@ class Participation:
         members = sent = received = 0
         error = ""
         for number in range(ATTEMPTS_MAX):
-            found = await self._find_group(vector, wanted, number)
+            spot = None
+            if wanted.round is None:
+                spot = self.walk.spot(self._expected(None), wanted.size_max)
+            found = await self._find_group(vector, wanted, number, spot)
+            if isinstance(found, str) and spot is not None:  # join the next group that forms
+                spot = None
+                found = await self._find_group(vector, wanted, number, None)
             if isinstance(found, str):
                 error = error or found
                 break
@@ -284,6 +295,8 @@ class Participation:
             attempt, result = await self._attempt(found, vector, weight, wanted)
             sent, received = sent + attempt.sent_bytes, received + attempt.received_bytes
             if isinstance(result, Averaged):
+                if wanted.round is None:
+                    self.walk.averaged(found, spot)
                 seconds = clock.monotonic() - begun
                 shares, error_of = dict(result.shares), await self._rounding(vector, wanted)
                 made = Round(
@@ -301,6 +314,8 @@ class Participation:
             error = str(result)
             if result.reason in (Reason.CANCELLED, Reason.NOT_FINITE):
                 break
+        if wanted.round is None:
+            self.walk.failed()
         return self._told(Round(None, {}, members, clock.monotonic() - begun, sent, received, b"", error))
 
     async def _attempt(
@@ -365,28 +380,37 @@ class Participation:
         )
         return made
 
-    async def _find_group(self, vector: Vector | None, wanted: Wanted, attempt: int) -> Group | str:
-        """The group that forms for an attempt of a round, or why none does. Members of one that failed are
-        still expected, but for those that are known to be gone: most only waited for another."""
+    async def _find_group(
+        self, vector: Vector | None, wanted: Wanted, attempt: int, spot: Spot | None
+    ) -> Group | str:
+        """The group that forms for an attempt of a round, at a spot of the grid if one is given, or why none
+        does. Members of one that failed are still expected, but for those that are known to be gone: most
+        only waited for another."""
         service = self._service
         items, dtype = self._shape(vector)
         rate = self.upload.claimed if wanted.rate is None else wanted.rate
-        me = Member(service.seams.network.peer, service.seams.entropy(NONCE_BYTES), rate, vector is not None)
+        nonce, coordinate = service.seams.entropy(NONCE_BYTES), 0 if spot is None else spot.coordinate
+        me = Member(self.peer, nonce, rate, vector is not None, coordinate)
         number = -1 if wanted.round is None else wanted.round
+        round_number = self.walk.turn if wanted.round is None else wanted.round
         name = self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)
         if wanted.round is not None and attempt:  # late ones cannot enter the group of the first
             name += attempt.to_bytes(1, "big")
-        key = blake3(name).digest()
+        key = blake3(name + (b"" if spot is None else spot.key)).digest()
 
         terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype)
 
         def make(members: tuple[Member, ...]) -> Group:
-            return Group(self.key, max(0, number), attempt, terms, members)
+            return Group(self.key, round_number, attempt, terms, members)
 
-        expected = self._expected(wanted.round)
+        fits_all = len(self.walk.axes) < 2
+        # In a grid it is not known who stands in which cell, only how many do.
+        expected = self._expected(wanted.round) if wanted.round is not None or fits_all else ()
         patience = wanted.patience_seconds
         if attempt:  # members that succeeded in the last one come to no other
             patience = min(patience, wanted.window_seconds + AGAIN_SECONDS)
+        if spot is not None:  # whoever is alone in its cell goes where others are
+            patience = min(patience, wanted.window_seconds + SPOT_SECONDS)
         now = service.seams.clock.monotonic()
         wish = Wish(
             me,
@@ -396,15 +420,16 @@ class Participation:
             now,
             window_seconds=wanted.window_seconds,
             patience_seconds=patience,
-            size_min=wanted.size_min,
+            size_min=min(wanted.size_min, wanted.size_max if fits_all else GROUP_SIZE_MIN),
             size_max=wanted.size_max,
             is_exclusive=wanted.round is not None,
             others=tuple(self.roster.reports),
+            size_hoped=0 if spot is None else spot.size,
             admits=None if self._gate is None else self._gate.admits,
         )
         formed = self._formed[key] = trio.Event()
         self._outcomes.pop(key, None)
-        self.status = f"looking for a group among {len(expected)} peers"
+        self.status = f"looking for a group among {len(self.roster.reports)} peers"
         try:
             service.match(lambda now: service.matches.begin(now, wish))
             await formed.wait()

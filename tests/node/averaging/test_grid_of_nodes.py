@@ -1,0 +1,68 @@
+"""Whole nodes average in Moshpit's grid, in virtual time: as many rounds as the grid has axes.
+
+PEERLOOM_GRID_PEERS and PEERLOOM_GRID_GROUP make it larger: 27 and 3 in `make soak`.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from node.averaging.participation import Participation, Wanted
+from sim.worlds.scheduling import run_virtually
+from tests.stack import swarm
+
+PEERS = int(os.environ.get("PEERLOOM_GRID_PEERS", "8"))
+GROUP = int(os.environ.get("PEERLOOM_GRID_GROUP", "2"))
+NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"[:PEERS]
+SIGNATURE = bytes([7]) * 32
+
+
+async def play(runs: list[Participation], values: list[Any], rounds: int) -> list[tuple[float, list[int]]]:
+    """Rounds of all, and after each the variance over all peers and the sizes of the groups."""
+    found = []
+    wanted = Wanted(window_seconds=2.0, patience_seconds=10.0, size_max=GROUP)
+    sizes: list[int] = []
+
+    async def average(place: int) -> None:
+        made = await runs[place].average(values[place], 1.0, wanted)
+        sizes.append(len(made.shares))
+        if made.vector is not None:
+            values[place] = made.vector
+
+    for _ in range(rounds):
+        sizes.clear()
+        async with trio.open_nursery() as nursery:
+            for place in range(len(runs)):
+                nursery.start_soon(average, place)
+        found.append((float(np.var([value[0] for value in values])), sorted(sizes)))
+    return found
+
+
+def test_nodes_in_a_grid_agree_in_as_many_rounds_as_it_has_axes() -> None:
+    found: list[tuple[float, list[int]]] = []
+    draws = np.random.default_rng(1)
+    values: list[Any] = [draws.standard_normal(64) for _ in NAMES]
+    mean = np.mean(values, axis=0)
+    axes: set[tuple[int, ...]] = set()
+
+    async def main() -> None:
+        async with swarm(NAMES) as group:
+            runs = [group.nodes[name].averaging.open("grid", SIGNATURE) for name in NAMES]
+            with trio.fail_after(60):
+                for run in runs:
+                    await run.wait_for_peers(len(NAMES) - 1)
+            found.extend(await play(runs, values, 3))
+            axes.update(run.walk.axes for run in runs)
+
+    run_virtually(main)
+    told = f"{axes}: {found}"
+    assert len(axes) == 1, told
+    rounds = len(axes.pop())
+    assert rounds > 1, told
+    variance, sizes = found[rounds - 1]
+    assert sizes == [GROUP] * len(NAMES), told
+    assert variance < 1e-9, told
+    assert all(value == pytest.approx(mean, abs=1e-6) for value in values), told
