@@ -225,7 +225,7 @@ class Wish:
 
     def _take_ready(self, now: float, sender: PeerId, message: Ready) -> Sends:
         if self.group is not None:
-            if _member(sender, message) in self.group.members:  # it has not heard of it yet, by whoever proposed it
+            if _member(sender, message) in self.group.members:  # it has not heard of its group yet
                 return [(sender, Propose(self.key, self.group))]
             return [(sender, Closed(self.key))]
         if self.is_over or len(self._ready) >= READY_MAX:

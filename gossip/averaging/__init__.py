@@ -6,7 +6,8 @@
 | messages | the wire: every message, its limits, `PROTOCOL`, `MESSAGE_BYTES_MAX` |
 | attempt | `Attempt`: one all-reduce that survives its members; parts, scatter and gather are its halves |
 | outcome | `Averaged`, `Failed`, `Patience` |
-| grid | Moshpit's grid: who averages with whom in which round; pairs |
+| grid | Moshpit's grid: who averages with whom in which round |
+| walk | `GridWalk`: one peer's way over the grid, by which nodes form their groups |
 | catalogue | the strategies by name |
 | strategies | what peers do between rounds: each paper's arithmetic in one small class |
 | feedback | error feedback for lossy codecs |

@@ -10,7 +10,10 @@ all peers compute its axes and their cells anew, from the epoch's number and the
 Peers whose lists differ a little stand in cells that others hold too, which costs some rounds and is not
 wrong.
 
-Not here: who is a member, and the rounds themselves (`node.averaging.participation`).
+Pairwise gossip is a grid whose groups have two members.
+
+Not here: how one peer walks over it (`gossip.averaging.walk`), who is a member, and the rounds themselves
+(`node.averaging.participation`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,14 +124,3 @@ class Grid:
 
     def _rank(self, peer: PeerId) -> bytes:
         return blake3(self.name + b"\0" + self.epoch.to_bytes(8, "big") + peer).digest()
-
-
-def pairs_of(members: Iterable[PeerId], round_number: int, name: bytes) -> dict[PeerId, PeerId]:
-    """Pairwise gossip: everybody's partner in a round, drawn anew each; one of an odd number stays alone."""
-
-    def rank(peer: PeerId) -> bytes:
-        return blake3(name + b"\0" + round_number.to_bytes(8, "big") + peer).digest()
-
-    ranked = sorted(dict.fromkeys(members), key=rank)
-    pairs = list(zip(ranked[0::2], ranked[1::2], strict=False))
-    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crypto.identity import PeerId
-from gossip.averaging.grid import Grid, axes_of, pairs_of
+from gossip.averaging.grid import Grid, axes_of
 from tests.gossip.swarm import peer_of
 
 
@@ -85,11 +85,3 @@ def test_absent_peers_cost_the_rounds_of_the_paper() -> None:
     # Ryabinin et al.: 5.9 rounds; here the mean of few seeds.
     found = [rounds_to_agree(1024, 32, 0.01, seed) for seed in range(5)]
     assert 5.2 <= np.mean(found) <= 6.6
-
-
-def test_pairs_are_disjoint_and_change() -> None:
-    peers = [peer_of(number) for number in range(9)]
-    first, second = pairs_of(peers, 1, b"run"), pairs_of(peers, 2, b"run")
-    assert len(first) == 8
-    assert all(first[other] == one != other for one, other in first.items())
-    assert first != second
