@@ -37,7 +37,7 @@ from node.local.recruiter import Recruiter
 from node.local.results import Results
 from node.local.rounds import Rounds
 from node.local.saved import MEMBERS_MAX, SavedRun
-from node.local.stages import local_plan, stage_count
+from node.local.stages import local_plan, stage_count, tied_name
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer
 from node.local.verdict import Losses, fault_of, is_usable
@@ -190,8 +190,8 @@ class LocalMember:
             specification, _, data = await service.seams.executor.run(build, apart=True)
         except (RemoteProtocolError, ValueError) as error:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
-        if specification.graph.tied:
-            raise StageFailed("weights that several stages hold are not averaged: plan.stages = 1")
+        if tied := tied_name(specification):
+            raise StageFailed(f"several stages hold {tied}, and columns do not sum it: set plan.stages = 1")
         if self.is_training:
             await self._open(graph, specification, data)
         # The run's id names the model too, and how it is trained.

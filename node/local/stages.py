@@ -7,6 +7,7 @@ from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import NO_HASH, Plan, StagePlan
+from partition.stage import StageSpecification, parameter_layout
 
 
 def stage_count(run: Run) -> int:
@@ -36,3 +37,8 @@ def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
     """The stages in the form that admission knows; who holds them is not in it. Raises ValueError."""
     rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run, graph))
     return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, rows)
+
+
+def tied_name(specification: StageSpecification) -> str:
+    """Return the name of a weight that other stages hold too, empty where there is none."""
+    return next((slot.name for slot in parameter_layout(specification) if slot.is_tied), "")
