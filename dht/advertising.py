@@ -7,7 +7,7 @@ Adverts are signed anew every `advert_renew_seconds` and expire soon after: what
 in minutes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -27,7 +27,8 @@ from dht.capabilities import (
     shard_key,
 )
 from dht.keys import Key
-from dht.records import check_record, sign_record
+from dht.lookup import Enough
+from dht.records import Record, check_record, sign_record
 from dht.replication import Replication
 from dht.requests import Search
 from dht.settings import Settings
@@ -49,7 +50,13 @@ class Ground(Protocol):
     def network_size(self) -> float: ...
     def wall(self, now: float) -> float: ...
     def search(
-        self, now: float, key: Key, then: Callable[[float, Search], None], *, values: bool = False
+        self,
+        now: float,
+        key: Key,
+        then: Callable[[float, Search], None],
+        *,
+        values: bool = False,
+        enough: Enough | None = None,
     ) -> Search: ...
 
 
@@ -94,21 +101,31 @@ class Advertising:
     def _look(self, now: float, name: str, depth: int, direction: int) -> None:
         key = shard_key(name, depth, prefix_of(self._ground.key, depth))
         then = partial(self._settle, name, depth, direction, self._turn)
-        self._ground.search(now, key, then, values=True)
+
+        def is_crowded(records: Mapping[PeerId, Record]) -> bool:
+            return self._others(now, records) + 1 > SHARD_ADVERTS_MAX
+
+        # Where all of a large swarm start at once they meet under one key: its holders need not tell each
+        # of them all that stands there.
+        self._ground.search(now, key, then, values=True, enough=is_crowded)
 
     def _settle(self, name: str, depth: int, direction: int, turn: int, now: float, search: Search) -> None:
         """Adverts under one key beyond which a search looks one bit further."""
         if turn != self._turn:
             return
-        wall, own = self._ground.wall(now), self._ground.peer
-        # Not by `expired`, whose slack for wrong clocks would count the gone for ten minutes more.
-        others = sum(each.publisher != own and wall < each.expires for each in search.lookup.records.values())
+        others = self._others(now, search.lookup.records)
         if others + 1 > SHARD_ADVERTS_MAX and depth < DEPTH_MAX and direction >= 0:
             self._look(now, name, depth + 1, 1)
         elif others + 1 < SHARD_ADVERTS_MIN and depth > 0 and direction <= 0:
             self._look(now, name, depth - 1, -1)
         else:
             self._publish(now, name, depth)
+
+    def _others(self, now: float, records: Mapping[PeerId, Record]) -> int:
+        """How many of these others offer something still."""
+        wall, own = self._ground.wall(now), self._ground.peer
+        # Not by `expired`, whose slack for wrong clocks would count the gone for ten minutes more.
+        return sum(each.publisher != own and wall < each.expires for each in records.values())
 
     def _publish(self, now: float, name: str, depth: int) -> None:
         ground = self._ground

@@ -22,7 +22,7 @@ from dht.events import Event, Joined, NodesFound, PeerHeard, PeerPinged, Records
 from dht.groups import Origins
 from dht.hunt import Estimate, Hunts, unknown
 from dht.keys import KEY_BITS, Key, distance, node_key
-from dht.lookup import Lookup
+from dht.lookup import Enough, Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
 from dht.paths import DisjointLookup
 from dht.records import Record, RecordStore, check_record
@@ -209,9 +209,8 @@ class Kademlia:
         for an immutable value; `all_holders`: go on until the k nearest have answered. Ends in
         `RecordsFound`, at once if we are alone."""
         width = self.settings.k if all_holders else None
-        search = self.search(
-            now, key, self._report_records, values=True, paths=paths, first=first, width=width
-        )
+        then, enough = self._report_records, bool if first else None
+        search = self.search(now, key, then, values=True, paths=paths, enough=enough, width=width)
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
@@ -440,11 +439,11 @@ class Kademlia:
         values: bool = False,
         seeds: Sequence[Contact] = (),
         paths: int = 1,
-        first: bool = False,
+        enough: Enough | None = None,
         width: int | None = None,
         record: Record | None = None,
     ) -> Search:
-        """Begin a lookup, which ends in `then`; `width` as in `Lookup`. `record`: what is stored there."""
+        """Begin a lookup that ends in `then`; `width`, `enough` as in `Lookup`. `record`: what it stores."""
         self.upkeep.touch(now, self.table.bucket_of(key))
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self.table.nearest(key, 2 * self.settings.k, waiting_since=now - TOKEN_SECONDS)
@@ -465,7 +464,7 @@ class Kademlia:
                 seeded,
                 self.settings,
                 values=values,
-                first=first,
+                enough=enough,
                 width=width,
                 at_once=len(near),
                 counts_own=record is not None and not self.is_client,
@@ -526,7 +525,7 @@ class Kademlia:
         hints = [hint for hint in hints if self._may_ask(now, hint.peer)]
         lookup.named(pending.contact.peer, hints)
         more = isinstance(answer, messages.Values) and answer.more
-        if more and pending.page + 1 < self.settings.pages_max:
+        if more and pending.page + 1 < self.settings.pages_max and not lookup.done:
             last = records[-1].publisher
             message = messages.FindValue(self.new_id(), self.addresses, lookup.key, last)
             self.ask(now, pending.contact, message, search, page=pending.page + 1)

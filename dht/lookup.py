@@ -15,7 +15,7 @@ It differs from the paper in what fails on a real network:
   one network do not surround a key.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
 from kademlia.node import Node, NodeHeap
@@ -33,6 +33,9 @@ honest peer's contacts more than half would have to be dead."""
 
 ADDRESSES_MAX = 4
 """Addresses kept for one candidate, of all that were named: one wrong hint must not hide a peer."""
+
+Enough = Callable[[Mapping[PeerId, Record]], bool]
+"""Whether these records, by publisher, are all that is wanted."""
 
 
 class Standing(Enum):
@@ -96,15 +99,15 @@ class Lookup:
         *,
         values: bool,
         width: int | None = None,
-        first: bool = False,
+        enough: Enough | None = None,
         at_once: int = 0,
         counts_own: bool = False,
         taken: "dict[PeerId, Lookup] | None" = None,
     ) -> None:
         """`width`: how many of the nearest have to answer; unless said, `find_width` of them once there are
-        records, and k before. `first`: the first record ends it. `at_once`: how many are asked from the
-        beginning, where they seem to be the nearest already; at least alpha. `counts_own`: this node may be
-        one of the nearest, without being asked. `taken`: whom other paths of one lookup have asked."""
+        records, and k before. `enough`: whether the records met so far end it. `at_once`: how many are asked
+        from the beginning, where they seem to be the nearest already; at least alpha. `counts_own`: this node
+        may be one of the nearest, without being asked. `taken`: whom other paths of one lookup have asked."""
         self.key = key
         self.values = values
         # What those that answered gave: a token to store with, and the records that they showed.
@@ -117,7 +120,7 @@ class Lookup:
         self._own = own
         self._settings = settings
         self._wanted_width = width
-        self._is_first_enough = first
+        self._enough = enough
         self._own_distance = int.from_bytes(node_key(own), "big") ^ int.from_bytes(key, "big")
         self._counts_own = counts_own
         self._at_once = max(at_once, settings.alpha)
@@ -243,7 +246,7 @@ class Lookup:
     @property
     def done(self) -> bool:
         """Whether the nearest alive have all answered, or a limit was reached."""
-        if self._stopped or (self._is_first_enough and self.records):
+        if self._stopped or (self._enough is not None and self._enough(self.records)):
             return True
         if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):
             return True
